@@ -1,0 +1,35 @@
+"""Build hook: generates `outrider/v1` from `proto/outrider/v1`. Nothing is patched afterwards."""
+
+import importlib.resources
+from pathlib import Path
+from typing import Any
+
+from grpc_tools import protoc
+from hatchling.builders.hooks.plugin.interface import BuildHookInterface
+
+
+def generate(root: Path) -> list[str]:
+    """Writes messages, services and type stubs below `root`; returns their paths relative to it."""
+    protos = sorted(str(path.relative_to(root / "proto")) for path in (root / "proto").rglob("*.proto"))
+    well_known = importlib.resources.files("grpc_tools") / "_proto"
+    arguments = ["protoc", f"-I{root / 'proto'}", f"-I{well_known}"]
+    outputs = [f"--{kind}_out={root}" for kind in ("python", "grpc_python", "mypy", "mypy_grpc")]
+    if protoc.main([*arguments, *outputs, *protos]) != 0:
+        raise RuntimeError("protoc failed; its messages stand above")
+    package = root / "outrider" / "v1"
+    (package / "__init__.py").write_text('"""Generated from proto/outrider/v1; see hatch_build.py."""\n')
+    return [str(path.relative_to(root)) for path in sorted(package.iterdir()) if path.is_file()]
+
+
+class ProtocolBuildHook(BuildHookInterface):  # type: ignore[type-arg]
+    """Puts the generated modules into wheels and editable installs."""
+
+    PLUGIN_NAME = "custom"
+
+    def initialize(self, version: str, build_data: dict[str, Any]) -> None:
+        """Generates before files are collected."""
+        build_data["artifacts"] += generate(Path(self.root))
+
+
+if __name__ == "__main__":
+    generate(Path(__file__).parent)

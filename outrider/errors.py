@@ -1,0 +1,214 @@
+"""Every error that Outrider names, and nothing else.
+
+    OutriderError
+    ├── InvalidArgument      a field of the request is wrong; names the field
+    ├── SessionNotFound      no such session, or another tenant's
+    ├── RequestNotFound      the session has no such request
+    ├── Fenced               a newer lease exists; whoever holds this one must stop
+    ├── KVCacheMiss          the worker has fewer tokens cached than the span assumes; send an earlier span
+    ├── SessionBusy          another request is running on the session
+    ├── DuplicateRequest     the request id was used for a different request
+    ├── Overloaded           a limit is reached; retry after `retry_after_s`
+    ├── Draining             the process is shutting down; go elsewhere
+    ├── DataLoss             the session's log no longer holds what was acknowledged
+    ├── TokenizerMismatch    draft and target (or session and target) do not share a tokenizer
+    ├── ModelMismatch        the session was made with another model
+    ├── ModelUnsupported     the model's cache cannot roll back, or its attention cannot be replaced
+    ├── Unavailable          a needed process cannot be reached within its bound
+    └── DeadlineExceeded     the client's deadline passed
+
+One table, in `serving.status`, maps reasons to gRPC codes, for servers and clients alike.
+"""
+
+from collections.abc import Mapping
+from typing import ClassVar
+
+
+class OutriderError(Exception):
+    """An error with a `reason` that crosses the wire, a one-line message, and typed fields as `metadata`."""
+
+    reason: ClassVar[str] = "INTERNAL"
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message)
+        self.message = message
+
+    @property
+    def metadata(self) -> dict[str, str]:
+        """The error's typed fields as strings; `from_metadata` is its inverse."""
+        return {}
+
+    @classmethod
+    def from_metadata(cls, message: str, metadata: Mapping[str, str]) -> "OutriderError":
+        """Returns the error as it was before it crossed the wire."""
+        return cls(message)
+
+
+class InvalidArgument(OutriderError):
+    """A field of the request is out of range, malformed or missing."""
+
+    reason = "INVALID_ARGUMENT"
+
+    def __init__(self, message: str, field: str) -> None:
+        super().__init__(message if message.startswith(field) else f"{field}: {message}")
+        self.field = field
+
+    @property
+    def metadata(self) -> dict[str, str]:
+        return {"field": self.field}
+
+    @classmethod
+    def from_metadata(cls, message: str, metadata: Mapping[str, str]) -> "InvalidArgument":
+        return cls(message, metadata.get("field", "request"))
+
+
+class SessionNotFound(OutriderError):
+    """There is no such session, or it belongs to another tenant; the two are not told apart."""
+
+    reason = "SESSION_NOT_FOUND"
+
+
+class RequestNotFound(OutriderError):
+    """The session has no such request to resume or cancel."""
+
+    reason = "REQUEST_NOT_FOUND"
+
+
+class Fenced(OutriderError):
+    """A lease with a higher fencing token exists."""
+
+    reason = "FENCED"
+
+
+class KVCacheMiss(OutriderError):
+    """The span starts beyond what the worker has cached; `cached_len` tokens are there."""
+
+    reason = "KV_CACHE_MISS"
+
+    def __init__(self, message: str, cached_len: int) -> None:
+        super().__init__(message)
+        self.cached_len = cached_len
+
+    @property
+    def metadata(self) -> dict[str, str]:
+        return {"cached_len": str(self.cached_len)}
+
+    @classmethod
+    def from_metadata(cls, message: str, metadata: Mapping[str, str]) -> "KVCacheMiss":
+        return cls(message, int(metadata.get("cached_len", "0")))
+
+
+class SessionBusy(OutriderError):
+    """Another request is running on the session."""
+
+    reason = "SESSION_BUSY"
+
+
+class DuplicateRequest(OutriderError):
+    """The request id was used before, with other content."""
+
+    reason = "DUPLICATE_REQUEST"
+
+
+class Overloaded(OutriderError):
+    """A limit is reached; a retry after `retry_after_s` seconds may succeed."""
+
+    reason = "OVERLOADED"
+
+    def __init__(self, message: str, retry_after_s: float = 1.0) -> None:
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
+
+    @property
+    def metadata(self) -> dict[str, str]:
+        return {"retry_after_s": str(self.retry_after_s)}
+
+    @classmethod
+    def from_metadata(cls, message: str, metadata: Mapping[str, str]) -> "Overloaded":
+        return cls(message, float(metadata.get("retry_after_s", "1.0")))
+
+
+class Draining(OutriderError):
+    """The process finishes what it has and takes nothing new."""
+
+    reason = "DRAINING"
+
+
+class DataLoss(OutriderError):
+    """The session's log no longer holds what was acknowledged."""
+
+    reason = "DATA_LOSS"
+
+
+class TokenizerMismatch(OutriderError):
+    """Two tokenizers that must agree do not; both fingerprints are named."""
+
+    reason = "TOKENIZER_MISMATCH"
+
+    def __init__(self, message: str, draft: str, target: str) -> None:
+        super().__init__(message)
+        self.draft = draft
+        self.target = target
+
+    @property
+    def metadata(self) -> dict[str, str]:
+        return {"draft_tokenizer_fingerprint": self.draft, "target_tokenizer_fingerprint": self.target}
+
+    @classmethod
+    def from_metadata(cls, message: str, metadata: Mapping[str, str]) -> "TokenizerMismatch":
+        return cls(
+            message,
+            metadata.get("draft_tokenizer_fingerprint", ""),
+            metadata.get("target_tokenizer_fingerprint", ""),
+        )
+
+
+class ModelMismatch(OutriderError):
+    """The session was made with another model than the one at hand."""
+
+    reason = "MODEL_MISMATCH"
+
+
+class ModelUnsupported(OutriderError):
+    """The model cannot be served exactly, for the reason in the message."""
+
+    reason = "MODEL_UNSUPPORTED"
+
+
+class Unavailable(OutriderError):
+    """A needed process cannot be reached within its bound."""
+
+    reason = "UNAVAILABLE"
+
+
+class DeadlineExceeded(OutriderError):
+    """The client's deadline passed."""
+
+    reason = "DEADLINE_EXCEEDED"
+
+
+_KINDS: tuple[type[OutriderError], ...] = (
+    InvalidArgument,
+    SessionNotFound,
+    RequestNotFound,
+    Fenced,
+    KVCacheMiss,
+    SessionBusy,
+    DuplicateRequest,
+    Overloaded,
+    Draining,
+    DataLoss,
+    TokenizerMismatch,
+    ModelMismatch,
+    ModelUnsupported,
+    Unavailable,
+    DeadlineExceeded,
+)
+
+ERRORS: Mapping[str, type[OutriderError]] = {kind.reason: kind for kind in _KINDS}
+"""Every reason with its exception."""
+
+
+def from_reason(reason: str, message: str, metadata: Mapping[str, str]) -> OutriderError:
+    """Returns the exception that a reason stands for; `OutriderError` for a reason from a newer version."""
+    return ERRORS.get(reason, OutriderError).from_metadata(message, metadata)

@@ -1,0 +1,137 @@
+"""Sampling parameters: what the output law is, given the target's logits. Meanings, order and names are vLLM's."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields, replace
+from enum import Enum
+from math import isfinite
+
+from outrider.errors import InvalidArgument
+
+MAX_STOP_STRINGS = 16
+MAX_STOP_STRING_LEN = 256
+MAX_STOP_TOKEN_IDS = 64
+MAX_LOGIT_BIASES = 1024
+MAX_LOGPROBS = 20
+MAX_SEED = 2**64 - 1
+
+
+class AcceptanceRule(Enum):
+    """Which rule decides whether a drafted token is kept; both are lossless (see `verification`)."""
+
+    COUPLED = "coupled"
+    REJECTION = "rejection"
+
+
+class FinishReason(Enum):
+    """Why a request ended."""
+
+    STOP = "stop"
+    LENGTH = "length"
+    CANCELLED = "cancelled"
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParameters:
+    """The law and the limits of a request's output.
+
+    Every value is checked here and nowhere else; a wrong one raises `InvalidArgument` with the field's name. Token ids
+    are checked against a vocabulary by `check_vocabulary`.
+
+    Attributes:
+        temperature: divides the logits; 0 is greedy decoding. In [0, 100].
+        top_k: keeps the k most likely tokens; 0 keeps all.
+        top_p: keeps the smallest set of most likely tokens with at least this probability. In (0, 1].
+        min_p: drops tokens less likely than this share of the most likely one. In [0, 1].
+        repetition_penalty: divides positive and multiplies negative logits of tokens in prompt or output. In (0, 10].
+        presence_penalty: subtracted from logits of tokens in the output. In [-2, 2].
+        frequency_penalty: subtracted once for each time a token stands in the output. In [-2, 2].
+        logit_bias: added to the logits of its token ids. Values in [-100, 100].
+        seed: key of all randomness, in [0, 2**64); None until one is drawn.
+        stop: the output ends before the first of these strings.
+        stop_token_ids: the output ends with the first of these token ids.
+        max_tokens: most output tokens, at least 1.
+        min_tokens: output tokens before which no stop condition holds; stop and end-of-text ids are not drawn there.
+        ignore_eos: whether generation goes on past the model's end-of-text tokens.
+        logprobs: None for none, else how many most likely tokens to report at each position, in [0, 20].
+    """
+
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    seed: int | None = None
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    max_tokens: int = 256
+    min_tokens: int = 0
+    ignore_eos: bool = False
+    logprobs: int | None = None
+
+    def __post_init__(self) -> None:
+        _check_range("temperature", self.temperature, 0, 100)
+        _check_range("top_k", self.top_k, 0, 2**31 - 1)
+        _check_range("top_p", self.top_p, 0, 1, low_open=True)
+        _check_range("min_p", self.min_p, 0, 1)
+        _check_range("repetition_penalty", self.repetition_penalty, 0, 10, low_open=True)
+        _check_range("presence_penalty", self.presence_penalty, -2, 2)
+        _check_range("frequency_penalty", self.frequency_penalty, -2, 2)
+        _check_range("max_tokens", self.max_tokens, 1, 2**31 - 1)
+        _check_range("min_tokens", self.min_tokens, 0, 2**31 - 1)
+        if self.min_tokens > self.max_tokens:
+            raise InvalidArgument(f"min_tokens is {self.min_tokens}, above max_tokens {self.max_tokens}", "min_tokens")
+        if self.seed is not None:
+            _check_range("seed", self.seed, 0, MAX_SEED)
+        if self.logprobs is not None:
+            _check_range("logprobs", self.logprobs, 0, MAX_LOGPROBS)
+        self._check_collections()
+
+    def _check_collections(self) -> None:
+        _check_num("logit_bias", len(self.logit_bias), MAX_LOGIT_BIASES)
+        for value in self.logit_bias.values():
+            _check_range("logit_bias", value, -100, 100)
+        _check_num("stop_token_ids", len(self.stop_token_ids), MAX_STOP_TOKEN_IDS)
+        _check_num("stop", len(self.stop), MAX_STOP_STRINGS)
+        for text in self.stop:
+            if not 1 <= len(text) <= MAX_STOP_STRING_LEN:
+                raise InvalidArgument(f"stop has a string of {len(text)} characters, must be 1 to {MAX_STOP_STRING_LEN}", "stop")
+
+    def check_vocabulary(self, vocabulary_size: int) -> None:
+        """Raises `InvalidArgument` where a token id is not below `vocabulary_size`."""
+        for name, token_ids in (("stop_token_ids", self.stop_token_ids), ("logit_bias", tuple(self.logit_bias))):
+            for token_id in token_ids:
+                if not 0 <= token_id < vocabulary_size:
+                    raise InvalidArgument(f"{name} has token id {token_id}, the vocabulary has {vocabulary_size}", name)
+
+    @property
+    def is_greedy(self) -> bool:
+        """Whether the most likely token is taken, without noise."""
+        return self.temperature == 0
+
+    @property
+    def needs_history(self) -> bool:
+        """Whether the law depends on which tokens came before (penalties)."""
+        return self.repetition_penalty != 1 or self.presence_penalty != 0 or self.frequency_penalty != 0
+
+    def with_seed(self, seed: int) -> "SamplingParameters":
+        """Returns the same parameters with that seed."""
+        return replace(self, seed=seed)
+
+    def as_dict(self) -> dict[str, object]:
+        """Returns the values by name, in plain types."""
+        plain = {item.name: getattr(self, item.name) for item in fields(self)}
+        return {name: dict(value) if isinstance(value, Mapping) else value for name, value in plain.items()}
+
+
+def _check_range(name: str, value: float, low: float, high: float, *, low_open: bool = False) -> None:
+    if not isfinite(value) or not low <= value <= high or (low_open and value == low):
+        bracket = "(" if low_open else "["
+        raise InvalidArgument(f"{name} is {value}, must be in {bracket}{low}, {high}]", name)
+
+
+def _check_num(name: str, num: int, most: int) -> None:
+    if num > most:
+        raise InvalidArgument(f"{name} has {num} entries, may have at most {most}", name)

@@ -1,0 +1,184 @@
+"""Messages to dataclasses and back: the only place that knows how the nouns of the floor look on the wire.
+
+Reading checks what a peer sent: a wrong value raises `InvalidArgument` with the field's name.
+"""
+
+from typing import Final
+
+from outrider.errors import InvalidArgument, OutriderError, from_reason
+from outrider.parameters import AcceptanceRule, FinishReason, SamplingParameters
+from outrider.tokens import (
+    Base,
+    NodeKind,
+    ProposalNode,
+    SparseDistribution,
+    TokenLogprobs,
+    TokenOrigin,
+    TokenSpan,
+)
+from outrider.v1 import draft_pb2, tokens_pb2
+
+_RULES: Final = {
+    tokens_pb2.ACCEPTANCE_RULE_COUPLED: AcceptanceRule.COUPLED,
+    tokens_pb2.ACCEPTANCE_RULE_REJECTION: AcceptanceRule.REJECTION,
+}
+_KINDS: Final = {
+    tokens_pb2.NODE_KIND_DRAFTED: NodeKind.DRAFTED,
+    tokens_pb2.NODE_KIND_GUESSED: NodeKind.GUESSED,
+}
+_ORIGINS: Final = {
+    tokens_pb2.TOKEN_ORIGIN_ACCEPTED: TokenOrigin.ACCEPTED,
+    tokens_pb2.TOKEN_ORIGIN_RECOVERED: TokenOrigin.RECOVERED,
+    tokens_pb2.TOKEN_ORIGIN_BONUS: TokenOrigin.BONUS,
+}
+_FINISHES: Final = {
+    tokens_pb2.FINISH_REASON_STOP: FinishReason.STOP,
+    tokens_pb2.FINISH_REASON_LENGTH: FinishReason.LENGTH,
+    tokens_pb2.FINISH_REASON_CANCELLED: FinishReason.CANCELLED,
+}
+_RULE_NUMBERS: Final = {rule: number for number, rule in _RULES.items()}
+_KIND_NUMBERS: Final = {kind: number for number, kind in _KINDS.items()}
+_ORIGIN_NUMBERS: Final = {origin: number for number, origin in _ORIGINS.items()}
+_FINISH_NUMBERS: Final = {reason: number for number, reason in _FINISHES.items()}
+
+_SCALARS: Final = (
+    "temperature",
+    "top_k",
+    "top_p",
+    "min_p",
+    "repetition_penalty",
+    "presence_penalty",
+    "frequency_penalty",
+    "seed",
+    "max_tokens",
+    "min_tokens",
+    "ignore_eos",
+    "logprobs",
+)
+
+
+def parameters_from_message(message: tokens_pb2.SamplingParameters) -> SamplingParameters:
+    """Returns the parameters, with defaults where the message has no value."""
+    given = {name: getattr(message, name) for name in _SCALARS if message.HasField(name)}  # type: ignore[arg-type]
+    return SamplingParameters(
+        **given,
+        logit_bias=dict(message.logit_bias),
+        stop=tuple(message.stop),
+        stop_token_ids=tuple(message.stop_token_ids),
+    )
+
+
+def parameters_to_message(parameters: SamplingParameters) -> tokens_pb2.SamplingParameters:
+    """Returns the message with every value set, so that no default of the receiver's applies."""
+    scalars = {name: getattr(parameters, name) for name in _SCALARS if getattr(parameters, name) is not None}
+    return tokens_pb2.SamplingParameters(
+        **scalars,
+        logit_bias=dict(parameters.logit_bias),
+        stop=parameters.stop,
+        stop_token_ids=parameters.stop_token_ids,
+    )
+
+
+def span_from_message(message: tokens_pb2.TokenSpan) -> TokenSpan:
+    """Returns the span."""
+    return TokenSpan(message.start, tuple(message.token_ids))
+
+
+def span_to_message(span: TokenSpan) -> tokens_pb2.TokenSpan:
+    """Returns the message."""
+    return tokens_pb2.TokenSpan(start=span.start, token_ids=span.token_ids)
+
+
+def base_from_message(message: tokens_pb2.Base) -> Base:
+    """Returns the base."""
+    return Base(message.len, message.fencing_token)
+
+
+def base_to_message(base: Base) -> tokens_pb2.Base:
+    """Returns the message."""
+    return tokens_pb2.Base(len=base.len, fencing_token=base.fencing_token)
+
+
+def node_from_message(message: tokens_pb2.ProposalNode) -> ProposalNode:
+    """Returns the node; raises `InvalidArgument` for an unknown kind or a distribution that is none."""
+    kind = _KINDS.get(message.kind)
+    if kind is None:
+        raise InvalidArgument(f"kind is {message.kind}", "kind")
+    law = None
+    if message.HasField("draft_distribution"):
+        sparse = message.draft_distribution
+        try:
+            law = SparseDistribution(tuple(sparse.token_ids), tuple(sparse.probabilities))
+        except ValueError as error:
+            raise InvalidArgument(str(error), "draft_distribution") from error
+    return ProposalNode(message.parent, message.token_id, kind, law)
+
+
+def node_to_message(node: ProposalNode) -> tokens_pb2.ProposalNode:
+    """Returns the message."""
+    law = node.draft_distribution
+    sparse = law and tokens_pb2.SparseDistribution(token_ids=law.token_ids, probabilities=law.probabilities)
+    return tokens_pb2.ProposalNode(
+        parent=node.parent, token_id=node.token_id, kind=_KIND_NUMBERS[node.kind], draft_distribution=sparse
+    )
+
+
+def logprobs_from_message(message: tokens_pb2.TokenLogprobs) -> TokenLogprobs:
+    """Returns the log-probabilities at one position."""
+    return TokenLogprobs(message.logprob, message.rank, tuple(message.top_token_ids), tuple(message.top_logprobs))
+
+
+def logprobs_to_message(logprobs: TokenLogprobs) -> tokens_pb2.TokenLogprobs:
+    """Returns the message."""
+    return tokens_pb2.TokenLogprobs(
+        logprob=logprobs.logprob,
+        rank=logprobs.rank,
+        top_token_ids=logprobs.top_token_ids,
+        top_logprobs=logprobs.top_logprobs,
+    )
+
+
+def rule_from_number(number: tokens_pb2.AcceptanceRule) -> AcceptanceRule | None:
+    """Returns the rule; None where it is unspecified."""
+    if number == tokens_pb2.ACCEPTANCE_RULE_UNSPECIFIED:
+        return None
+    if number not in _RULES:
+        raise InvalidArgument(f"acceptance_rule is {number}", "acceptance_rule")
+    return _RULES[number]
+
+
+def rule_to_number(rule: AcceptanceRule) -> tokens_pb2.AcceptanceRule:
+    """Returns the enum value."""
+    return _RULE_NUMBERS[rule]
+
+
+def origin_from_number(number: tokens_pb2.TokenOrigin) -> TokenOrigin:
+    """Returns the origin."""
+    if number not in _ORIGINS:
+        raise InvalidArgument(f"origin is {number}", "origins")
+    return _ORIGINS[number]
+
+
+def origin_to_number(origin: TokenOrigin) -> tokens_pb2.TokenOrigin:
+    """Returns the enum value."""
+    return _ORIGIN_NUMBERS[origin]
+
+
+def finish_from_number(number: tokens_pb2.FinishReason) -> FinishReason | None:
+    """Returns the reason; None where the request has not ended."""
+    return _FINISHES.get(number)
+
+
+def finish_to_number(reason: FinishReason | None) -> tokens_pb2.FinishReason:
+    """Returns the enum value, unspecified for None."""
+    return tokens_pb2.FINISH_REASON_UNSPECIFIED if reason is None else _FINISH_NUMBERS[reason]
+
+
+def refusal_from_message(message: draft_pb2.WorkerRefusal) -> OutriderError:
+    """Returns the error a worker named."""
+    return from_reason(message.reason, message.message, message.metadata)
+
+
+def refusal_to_message(error: OutriderError) -> draft_pb2.WorkerRefusal:
+    """Returns the message."""
+    return draft_pb2.WorkerRefusal(reason=error.reason, message=error.message, metadata=error.metadata)
