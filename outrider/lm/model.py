@@ -1,0 +1,96 @@
+"""What a worker needs of a language model: one forward pass over the rows of many sessions, and a KV cache for each."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+
+from outrider.tokens import ProposalTree, TokenSpan
+
+
+@dataclass(frozen=True, slots=True)
+class ModelInfo:
+    """Identity and limits of a loaded model.
+
+    Attributes:
+        name: as configured.
+        fingerprint: SHA-256 in hexadecimal over configuration and identity of the weights.
+        tokenizer_fingerprint: SHA-256 in hexadecimal over the vocabulary; empty where there is no tokenizer.
+        numerics: device, dtype, kernels and parallelism; what decides the bits of a logit.
+        vocabulary_size: V; token ids are below it.
+        max_session_len: longest session in tokens.
+        eos_token_ids: the model's end-of-text tokens.
+        kv_token_bytes: KV cache of one token, in bytes.
+    """
+
+    name: str
+    fingerprint: str
+    tokenizer_fingerprint: str
+    numerics: str
+    vocabulary_size: int
+    max_session_len: int
+    eos_token_ids: tuple[int, ...]
+    kv_token_bytes: int
+
+
+class KVCache(Protocol):
+    """Keys and values of one session's tokens at positions 0 .. cached_len - 1."""
+
+    @property
+    def cached_len(self) -> int:
+        """Tokens cached."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory held, in bytes."""
+
+    def truncate(self, length: int) -> None:
+        """Drops everything from position `length` on, in O(1); no-op where less is cached."""
+
+    def keep(self, path: Sequence[int]) -> None:
+        """Keeps, of the tree that the last pass ran, the branch through these node numbers; drops the rest."""
+
+
+@dataclass(frozen=True, slots=True)
+class SessionStep:
+    """One session's share of a pass: a span of its tokens, then a tree of proposed ones below the span's last token.
+
+    `span` starts at `cache.cached_len` and is not empty. `tree` is empty unless the span ends the session's tokens.
+    After the pass `cache.cached_len == span.end`; the tree's keys and values are pending until `cache.keep`.
+    """
+
+    cache: KVCache
+    span: TokenSpan
+    tree: ProposalTree = field(default_factory=ProposalTree)
+    wants_logits: bool = True
+
+    def __post_init__(self) -> None:
+        if not self.span.token_ids:
+            raise ValueError("a step needs at least one token")
+        if self.span.start != self.cache.cached_len:
+            raise ValueError(f"span starts at {self.span.start}, the cache ends at {self.cache.cached_len}")
+
+    @property
+    def num_rows(self) -> int:
+        """Rows this step adds to the pass."""
+        return len(self.span.token_ids) + len(self.tree)
+
+
+class LanguageModel(Protocol):
+    """A causal language model whose bits do not depend on how a position was computed (see docs/architecture.md)."""
+
+    @property
+    def info(self) -> ModelInfo:
+        """Identity and limits."""
+
+    def new_cache(self) -> KVCache:
+        """Returns an empty KV cache for one session."""
+
+    def forward(self, steps: Sequence[SessionStep]) -> list[torch.Tensor]:
+        """Runs one pass over all steps.
+
+        Returns:
+            For each step, logits [1 + len(tree), V]: row 0 follows the span's last token, row n follows node n.
+            [0, V] where `wants_logits` is false.
+        """
