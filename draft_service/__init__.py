@@ -1,0 +1,1 @@
+"""The draft service: proposes token trees for many sessions at once."""

@@ -1,0 +1,1 @@
+"""The orchestrator: sessions, admission, and the flow of proposals and verdicts. Imports no torch."""

@@ -1,0 +1,1 @@
+"""The target service: verifies proposals, keeps what the target would have said itself, and drives."""
