@@ -1,0 +1,130 @@
+"""Frames of many sessions that leave on one stream, coalesced: whatever is pending goes out as one message."""
+
+import asyncio
+import threading
+from collections import deque
+from collections.abc import AsyncIterator, Callable
+from typing import Final, Generic, Protocol, TypeVar
+
+from outrider.errors import OutriderError, Overloaded
+
+MAX_PENDING_FRAMES: Final = 4096
+MAX_FRAMES_PER_MESSAGE: Final = 256
+MAX_FRAME_BYTES_PER_MESSAGE: Final = 1 << 20
+"""A quarter of gRPC's default message limit: one frame more, and the message's own bytes, still fit."""
+
+
+class SizedFrame(Protocol):
+    """A protobuf message."""
+
+    def ByteSize(self) -> int:
+        """Encoded size in bytes."""
+
+
+FrameT = TypeVar("FrameT", bound=SizedFrame)
+MessageT = TypeVar("MessageT")
+
+
+class FrameOutbox(Generic[FrameT, MessageT]):
+    """A bounded queue of frames with one reader, `messages`, and writers in any thread.
+
+    Frames leave in the order they were put; those of one `put` that fit leave together. What is put after `close` is
+    dropped: nobody reads it. Make it inside the event loop that reads it.
+
+    Args:
+        build: makes a message of at least one frame.
+        max_pending: frames that may wait; a `put` beyond it raises `Overloaded` and adds nothing.
+        max_frames_per_message: frames in one message, at most.
+        max_message_bytes: bytes of the frames in one message, at most; a larger frame goes alone.
+    """
+
+    def __init__(
+        self,
+        build: Callable[[list[FrameT]], MessageT],
+        *,
+        max_pending: int = MAX_PENDING_FRAMES,
+        max_frames_per_message: int = MAX_FRAMES_PER_MESSAGE,
+        max_message_bytes: int = MAX_FRAME_BYTES_PER_MESSAGE,
+    ) -> None:
+        self._build = build
+        self._max_pending = max_pending
+        self._max_frames = max_frames_per_message
+        self._max_bytes = max_message_bytes
+        self._pending: deque[FrameT] = deque()
+        self._lock = threading.Lock()
+        self._loop = asyncio.get_running_loop()
+        self._wake = asyncio.Event()
+        self._closed = False
+        self._error: OutriderError | None = None
+
+    def __len__(self) -> int:
+        """Frames that wait."""
+        return len(self._pending)
+
+    @property
+    def closed(self) -> bool:
+        """Whether nothing more will be taken."""
+        return self._closed
+
+    def put(self, *frames: FrameT) -> None:
+        """Adds frames, all or none. Call it in the event loop; raises `Overloaded` when they do not fit."""
+        if self._append(frames):
+            self._wake.set()
+
+    def put_threadsafe(self, *frames: FrameT) -> None:
+        """Adds frames, all or none, from any thread; raises `Overloaded`, in that thread, when they do not fit."""
+        if self._append(frames):
+            self._wake_threadsafe()
+
+    def close(self, error: OutriderError | None = None) -> None:
+        """Ends `messages`: after the pending frames, or at once with `error` where one is given. In the loop only."""
+        with self._lock:
+            if self._closed:
+                return
+            self._closed, self._error = True, error
+            if error is not None:
+                self._pending.clear()
+        self._wake.set()
+
+    async def messages(self) -> AsyncIterator[MessageT]:
+        """Yields messages until the outbox is closed; raises the error it was closed with."""
+        while True:
+            frames = self._take()
+            if frames:
+                yield self._build(frames)
+            elif self._closed:
+                break
+            else:
+                await self._wake.wait()
+        if self._error is not None:
+            raise self._error
+
+    def _append(self, frames: tuple[FrameT, ...]) -> bool:
+        """Adds the frames; returns whether the reader may be asleep."""
+        with self._lock:
+            if self._closed or not frames:
+                return False
+            if len(self._pending) + len(frames) > self._max_pending:
+                raise Overloaded(f"{len(self._pending)} frames wait to be sent, the limit is {self._max_pending}")
+            asleep = not self._pending
+            self._pending.extend(frames)
+            return asleep
+
+    def _wake_threadsafe(self) -> None:
+        try:
+            self._loop.call_soon_threadsafe(self._wake.set)
+        except RuntimeError:  # the loop has ended, and the reader with it
+            self._closed = True
+
+    def _take(self) -> list[FrameT]:
+        """Removes and returns what goes into the next message."""
+        frames: list[FrameT] = []
+        num_bytes = 0
+        with self._lock:
+            self._wake.clear()
+            while self._pending and len(frames) < self._max_frames:
+                num_bytes += self._pending[0].ByteSize()
+                if frames and num_bytes > self._max_bytes:
+                    break
+                frames.append(self._pending.popleft())
+        return frames

@@ -1,0 +1,200 @@
+"""A gRPC server as every process runs it: health, reflection, readiness, and a drain that ends within its budget."""
+
+import asyncio
+import json
+import logging
+import os
+import signal
+import sys
+from collections.abc import Awaitable, Callable, Coroutine
+from typing import Any, Final, TypeVar
+
+import grpc
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection
+
+from outrider.errors import OutriderError, Unavailable
+from outrider.serving.interceptor import CallsInFlight, ErrorInterceptor
+from outrider.serving.settings import ServingSettings
+
+_LOG: Final = logging.getLogger(__name__)
+
+ServicerT = TypeVar("ServicerT")
+
+
+async def _nothing_to_drain() -> None:
+    """The drain of a service that holds nothing between calls."""
+
+
+class Server:
+    """A gRPC server with health and reflection, and the life of the process around it.
+
+    Make it inside the running event loop. What happens, in order:
+
+    1. `start` binds, serves, turns health to SERVING and announces the bound address: one JSON line on stdout, and the
+       `ready_file` where one is set.
+    2. SIGTERM, SIGINT or `request_stop` begins the drain: health turns NOT_SERVING and the server goes on serving for
+       `drain_delay_s`, while endpoints propagate.
+    3. `drain` is awaited: the service closes its admission (new work raises `Draining`), finishes or hands over what it
+       has, and ends its streams.
+    4. When no call is in flight any more, the server stops. At `drain_budget_s` after 2. it stops regardless.
+
+    A second signal ends the process at once.
+
+    Args:
+        settings: address, limits and the budgets of the drain.
+        name: of the service, for the announcement.
+        drain: what the service does in step 3.
+        credentials: for TLS; without them the port is plain.
+    """
+
+    def __init__(
+        self,
+        settings: ServingSettings,
+        *,
+        name: str,
+        drain: Callable[[], Awaitable[None]] = _nothing_to_drain,
+        credentials: grpc.ServerCredentials | None = None,
+    ) -> None:
+        self._settings = settings
+        self._name = name
+        self._drain_service = drain
+        self._credentials = credentials
+        self._calls = CallsInFlight()
+        self._server = grpc.aio.server(interceptors=[ErrorInterceptor(self._calls)], options=_options(settings))
+        self._health = health.aio.HealthServicer()
+        self._names = [health.SERVICE_NAME, reflection.SERVICE_NAME]
+        self._stopping = asyncio.Event()
+        self._address = ""
+
+    @property
+    def address(self) -> str:
+        """The bound address, as clients on this machine reach it; empty before `start`."""
+        return self._address
+
+    @property
+    def draining(self) -> bool:
+        """Whether the drain has begun."""
+        return self._stopping.is_set()
+
+    def register(
+        self, add: Callable[[ServicerT, grpc.aio.Server], None], servicer: ServicerT, service_name: str
+    ) -> None:
+        """Adds a service, before `start`.
+
+        Args:
+            add: the generated function, such as `add_WorkerServiceServicer_to_server`.
+            servicer: what it serves.
+            service_name: full name, such as "outrider.v1.WorkerService".
+        """
+        add(servicer, self._server)
+        self._names.append(service_name)
+
+    async def start(self) -> str:
+        """Serves; returns the bound address. Raises `Unavailable` when the address cannot be bound."""
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
+        reflection.enable_server_reflection(self._names, self._server)
+        self._address = self._bind()
+        await self._server.start()
+        for name in self._names:
+            await self._health.set(name, health_pb2.HealthCheckResponse.SERVING)
+        self._announce()
+        return self._address
+
+    def request_stop(self) -> None:
+        """Begins the drain of a server that `run` runs."""
+        self._stopping.set()
+
+    async def run(self) -> None:
+        """Starts, serves until a signal or `request_stop`, drains, and returns."""
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, self._on_signal, number)
+        try:
+            await self.start()
+            await self._stopping.wait()
+            await self.stop()
+        finally:
+            for number in (signal.SIGTERM, signal.SIGINT):
+                loop.remove_signal_handler(number)
+
+    async def stop(self) -> None:
+        """Drains and stops, within `drain_budget_s`."""
+        self._stopping.set()
+        _LOG.info("draining", extra={"num_calls": self._calls.count})
+        if self._settings.ready_file is not None:
+            self._settings.ready_file.unlink(missing_ok=True)
+        try:
+            async with asyncio.timeout(self._settings.drain_budget_s):
+                await self._health.enter_graceful_shutdown()
+                await asyncio.sleep(self._settings.drain_delay_s)
+                await self._drain_service()
+                await self._calls.wait_idle()
+        except TimeoutError:
+            _LOG.warning("drain budget is spent", extra={"num_calls": self._calls.count})
+        except Exception:
+            _LOG.exception("drain failed")
+        await self._server.stop(None)
+        _LOG.info("stopped")
+
+    def _bind(self) -> str:
+        address = self._settings.address
+        try:
+            if self._credentials is None:
+                port = self._server.add_insecure_port(address)
+            else:
+                port = self._server.add_secure_port(address, self._credentials)
+        except RuntimeError:
+            raise Unavailable(f"cannot listen on {address}") from None
+        host, separator, _ = address.rpartition(":")
+        return address if not separator or address.startswith("unix:") else f"{host}:{port}"
+
+    def _announce(self) -> None:
+        line = {"ready": True, "service": self._name, "address": self._address, "pid": os.getpid()}
+        print(json.dumps(line), flush=True)
+        ready_file = self._settings.ready_file
+        if ready_file is not None:
+            # Renamed into place, so that whoever waits for the file never reads half an address.
+            partial = ready_file.with_name(f"{ready_file.name}.{os.getpid()}")
+            partial.write_text(self._address)
+            partial.replace(ready_file)
+
+    def _on_signal(self, number: int) -> None:
+        if self.draining:
+            os._exit(128 + number)
+        self.request_stop()
+
+
+def run_process(main: Coroutine[Any, Any, None]) -> None:
+    """Runs a process's coroutine; ends the process with 1 and one line when an error that Outrider names ends it."""
+    try:
+        asyncio.run(main)
+    except OutriderError as error:
+        print(f"{error.reason}: {error.message}", file=sys.stderr)
+        raise SystemExit(1) from None
+    except KeyboardInterrupt:
+        raise SystemExit(130) from None
+
+
+def _options(settings: ServingSettings) -> list[tuple[str, int]]:
+    options = {
+        "grpc.max_send_message_length": settings.max_message_bytes,
+        "grpc.max_receive_message_length": settings.max_message_bytes,
+        "grpc.max_concurrent_streams": settings.max_concurrent_streams,
+        "grpc.keepalive_time_ms": _ms(settings.keepalive_s),
+        "grpc.keepalive_timeout_ms": _ms(settings.keepalive_timeout_s),
+        "grpc.keepalive_permit_without_calls": 1,
+        # Without these two, pings kill long generations that have nothing to say for a while.
+        "grpc.http2.min_ping_interval_without_data_ms": _ms(settings.min_ping_interval_s),
+        "grpc.http2.max_pings_without_data": 0,
+        # Two processes on one port would share its calls, in silence.
+        "grpc.so_reuseport": 0,
+    }
+    if settings.max_connection_age_s is not None:
+        options["grpc.max_connection_age_ms"] = _ms(settings.max_connection_age_s)
+        options["grpc.max_connection_age_grace_ms"] = _ms(settings.max_connection_grace_s)
+    return list(options.items())
+
+
+def _ms(seconds: float) -> int:
+    return int(1000 * seconds)

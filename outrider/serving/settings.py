@@ -1,0 +1,165 @@
+"""Settings of a process: read once from the environment (prefix OUTRIDER_) and the command line, checked, frozen."""
+
+import argparse
+import sys
+from collections.abc import Iterator, Sequence
+from enum import Enum
+from pathlib import Path
+from types import NoneType, UnionType
+from typing import Annotated, Any, Final, Literal, TypeVar, Union, get_args, get_origin
+
+from pydantic import BeforeValidator, Field, ValidationError
+from pydantic.fields import FieldInfo
+from pydantic_core import PydanticUndefined
+from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
+
+PREFIX: Final = "OUTRIDER_"
+
+SettingsT = TypeVar("SettingsT", bound=BaseSettings)
+
+
+def _split(value: object) -> object:
+    return tuple(part.strip() for part in value.split(",") if part.strip()) if isinstance(value, str) else value
+
+
+Listed = Annotated[tuple[str, ...], NoDecode, BeforeValidator(_split)]
+"""Type of a setting that holds several values, written with commas between them."""
+
+
+class ServingSettings(BaseSettings):
+    """What every gRPC process can be told; each service adds its own."""
+
+    model_config = SettingsConfigDict(
+        env_prefix=PREFIX, frozen=True, extra="forbid", env_ignore_empty=True, protected_namespaces=()
+    )
+
+    address: str = Field("127.0.0.1:0", description="Address to listen on, as host:port; port 0 takes a free one.")
+    ready_file: Path | None = Field(
+        None, description="File that gets the bound address once the process is serving, and goes when it drains."
+    )
+    drain_delay_s: float = Field(
+        0.0, ge=0, le=600, description="Seconds to go on serving after SIGTERM, while endpoints propagate."
+    )
+    drain_budget_s: float = Field(
+        25.0, gt=0, le=3600, description="Seconds from SIGTERM to the end, at most; below the pod's grace period."
+    )
+    log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="Least level that is logged.")
+    log_format: Literal["json", "text"] = Field("json", description="One JSON object or one line of text per record.")
+    max_message_bytes: int = Field(4 << 20, ge=2 << 20, le=256 << 20, description="Largest gRPC message, both ways.")
+    max_concurrent_streams: int = Field(1024, ge=1, le=1 << 20, description="Calls on one connection, at most.")
+    keepalive_s: float = Field(20.0, ge=1, le=7200, description="Seconds of silence after which a peer is pinged.")
+    keepalive_timeout_s: float = Field(
+        5.0, gt=0, le=600, description="Seconds after which a peer that does not answer a ping is given up."
+    )
+    min_ping_interval_s: float = Field(
+        5.0,
+        ge=0,
+        le=7200,
+        description="Least seconds between pings of a client; more frequent ones end its connection.",
+    )
+    max_connection_age_s: float | None = Field(
+        None,
+        ge=1,
+        le=604800,
+        description="Seconds after which a client is asked to connect anew, so that new pods get load.",
+    )
+    max_connection_grace_s: float = Field(
+        600.0, ge=1, le=604800, description="Seconds that calls on a connection of that age may go on."
+    )
+
+
+def load_settings(kind: type[SettingsT], arguments: Sequence[str] | None = None, *, program: str) -> SettingsT:
+    """Returns the settings: the command line before the environment, the environment before the defaults.
+
+    `--help` prints every setting and ends the process with 0; wrong values print a line each and end it with 2.
+
+    Args:
+        kind: the settings class.
+        arguments: the command line without the program's name; None takes the process's own.
+        program: the command as a user types it, such as "python -m target_service".
+    """
+    parser = _parser(kind, program)
+    given = vars(parser.parse_args(arguments))
+    try:
+        return kind(**given)
+    except ValidationError as error:
+        for problem in error.errors(include_url=False, include_input=False):
+            print(f"{program}: {_where(problem['loc'])}{problem['msg']}", file=sys.stderr)
+        raise SystemExit(2) from None
+
+
+def settings_table(kind: type[BaseSettings]) -> str:
+    """Returns the settings as a Markdown table; the README's tables are made of it."""
+    rows = [
+        f"| `{PREFIX}{name.upper()}` | {_default(field, '`{}`')} | {_explained(field)} |"
+        for name, field in kind.model_fields.items()
+    ]
+    return "\n".join(["| variable | default | meaning |", "|---|---|---|", *rows]) + "\n"
+
+
+def _parser(kind: type[BaseSettings], program: str) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog=program,
+        description=(kind.__doc__ or "").partition("\n")[0],
+        epilog=f"Each option can be given as an environment variable too: --log-level is {PREFIX}LOG_LEVEL.",
+        argument_default=argparse.SUPPRESS,
+        allow_abbrev=False,
+    )
+    for name, field in kind.model_fields.items():
+        text = f"{_explained(field)} (default: {_default(field, '{}')})".replace("%", "%%")
+        parser.add_argument(_option(name), dest=name, metavar=_metavar(field), help=text)
+    return parser
+
+
+def _option(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
+
+
+def _where(location: tuple[int | str, ...]) -> str:
+    """Returns how the user wrote the setting; nothing for a rule over several settings."""
+    name = str(location[0]) if location else ""
+    return f"{_option(name)} ({PREFIX}{name.upper()}): " if name else ""
+
+
+def _default(field: FieldInfo, form: str) -> str:
+    value = field.get_default(call_default_factory=True, validated_data={})
+    if value is PydanticUndefined:
+        return "required"
+    if value is None:
+        return "unset"
+    if isinstance(value, tuple | list):
+        value = ",".join(str(part) for part in value)
+    text = str(value.value if isinstance(value, Enum) else value)
+    return form.format(text) if text else "empty"
+
+
+def _explained(field: FieldInfo) -> str:
+    """Returns the description with the bounds behind it."""
+    bounds = ", ".join(_bounds(field))
+    return f"{field.description or ''} [{bounds}]" if bounds else field.description or ""
+
+
+def _bounds(field: FieldInfo) -> Iterator[str]:
+    choices = [str(value.value if isinstance(value, Enum) else value) for value in _choices(field.annotation)]
+    if choices:
+        yield ", ".join(choices)
+    for constraint in field.metadata:
+        for attribute, sign in (("ge", ">="), ("gt", ">"), ("le", "<="), ("lt", "<")):
+            if (bound := getattr(constraint, attribute, None)) is not None:
+                yield f"{sign} {bound:g}" if isinstance(bound, float) else f"{sign} {bound}"
+
+
+def _choices(annotation: Any) -> list[object]:
+    if get_origin(annotation) is Literal:
+        return list(get_args(annotation))
+    if isinstance(annotation, type) and issubclass(annotation, Enum):
+        return list(annotation)
+    if get_origin(annotation) in (Union, UnionType):
+        return [choice for part in get_args(annotation) for choice in _choices(part)]
+    return []
+
+
+def _metavar(field: FieldInfo) -> str:
+    parts = get_args(field.annotation) if get_origin(field.annotation) in (Union, UnionType) else (field.annotation,)
+    named = [part for part in parts if part is not NoneType and isinstance(part, type)]
+    return named[0].__name__.upper() if named and not issubclass(named[0], Enum) else "VALUE"
