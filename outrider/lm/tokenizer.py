@@ -1,0 +1,37 @@
+"""What others need of a model's tokenizer: its files, and a fingerprint of its vocabulary."""
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from transformers import PreTrainedTokenizerFast
+
+TOKENIZER_NAME = "tokenizer.json"
+CHAT_TEMPLATE_NAME = "chat_template.jinja"
+SPECIAL_TOKENS_NAME = "special_tokens.json"
+
+
+@dataclass(frozen=True, slots=True)
+class TokenizerFiles:
+    """A tokenizer as bytes by file name (see `WorkerService.GetTokenizer`), and the fingerprint of its vocabulary."""
+
+    fingerprint: str
+    files: Mapping[str, bytes]
+
+
+def vocabulary_fingerprint(vocabulary: Mapping[str, int]) -> str:
+    """Returns the SHA-256, in hexadecimal, of the token strings in order of their ids."""
+    ordered = sorted(vocabulary.items(), key=lambda item: (item[1], item[0]))
+    return hashlib.sha256(json.dumps(ordered).encode()).hexdigest()
+
+
+def tokenizer_files(tokenizer: PreTrainedTokenizerFast) -> TokenizerFiles:
+    """Returns a fast tokenizer's files; the special tokens are the ones that chat templates refer to."""
+    files = {
+        TOKENIZER_NAME: tokenizer.backend_tokenizer.to_str().encode(),
+        SPECIAL_TOKENS_NAME: json.dumps({"bos_token": tokenizer.bos_token, "eos_token": tokenizer.eos_token}).encode(),
+    }
+    if isinstance(tokenizer.chat_template, str):
+        files[CHAT_TEMPLATE_NAME] = tokenizer.chat_template.encode()
+    return TokenizerFiles(vocabulary_fingerprint(tokenizer.get_vocab()), files)
