@@ -1,11 +1,13 @@
 """What happens around every call a server takes: errors become statuses, and calls in flight are counted."""
 
+from __future__ import annotations
+
 import asyncio
 import inspect
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, Final
+from typing import Any, Final, TypeAlias
 
 import grpc
 
@@ -14,7 +16,9 @@ from outrider.serving.status import CODES, grpc_status_from_error
 _LOG: Final = logging.getLogger(__name__)
 
 _Behaviour = Callable[[Any, Any], Any]
-_Context = grpc.aio.ServicerContext[Any, Any]
+# Generic in the stubs only, so their parameters stay in strings.
+_Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
+_Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
 
 
 class CallsInFlight:
@@ -60,9 +64,9 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
 
     async def intercept_service(
         self,
-        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler[Any, Any] | None]],
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[_Handler | None]],
         handler_call_details: grpc.HandlerCallDetails,
-    ) -> grpc.RpcMethodHandler[Any, Any] | None:
+    ) -> _Handler | None:
         """Returns the method's handler, wrapped; None where there is no such method."""
         handler = await continuation(handler_call_details)
         method = handler_call_details.method
@@ -109,9 +113,7 @@ def _is_cancelled() -> bool:
     return task is not None and task.cancelling() > 0
 
 
-def _with_behaviour(
-    handler: grpc.RpcMethodHandler[Any, Any], wrap: Callable[[_Behaviour], _Behaviour]
-) -> grpc.RpcMethodHandler[Any, Any]:
+def _with_behaviour(handler: _Handler, wrap: Callable[[_Behaviour], _Behaviour]) -> _Handler:
     """Returns a handler of the same kind, its behaviour wrapped."""
     kinds: dict[tuple[bool, bool], tuple[Any, Any]] = {
         (False, False): (handler.unary_unary, grpc.unary_unary_rpc_method_handler),
@@ -120,7 +122,5 @@ def _with_behaviour(
         (True, True): (handler.stream_stream, grpc.stream_stream_rpc_method_handler),
     }
     behaviour, make = kinds[handler.request_streaming, handler.response_streaming]
-    wrapped: grpc.RpcMethodHandler[Any, Any] = make(
-        wrap(behaviour), handler.request_deserializer, handler.response_serializer
-    )
+    wrapped: _Handler = make(wrap(behaviour), handler.request_deserializer, handler.response_serializer)
     return wrapped
