@@ -19,6 +19,9 @@ from outrider.serving.settings import ServingSettings
 
 _LOG: Final = logging.getLogger(__name__)
 
+# A servicer that has returned may still have its last message to send; what is idle (health watches) is not waited for.
+_GRACE_S: Final = 0.3
+
 ServicerT = TypeVar("ServicerT")
 
 
@@ -125,7 +128,7 @@ class Server:
         if self._settings.ready_file is not None:
             self._settings.ready_file.unlink(missing_ok=True)
         try:
-            async with asyncio.timeout(self._settings.drain_budget_s):
+            async with asyncio.timeout(max(0.0, self._settings.drain_budget_s - _GRACE_S)):
                 await self._health.enter_graceful_shutdown()
                 await asyncio.sleep(self._settings.drain_delay_s)
                 await self._drain_service()
@@ -134,7 +137,7 @@ class Server:
             _LOG.warning("drain budget is spent", extra={"num_calls": self._calls.count})
         except Exception:
             _LOG.exception("drain failed")
-        await self._server.stop(None)
+        await self._server.stop(_GRACE_S)
         _LOG.info("stopped")
 
     def _bind(self) -> str:

@@ -1,0 +1,80 @@
+"""Where settings come from, what is refused, and how they explain themselves."""
+
+from typing import Literal
+
+import pytest
+from pydantic import Field, ValidationError
+
+from outrider.serving.settings import Listed, ServingSettings, load_settings, settings_table
+
+
+class Example(ServingSettings):
+    """Settings of an example. Only the first line is shown."""
+
+    targets: Listed = Field(("a:1", "b:2"), description="Addresses of targets.")
+    wait_s: float | None = Field(None, gt=0, lt=9.5, description="Wait, 100% of it.")
+    rule: Literal["coupled", "rejection"] = Field("coupled", description="Default rule.")
+
+
+def load(*arguments: str) -> Example:
+    return load_settings(Example, arguments, program="example")
+
+
+def test_command_line_before_environment_before_default(monkeypatch):
+    monkeypatch.setenv("OUTRIDER_TARGETS", "c:3, d:4")
+    monkeypatch.setenv("OUTRIDER_WAIT_S", "2")
+    settings = load("--wait-s", "3")
+    assert (settings.targets, settings.wait_s, settings.rule) == (("c:3", "d:4"), 3.0, "coupled")
+
+
+def test_an_empty_variable_is_unset(monkeypatch):
+    monkeypatch.setenv("OUTRIDER_WAIT_S", "")
+    assert load().wait_s is None
+
+
+def test_settings_are_frozen():
+    with pytest.raises(ValidationError):
+        load().wait_s = 1.0
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [("--wait-s", "0"), ("--wait-s", "soon"), ("--rule", "typical"), ("--wait", "1"), ("--no-such", "1")],
+)
+def test_a_wrong_value_ends_with_two_and_a_line_that_names_it(arguments, capsys):
+    with pytest.raises(SystemExit) as caught:
+        load(*arguments)
+    assert caught.value.code == 2
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert last.startswith("example: ")
+    assert arguments[0] in last
+
+
+def test_a_wrong_variable_is_named_without_its_value(monkeypatch, capsys):
+    monkeypatch.setenv("OUTRIDER_WAIT_S", "hunter2")
+    with pytest.raises(SystemExit):
+        load()
+    error = capsys.readouterr().err
+    assert "OUTRIDER_WAIT_S" in error
+    assert "hunter2" not in error
+
+
+def test_help_explains_every_setting(capsys):
+    with pytest.raises(SystemExit) as caught:
+        load("--help")
+    text = " ".join(capsys.readouterr().out.split())
+    assert caught.value.code == 0
+    assert "Wait, 100% of it. [> 0, < 9.5] (default: unset)" in text
+    for name in Example.model_fields:
+        assert f"--{name.replace('_', '-')}" in text
+
+
+def test_the_table_has_a_row_for_each_setting():
+    rows = settings_table(Example).splitlines()[2:]
+    assert len(rows) == len(Example.model_fields)
+    assert "| `OUTRIDER_TARGETS` | `a:1,b:2` | Addresses of targets. |" in rows
+    assert "| `OUTRIDER_RULE` | `coupled` | Default rule. [coupled, rejection] |" in rows
+
+
+def test_every_setting_is_described():
+    assert all(field.description for field in ServingSettings.model_fields.values())
