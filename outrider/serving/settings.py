@@ -10,7 +10,6 @@ from typing import Annotated, Any, Final, Literal, TypeVar, Union, get_args, get
 
 from pydantic import BeforeValidator, Field, ValidationError
 from pydantic.fields import FieldInfo
-from pydantic_core import PydanticUndefined
 from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
 PREFIX: Final = "OUTRIDER_"
@@ -122,9 +121,9 @@ def _where(location: tuple[int | str, ...]) -> str:
 
 
 def _default(field: FieldInfo, form: str) -> str:
-    value = field.get_default(call_default_factory=True, validated_data={})
-    if value is PydanticUndefined:
+    if field.is_required():
         return "required"
+    value = field.get_default(call_default_factory=True, validated_data={})
     if value is None:
         return "unset"
     if isinstance(value, tuple | list):

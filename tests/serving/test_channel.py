@@ -51,3 +51,16 @@ async def test_comes_back_to_a_restarted_server_within_seconds(worker, draft):
         await stub.GetInfo(worker_pb2.GetInfoRequest(), wait_for_ready=True, timeout=10)
         assert time.monotonic() - began < 4
         await again.stop()
+
+
+async def test_pings_do_not_end_a_long_silent_call(worker, draft):
+    async def stay_silent():
+        await asyncio.sleep(7)
+
+    # gRPC's own limit, one ping in five minutes, ends this call with too_many_pings after some 6 s.
+    worker.behaviour = stay_silent
+    server = new_server(ServingSettings(min_ping_interval_s=0.5), worker, draft)
+    async with open_channel(await server.start(), keepalive_s=1) as channel:
+        response = await worker_pb2_grpc.WorkerServiceStub(channel).GetInfo(worker_pb2.GetInfoRequest())
+    assert response.replica == "told"
+    await server.stop()
