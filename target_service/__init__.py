@@ -1,1 +1,1 @@
-"""The target service: verifies proposals, keeps what the target would have said itself, and drives."""
+"""The target service: hosts the large model, verifies proposals, and drives every round."""

@@ -1,0 +1,52 @@
+"""Starts a target: `python -m target_service --help`."""
+
+import asyncio
+import os
+import secrets
+import socket
+
+import torch
+
+from outrider.lm.loading import load_model
+from outrider.serving.server import Server, run_process
+from outrider.serving.settings import load_settings
+from outrider.serving.telemetry import configure_logging
+from outrider.v1.target_pb2_grpc import add_TargetServiceServicer_to_server
+from outrider.v1.worker_pb2_grpc import add_WorkerServiceServicer_to_server
+from target_service.engine import Engine
+from target_service.servicer import TargetServicer, TargetWorkerServicer
+from target_service.settings import TargetSettings
+
+
+async def serve(settings: TargetSettings) -> None:
+    """Loads the model, then serves until SIGTERM."""
+    if settings.num_threads:
+        torch.set_num_threads(settings.num_threads)
+    loaded = await asyncio.to_thread(
+        load_model,
+        settings.model,
+        dtype=settings.dtype,
+        device=settings.device,
+        quantization=settings.quantization,
+    )
+    engine = Engine(loaded.model, settings)
+    engine.start()
+    target = TargetServicer(engine)
+    server = Server(settings, name="target", drain=target.drain)
+    replica = settings.replica or f"{socket.gethostname()}-{os.getpid()}"
+    worker = TargetWorkerServicer(engine, loaded, settings, replica, secrets.token_hex(8))
+    server.register(add_TargetServiceServicer_to_server, target, "outrider.v1.TargetService")
+    server.register(add_WorkerServiceServicer_to_server, worker, "outrider.v1.WorkerService")
+    await server.run()
+    engine.stop()
+
+
+def main() -> None:
+    """Reads the settings and serves."""
+    settings = load_settings(TargetSettings, program="python -m target_service")
+    configure_logging(service="target", level=settings.log_level, form=settings.log_format)
+    run_process(serve(settings))
+
+
+if __name__ == "__main__":
+    main()

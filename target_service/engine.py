@@ -1,0 +1,403 @@
+"""The target's engine: one thread that owns the model and all sessions, and runs pass after pass.
+
+A pass takes every session that is ready, within a budget of rows: prompts still to be prefilled (a chunk each), and rounds
+whose proposal is whole, or whose wait for it is over. While any session is ready the engine does not wait for the others.
+Commands come from the event loop through a queue; what the engine has to say goes out through each stream's `emit`.
+"""
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import Final
+
+from outrider.errors import Draining, Fenced, InvalidArgument, OutriderError, Overloaded
+from outrider.lm.model import LanguageModel, SessionStep
+from outrider.policy import PassTimes, SpeculationPolicy
+from outrider.randomness import KeyedSource
+from outrider.tokens import Base, ProposalNode, ProposalTree, TokenSpan
+from target_service.rounds import RoundResult, decide
+from target_service.sessions import FencingTokens, Request, Resident, Residents
+from target_service.settings import TargetSettings
+from target_service.stream import OpenCommand, Stream
+
+_LOG: Final = logging.getLogger(__name__)
+_MAX_LATE_TREES: Final = 8
+
+
+@dataclass(slots=True)
+class EngineLoad:
+    """Counters that `GetLoad` reports; written by the engine's thread, read by any."""
+
+    num_active_sessions: int = 0
+    num_cached_sessions: int = 0
+    kv_used_bytes: int = 0
+    num_passes: int = 0
+    num_tokens: int = 0
+    model_time_s: float = 0.0
+    num_stale_messages: int = 0
+    num_invalid_proposals: int = 0
+
+
+@dataclass(slots=True)
+class _Share:
+    """One request's part of a pass."""
+
+    request: Request
+    step: SessionStep
+    tree: ProposalTree = field(default_factory=ProposalTree)
+    wait_s: float = 0.0
+    waited: bool = False
+    is_prefill: bool = False
+
+
+class Engine:
+    """Runs the model for all sessions of this process; see the module.
+
+    Args:
+        model: the target.
+        settings: limits and defaults.
+    """
+
+    def __init__(self, model: LanguageModel, settings: TargetSettings) -> None:
+        self._model = model
+        self._settings = settings
+        self._residents = Residents(settings.kv_budget_bytes, settings.max_cached_sessions)
+        self._fencing = FencingTokens()
+        self._requests: dict[tuple[int, int], Request] = {}
+        self._times = PassTimes()
+        self._commands: deque[Callable[[], None]] = deque()
+        self._wake = threading.Condition()
+        self._stopping = False
+        self._draining = False
+        self._idle: Future[None] = Future()
+        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+        self.load = EngineLoad()
+
+    def start(self) -> None:
+        """Starts the thread."""
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Ends the thread after the pass it is in."""
+        self._stopping = True
+        self.submit(lambda: None)
+        self._thread.join()
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether the thread runs."""
+        return self._thread.is_alive()
+
+    def submit(self, command: Callable[[], None]) -> None:
+        """Has the engine's thread run a command before its next pass. From any thread."""
+        with self._wake:
+            self._commands.append(command)
+            self._wake.notify()
+
+    @property
+    def draining(self) -> bool:
+        """Whether new requests are refused."""
+        return self._draining
+
+    @property
+    def num_requests(self) -> int:
+        """Requests that are open now."""
+        return len(self._requests)
+
+    def drain(self) -> Future[None]:
+        """Refuses new requests from now on; the future is done once none is open. From any thread."""
+        self._draining = True
+        self.submit(self._notice_idle)
+        return self._idle
+
+    # What follows runs in the engine's thread only.
+
+    def open(self, stream: Stream, handle: int, command: OpenCommand) -> None:
+        """Begins a request; answers on the stream."""
+        if self._draining:
+            raise Draining("this target is shutting down")
+        if (stream.key, handle) in self._requests:
+            raise InvalidArgument(f"handle {handle} is open already", "handle")
+        if len(self._requests) >= self._settings.max_sessions:
+            raise Overloaded(f"{len(self._requests)} sessions are generating, the limit", retry_after_s=1.0)
+        command.parameters.check_vocabulary(self._model.info.vocabulary_size)
+        self._fencing.check(command.session_id, command.fencing_token)
+        resident = self._take_over(command.session_id)
+        self._requests[stream.key, handle] = Request(
+            stream=stream,
+            handle=handle,
+            resident=resident,
+            fencing_token=command.fencing_token,
+            parameters=command.parameters,
+            rule=command.rule,
+            prompt_len=command.prompt_len,
+            stop_token_ids=command.stop_token_ids,
+            start_len=max(command.committed_len, 1),
+            window_end=command.window_end,
+            source=KeyedSource(command.parameters.seed or 0),
+            policy=SpeculationPolicy.create(command.max_wait_s, self._times),
+            num_speculative_tokens=command.num_speculative_tokens,
+        )
+        stream.opened(handle, min(len(resident.token_ids), max(0, command.committed_len - 1)))
+
+    def span(self, stream: Stream, handle: int, span: TokenSpan) -> None:
+        """Adds tokens to a request's session."""
+        request = self._request(stream, handle)
+        if request is None:
+            return
+        info = self._model.info
+        request.resident.apply(span, info.vocabulary_size, min(info.max_session_len, self._settings.max_session_len))
+        request.resident.committed_len = max(request.resident.committed_len, min(span.end, request.start_len))
+        request.begin_round(time.monotonic())
+
+    def propose(self, stream: Stream, handle: int, base: Base, first: int, nodes: Sequence[ProposalNode], done: bool) -> None:
+        """Adds nodes to the proposal under the current base; late ones only inform the policy."""
+        request = self._request(stream, handle)
+        if request is None:
+            return
+        tree = request.tree if base == request.base else self._late_tree(request, base)
+        if tree is None or first != len(tree) + 1:
+            self.load.num_stale_messages += 1
+            return
+        for node in nodes:
+            self._check_node(node, len(tree))
+            tree.append(node)
+        if base == request.base:
+            request.tree_complete = request.tree_complete or done
+
+    def refuse_proposal(self, stream: Stream, handle: int, error: Exception) -> None:
+        """Drops an invalid proposal: the session goes on without it."""
+        _LOG.warning("proposal refused", extra={"problem": str(error)})
+        self.load.num_invalid_proposals += 1
+        request = self._request(stream, handle)
+        if request is not None:
+            request.tree = ProposalTree()
+            request.tree_complete = True
+
+    def window(self, stream: Stream, handle: int, committed_len: int, window_end: int) -> None:
+        """Moves the window."""
+        request = self._request(stream, handle)
+        if request is not None:
+            request.resident.committed_len = max(request.resident.committed_len, committed_len)
+            request.window_end = max(request.window_end, window_end)
+
+    def speculate(self, stream: Stream, handle: int, num_speculative_tokens: int, max_wait_s: float) -> None:
+        """Changes what a round waits for."""
+        request = self._request(stream, handle)
+        if request is None:
+            return
+        request.num_speculative_tokens = num_speculative_tokens
+        request.policy.max_wait_s = max_wait_s
+        if num_speculative_tokens == 0:
+            request.wait_until = 0.0
+
+    def close(self, stream: Stream, handle: int, committed_len: int, *, drop: bool) -> None:
+        """Ends a request; its session stays resident up to what is committed, unless dropped."""
+        request = self._requests.pop((stream.key, handle), None)
+        if request is None:
+            return
+        request.resident.truncate(committed_len)
+        if drop:
+            self._residents.drop(request.resident.session_id)
+        self._residents.evict(self._busy())
+        self._notice_idle()
+
+    def close_stream(self, stream: Stream) -> None:
+        """Ends all requests of a stream that has ended."""
+        for key in [key for key in self._requests if key[0] == stream.key]:
+            request = self._requests.pop(key)
+            request.resident.truncate(request.resident.committed_len)
+        self._residents.evict(self._busy())
+        self._notice_idle()
+
+    def refuse(self, stream: Stream, handle: int, error: OutriderError) -> None:
+        """Ends a request with an error, named on the stream. After KV_CACHE_MISS it stays open for an earlier span."""
+        if error.reason != "KV_CACHE_MISS":
+            request = self._requests.pop((stream.key, handle), None)
+            if request is not None:
+                request.resident.truncate(request.resident.committed_len)
+            self._notice_idle()
+        stream.refused(handle, error)
+
+    def _take_over(self, session_id: str) -> Resident:
+        """Returns the session's resident; a request that still runs on it is fenced off."""
+        resident = self._residents.get(session_id)
+        if resident is None:
+            resident = Resident(session_id, self._model.new_cache())
+            self._residents.add(resident)
+            if not self._residents.evict(self._busy() | {session_id}):
+                self._residents.drop(session_id)
+                raise Overloaded("the KV cache is full of sessions that are generating", retry_after_s=1.0)
+        for request in [item for item in self._requests.values() if item.resident is resident]:
+            stream = request.stream
+            self.refuse(stream, request.handle, Fenced("a newer request took the session over"))
+        return resident
+
+    def _notice_idle(self) -> None:
+        if self._draining and not self._requests and not self._idle.done():
+            self._idle.set_result(None)
+
+    def _request(self, stream: Stream, handle: int) -> Request | None:
+        request = self._requests.get((stream.key, handle))
+        if request is None:
+            self.load.num_stale_messages += 1
+        return request
+
+    def _busy(self) -> set[str]:
+        return {request.resident.session_id for request in self._requests.values()}
+
+    def _check_node(self, node: ProposalNode, num_nodes: int) -> None:
+        law = node.draft_distribution
+        token_ids = (node.token_id, *(law.token_ids if law else ()))
+        if max(token_ids) >= self._model.info.vocabulary_size:
+            raise InvalidArgument("token_id is outside the vocabulary", "proposal")
+        if num_nodes >= self._settings.max_proposal_nodes:
+            raise InvalidArgument(f"more than {self._settings.max_proposal_nodes} nodes", "proposal")
+
+    def _late_tree(self, request: Request, base: Base) -> ProposalTree | None:
+        known = len(request.resident.token_ids)
+        if base.fencing_token != request.fencing_token or not request.prompt_len <= base.len < known:
+            return None
+        self.load.num_stale_messages += 1
+        if base.len not in request.late_trees and len(request.late_trees) >= _MAX_LATE_TREES:
+            request.late_trees.popitem(last=False)
+        return request.late_trees.setdefault(base.len, ProposalTree())
+
+    def _run(self) -> None:
+        while not self._stopping:
+            self._run_commands()
+            shares = self._ready(time.monotonic())
+            if shares:
+                self._run_pass(shares)
+            else:
+                self._sleep()
+
+    def _run_commands(self) -> None:
+        while True:
+            with self._wake:
+                if not self._commands:
+                    return
+                command = self._commands.popleft()
+            command()
+
+    def _sleep(self) -> None:
+        """Waits for a command, or for the first wait for a proposal to be over."""
+        waiting = [request.wait_until for request in self._requests.values() if request.can_run]
+        timeout = max(0.0, min(waiting) - time.monotonic()) if waiting else None
+        with self._wake:
+            if not self._commands and not self._stopping:
+                self._wake.wait(timeout)
+
+    def _ready(self, now: float) -> list[_Share]:
+        """Returns the shares of the next pass; requests that waited longest first, within the budget of rows."""
+        budget = self._settings.max_pass_rows
+        shares: list[_Share] = []
+        for request in sorted(self._requests.values(), key=lambda item: item.round_started):
+            share = self._share(request, now, budget) if request.can_run else None
+            if share is not None:
+                shares.append(share)
+                budget -= share.step.num_rows
+            if budget <= 0:
+                break
+        return shares
+
+    def _share(self, request: Request, now: float, budget: int) -> _Share | None:
+        resident = request.resident
+        start = resident.cache.cached_len
+        chunk = min(budget, self._settings.prefill_chunk_len)
+        if request.num_uncached > chunk:
+            span = TokenSpan(start, tuple(resident.token_ids[start : start + chunk]))
+            return _Share(request, SessionStep(resident.cache, span, wants_logits=False), is_prefill=True)
+        is_round = request.num_uncached == 1
+        if is_round and request.num_speculative_tokens and not request.has_whole_proposal and now < request.wait_until:
+            return None
+        span = TokenSpan(start, tuple(resident.token_ids[start:]))
+        tree = request.tree if len(request.tree) + len(span.token_ids) <= budget else ProposalTree()
+        waited = is_round and request.wait_until > request.round_started
+        # What came after the wait was over (a closed window, another session's pass) is not the draft's doing.
+        wait_s = min(now, request.wait_until) - request.round_started if waited else 0.0
+        return _Share(request, SessionStep(resident.cache, span, tree), tree, wait_s, waited, not is_round)
+
+    def _run_pass(self, shares: list[_Share]) -> None:
+        started = time.perf_counter()
+        try:
+            outputs = self._model.forward([share.step for share in shares])
+        except Exception as error:
+            self._fail(shares, error)
+            return
+        duration_s = time.perf_counter() - started
+        self._account(shares, duration_s)
+        for share, logits in zip(shares, outputs, strict=True):
+            if share.step.wants_logits:
+                self._conclude(share, decide(share.request, logits, share.tree), duration_s)
+            else:
+                share.request.round_started = time.monotonic()
+        if not self._residents.evict(self._busy()):
+            self._preempt()
+
+    def _conclude(self, share: _Share, result: RoundResult, duration_s: float) -> None:
+        """Applies a round's result to the session, and sends the verdict."""
+        request, resident = share.request, share.request.resident
+        base = request.base
+        resident.cache.keep(result.kept_path)
+        resident.token_ids += result.token_ids
+        request.finished = result.finish_reason is not None
+        self._inform_policy(share, result)
+        request.begin_round(time.monotonic())
+        stream = request.stream
+        stream.verdict(request.handle, base, result, duration_s, share.wait_s)
+
+    def _inform_policy(self, share: _Share, result: RoundResult) -> None:
+        request, policy = share.request, share.request.policy
+        if share.is_prefill or not request.num_speculative_tokens:
+            return
+        if share.waited or share.tree:
+            policy.observe_round(result.num_accepted, share.wait_s)
+        else:
+            policy.observe_plain()
+        known = request.resident.token_ids
+        for base_len, tree in list(request.late_trees.items()):
+            if len(known) >= base_len + request.num_speculative_tokens:
+                policy.observe_late(_num_matching(tree, known[base_len:]))
+                del request.late_trees[base_len]
+
+    def _account(self, shares: list[_Share], duration_s: float) -> None:
+        load = self.load
+        load.num_passes += 1
+        load.model_time_s += duration_s
+        load.num_tokens += sum(share.step.num_rows for share in shares)
+        load.num_active_sessions = len(self._requests)
+        load.num_cached_sessions = len(self._residents)
+        load.kv_used_bytes = self._residents.num_bytes
+        if not any(share.is_prefill for share in shares):
+            self._times.observe(duration_s, with_proposals=any(share.tree for share in shares))
+
+    def _preempt(self) -> None:
+        """Frees memory when generating sessions alone exceed the budget: the newest request has to go elsewhere."""
+        newest = max(self._requests.values(), key=lambda item: item.fencing_token)
+        stream = newest.stream
+        self.refuse(stream, newest.handle, Overloaded("the KV cache is full", retry_after_s=1.0))
+        self._residents.drop(newest.resident.session_id)
+
+    def _fail(self, shares: list[_Share], error: Exception) -> None:
+        """Ends the requests of a pass that failed, whose caches can no longer be trusted; the process lives on."""
+        _LOG.error("a pass failed", exc_info=error)
+        for share in shares:
+            request = share.request
+            self._residents.drop(request.resident.session_id)
+            self.refuse(request.stream, request.handle, OutriderError("the pass failed"))
+
+
+def _num_matching(tree: ProposalTree, token_ids: Sequence[int]) -> int:
+    """Returns how many of the tokens the tree has as a branch."""
+    number, depth = 0, 0
+    for token_id in token_ids:
+        child = tree.child(number, token_id)
+        if child is None:
+            break
+        number, depth = child, depth + 1
+    return depth

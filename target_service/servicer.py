@@ -1,0 +1,198 @@
+"""TargetService and WorkerService of a target: frames to engine commands, in the event loop."""
+
+import asyncio
+import functools
+from collections.abc import AsyncIterator, Callable
+from typing import Final
+
+import grpc
+
+import outrider
+from outrider import wire
+from outrider.errors import InvalidArgument, OutriderError
+from outrider.lm.loading import LoadedModel
+from outrider.parameters import AcceptanceRule
+from outrider.v1 import target_pb2, target_pb2_grpc, worker_pb2, worker_pb2_grpc
+from target_service.engine import Engine
+from target_service.settings import TargetSettings
+from target_service.stream import OpenCommand, Stream
+
+_CHUNK_BYTES: Final = 1 << 20
+_MAX_WAIT_S: Final = 60.0
+
+
+class TargetServicer(target_pb2_grpc.TargetServiceServicer):
+    """Feeds the engine with what callers send, and callers with what the engine emits."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._streams: set[Stream] = set()
+
+    async def drain(self) -> None:
+        """Refuses new sessions, waits until the running ones have ended, and ends the streams."""
+        await asyncio.wrap_future(self._engine.drain())
+        for stream in self._streams:
+            stream.outbox.close()
+
+    async def Verify(
+        self,
+        request_iterator: AsyncIterator[target_pb2.VerifyRequest],
+        context: grpc.aio.ServicerContext[target_pb2.VerifyRequest, target_pb2.VerifyResponse],
+    ) -> AsyncIterator[target_pb2.VerifyResponse]:
+        """Serves one stream until either side ends it."""
+        stream = Stream()
+        self._streams.add(stream)
+        reader = asyncio.create_task(self._read(request_iterator, stream))
+        try:
+            async for message in stream.outbox.messages():
+                yield message
+        finally:
+            reader.cancel()
+            self._streams.discard(stream)
+            self._engine.submit(functools.partial(self._engine.close_stream, stream))
+
+    async def _read(self, requests: AsyncIterator[target_pb2.VerifyRequest], stream: Stream) -> None:
+        try:
+            async for request in requests:
+                for frame in request.frames:
+                    self._submit(stream, frame)
+        finally:
+            stream.outbox.close()
+
+    def _submit(self, stream: Stream, frame: target_pb2.VerifyRequestFrame) -> None:
+        engine = self._engine
+        try:
+            command = _command(engine, stream, frame)
+        except OutriderError as error:
+            is_proposal = frame.WhichOneof("frame") == "proposal"
+            command = functools.partial(engine.refuse_proposal if is_proposal else engine.refuse, stream, frame.handle, error)
+        engine.submit(functools.partial(_guard, engine, stream, frame, command))
+
+
+def _guard(engine: Engine, stream: Stream, frame: target_pb2.VerifyRequestFrame, command: Callable[[], None]) -> None:
+    """Runs a command in the engine's thread; an error ends the session it concerns, and nothing else."""
+    try:
+        command()
+    except (OutriderError, ValueError) as error:
+        if frame.WhichOneof("frame") == "proposal":
+            engine.refuse_proposal(stream, frame.handle, error)
+        else:
+            known = error if isinstance(error, OutriderError) else InvalidArgument(str(error), "frame")
+            engine.refuse(stream, frame.handle, known)
+
+
+def _command(engine: Engine, stream: Stream, frame: target_pb2.VerifyRequestFrame) -> Callable[[], None]:
+    """Returns what the frame asks the engine to do."""
+    handle = frame.handle
+    match frame.WhichOneof("frame"):
+        case "open":
+            return functools.partial(engine.open, stream, handle, _open_command(frame.open))
+        case "span":
+            return functools.partial(engine.span, stream, handle, wire.span_from_message(frame.span))
+        case "proposal":
+            proposal = frame.proposal
+            nodes = [wire.node_from_message(node) for node in proposal.nodes]
+            base = wire.base_from_message(proposal.base)
+            return functools.partial(engine.propose, stream, handle, base, proposal.first_node, nodes, proposal.complete)
+        case "window":
+            return functools.partial(engine.window, stream, handle, frame.window.committed_len, frame.window.window_end)
+        case "speculation":
+            settings = frame.speculation
+            wait_s = _wait_s(settings)
+            return functools.partial(engine.speculate, stream, handle, settings.num_speculative_tokens, wait_s)
+        case "close":
+            close = functools.partial(engine.close, stream, handle, frame.close.committed_len)
+            return functools.partial(close, drop=frame.close.drop_kv_cache)
+        case _:
+            raise InvalidArgument("frame has no content", "frame")
+
+
+def _open_command(message: target_pb2.VerifyOpen) -> OpenCommand:
+    if not message.session_id:
+        raise InvalidArgument("session_id is empty", "session_id")
+    return OpenCommand(
+        session_id=message.session_id,
+        fencing_token=message.fencing_token,
+        parameters=wire.parameters_from_message(message.parameters),
+        rule=wire.rule_from_number(message.acceptance_rule) or AcceptanceRule.COUPLED,
+        prompt_len=message.prompt_len,
+        committed_len=max(message.committed_len, message.prompt_len),
+        window_end=message.window_end,
+        stop_token_ids=frozenset(message.stop_token_ids),
+        num_speculative_tokens=message.speculation.num_speculative_tokens,
+        max_wait_s=_wait_s(message.speculation),
+    )
+
+
+def _wait_s(settings: target_pb2.SpeculationSettings) -> float:
+    if not 0 <= settings.max_wait_s <= _MAX_WAIT_S:
+        raise InvalidArgument(f"max_wait_s is {settings.max_wait_s}, must be in [0, {_MAX_WAIT_S}]", "max_wait_s")
+    return settings.max_wait_s
+
+
+class TargetWorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
+    """Identity, load and tokenizer of this process."""
+
+    def __init__(self, engine: Engine, loaded: LoadedModel, settings: TargetSettings, replica: str, incarnation: str) -> None:
+        self._engine = engine
+        self._loaded = loaded
+        self._settings = settings
+        self._replica = replica
+        self._incarnation = incarnation
+
+    async def GetInfo(
+        self,
+        request: worker_pb2.GetInfoRequest,
+        context: grpc.aio.ServicerContext[worker_pb2.GetInfoRequest, worker_pb2.GetInfoResponse],
+    ) -> worker_pb2.GetInfoResponse:
+        """Returns identity and limits."""
+        info, settings = self._loaded.model.info, self._settings
+        return worker_pb2.GetInfoResponse(
+            role=worker_pb2.WORKER_ROLE_TARGET,
+            replica=self._replica,
+            incarnation=self._incarnation,
+            model=info.name,
+            model_fingerprint=info.fingerprint,
+            tokenizer_fingerprint=info.tokenizer_fingerprint,
+            numerics=info.numerics,
+            vocabulary_size=info.vocabulary_size,
+            max_session_len=min(info.max_session_len, settings.max_session_len),
+            max_sessions=settings.max_sessions,
+            max_proposal_nodes=settings.max_proposal_nodes,
+            kv_budget_bytes=settings.kv_budget_bytes,
+            eos_token_ids=info.eos_token_ids,
+            version=outrider.__version__,
+            acceptance_rules=[rule.value for rule in AcceptanceRule],
+        )
+
+    async def GetLoad(
+        self,
+        request: worker_pb2.GetLoadRequest,
+        context: grpc.aio.ServicerContext[worker_pb2.GetLoadRequest, worker_pb2.GetLoadResponse],
+    ) -> worker_pb2.GetLoadResponse:
+        """Returns how busy the engine is."""
+        load = self._engine.load
+        return worker_pb2.GetLoadResponse(
+            num_active_sessions=self._engine.num_requests,
+            num_cached_sessions=load.num_cached_sessions,
+            kv_used_bytes=load.kv_used_bytes,
+            num_passes=load.num_passes,
+            model_time_s=load.model_time_s,
+            num_tokens=load.num_tokens,
+            draining=self._engine.draining,
+            num_stale_messages=load.num_stale_messages,
+            num_invalid_proposals=load.num_invalid_proposals,
+        )
+
+    async def GetTokenizer(
+        self,
+        request: worker_pb2.GetTokenizerRequest,
+        context: grpc.aio.ServicerContext[worker_pb2.GetTokenizerRequest, worker_pb2.GetTokenizerResponse],
+    ) -> AsyncIterator[worker_pb2.GetTokenizerResponse]:
+        """Streams the tokenizer's files in parts; UNIMPLEMENTED where the model has none."""
+        if self._loaded.tokenizer is None:
+            await context.abort(grpc.StatusCode.UNIMPLEMENTED, "the model has no tokenizer")
+            return
+        for name, content in self._loaded.tokenizer.files.items():
+            for start in range(0, len(content), _CHUNK_BYTES):
+                yield worker_pb2.GetTokenizerResponse(name=name, content=content[start : start + _CHUNK_BYTES])

@@ -1,0 +1,190 @@
+"""What a target knows of its sessions: resident tokens and KV caches, and the requests that run on them."""
+
+import time
+from collections import OrderedDict
+from dataclasses import dataclass, field
+
+from outrider.errors import Fenced, InvalidArgument, KVCacheMiss
+from outrider.lm.model import KVCache
+from outrider.parameters import AcceptanceRule, SamplingParameters
+from outrider.policy import SpeculationPolicy
+from outrider.randomness import KeyedSource
+from outrider.tokens import Base, ProposalTree, TokenSpan
+from target_service.stream import Stream
+
+_MAX_FENCING_TOKENS = 100_000
+
+
+@dataclass(slots=True, eq=False)
+class Resident:
+    """A session whose tokens this target holds, generating or not.
+
+    Invariant: `cache.cached_len <= len(token_ids)`; the tokens beyond `cached_len` are still to be run. Tokens beyond
+    `committed_len` may never have been committed: they are only trusted while the request that output them runs.
+    """
+
+    session_id: str
+    cache: KVCache
+    token_ids: list[int] = field(default_factory=list)
+    committed_len: int = 0
+    last_used: float = field(default_factory=time.monotonic)
+
+    def apply(self, span: TokenSpan, vocabulary_size: int, max_len: int) -> None:
+        """Truncates to the span's start and appends it.
+
+        Raises:
+            KVCacheMiss: the span starts beyond the tokens that are here.
+            InvalidArgument: a token id is outside the vocabulary, or the session becomes too long.
+        """
+        if span.start > len(self.token_ids):
+            raise KVCacheMiss(f"span starts at {span.start}, {len(self.token_ids)} are here", self.cache.cached_len)
+        if not span.token_ids:
+            raise InvalidArgument("span has no tokens", "span")
+        if any(token_id >= vocabulary_size for token_id in span.token_ids):
+            raise InvalidArgument(f"span has a token id outside the vocabulary of {vocabulary_size}", "span")
+        if span.end > max_len:
+            raise InvalidArgument(f"span ends at {span.end}, the longest session has {max_len} tokens", "span")
+        self._share_prefix(span)
+
+    def _share_prefix(self, span: TokenSpan) -> None:
+        # What is already here stays cached: a replay from an earlier start costs only what really differs. The last token
+        # is always run (again), because its logits decide the next one.
+        known = self.token_ids[span.start : span.end]
+        same = next((i for i, (a, b) in enumerate(zip(known, span.token_ids, strict=False)) if a != b), len(known))
+        del self.token_ids[span.start + same :]
+        self.token_ids += span.token_ids[same:]
+        self.cache.truncate(min(span.start + same, len(self.token_ids) - 1))
+
+    def truncate(self, length: int) -> None:
+        """Drops tokens and KV from position `length` on."""
+        del self.token_ids[length:]
+        self.cache.truncate(length)
+
+
+@dataclass(slots=True, eq=False)
+class Request:
+    """A request that runs on a resident session, from `open` to `close`.
+
+    Attributes:
+        stream: identity of the stream it came on.
+        handle: its name on that stream.
+        start_len: session length at which generation starts.
+        num_speculative_tokens: main-line length that a round waits for; 0 for plain decoding.
+        tree: the proposal under the current base, as far as it has come.
+        tree_complete: whether nothing more will come under this base.
+        round_started: monotonic time of the last verdict.
+        late_trees: proposals that came too late, with the length they continued; see `SpeculationPolicy`.
+    """
+
+    stream: Stream
+    handle: int
+    resident: Resident
+    fencing_token: int
+    parameters: SamplingParameters
+    rule: AcceptanceRule
+    prompt_len: int
+    stop_token_ids: frozenset[int]
+    start_len: int
+    window_end: int
+    source: KeyedSource
+    policy: SpeculationPolicy
+    num_speculative_tokens: int
+    tree: ProposalTree = field(default_factory=ProposalTree)
+    tree_complete: bool = False
+    round_started: float = 0.0
+    wait_until: float = 0.0
+    late_trees: OrderedDict[int, ProposalTree] = field(default_factory=OrderedDict)
+    finished: bool = False
+
+    @property
+    def base(self) -> Base:
+        """What the next proposal and verdict continue."""
+        return Base(len(self.resident.token_ids), self.fencing_token)
+
+    @property
+    def num_output(self) -> int:
+        """Tokens of this request's output so far."""
+        return len(self.resident.token_ids) - self.prompt_len
+
+    @property
+    def num_uncached(self) -> int:
+        """Tokens still to be run."""
+        return len(self.resident.token_ids) - self.resident.cache.cached_len
+
+    @property
+    def can_run(self) -> bool:
+        """Whether there is anything to run, and room in the window for what it outputs."""
+        length = len(self.resident.token_ids)
+        return not self.finished and length >= self.start_len and length < self.window_end and self.num_uncached > 0
+
+    @property
+    def has_whole_proposal(self) -> bool:
+        """Whether waiting longer for the proposal is in vain."""
+        return self.tree_complete or self.tree.max_depth >= self.num_speculative_tokens
+
+    def begin_round(self, now: float) -> None:
+        """Forgets the proposal of the last round and sets how long to wait for the next."""
+        self.tree = ProposalTree()
+        self.tree_complete = False
+        self.round_started = now
+        waits = self.num_speculative_tokens > 0
+        self.wait_until = now + (self.policy.wait_s() if waits else 0.0)
+
+
+class FencingTokens:
+    """The highest fencing token seen of each session; lower ones are refused. Bounded: the least recent are forgotten."""
+
+    def __init__(self) -> None:
+        self._highest: OrderedDict[str, int] = OrderedDict()
+
+    def check(self, session_id: str, fencing_token: int) -> None:
+        """Notes the token; raises `Fenced` when a higher one was seen."""
+        highest = self._highest.get(session_id, 0)
+        if fencing_token < highest:
+            raise Fenced(f"fencing token {fencing_token} is older than {highest}")
+        self._highest[session_id] = fencing_token
+        self._highest.move_to_end(session_id)
+        if len(self._highest) > _MAX_FENCING_TOKENS:
+            self._highest.popitem(last=False)
+
+
+class Residents:
+    """All resident sessions, least recently used first, within a budget of KV cache bytes and a number."""
+
+    def __init__(self, budget_bytes: int, max_residents: int) -> None:
+        self._residents: OrderedDict[str, Resident] = OrderedDict()
+        self._budget_bytes = budget_bytes
+        self._max_residents = max_residents
+
+    def __len__(self) -> int:
+        return len(self._residents)
+
+    def get(self, session_id: str) -> Resident | None:
+        """Returns a session, if it is here, and notes its use."""
+        resident = self._residents.get(session_id)
+        if resident is not None:
+            self._residents.move_to_end(session_id)
+            resident.last_used = time.monotonic()
+        return resident
+
+    def add(self, resident: Resident) -> None:
+        """Takes a new session in."""
+        self._residents[resident.session_id] = resident
+
+    def drop(self, session_id: str) -> None:
+        """Forgets a session and its KV cache."""
+        self._residents.pop(session_id, None)
+
+    @property
+    def num_bytes(self) -> int:
+        """KV cache bytes of all sessions."""
+        return sum(resident.cache.num_bytes for resident in self._residents.values())
+
+    def evict(self, busy: set[str], reserve_bytes: int = 0) -> bool:
+        """Drops idle sessions, least recently used first, until budget and number hold; returns whether they do."""
+        num_bytes = self.num_bytes + reserve_bytes
+        for session_id in [name for name in self._residents if name not in busy]:
+            if num_bytes <= self._budget_bytes and len(self._residents) <= self._max_residents:
+                break
+            num_bytes -= self._residents.pop(session_id).cache.num_bytes
+        return num_bytes <= self._budget_bytes and len(self._residents) <= self._max_residents

@@ -1,0 +1,78 @@
+"""One Verify stream as the engine sees it: commands that came on it, and frames that leave on it."""
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from outrider import wire
+from outrider.errors import OutriderError, Overloaded
+from outrider.parameters import AcceptanceRule, SamplingParameters
+from outrider.serving.frames import FrameOutbox
+from outrider.tokens import Base
+from outrider.v1 import target_pb2
+from target_service.rounds import RoundResult
+
+
+@dataclass(frozen=True, slots=True)
+class OpenCommand:
+    """What an `open` frame says; see VerifyOpen."""
+
+    session_id: str
+    fencing_token: int
+    parameters: SamplingParameters
+    rule: AcceptanceRule
+    prompt_len: int
+    committed_len: int
+    window_end: int
+    stop_token_ids: frozenset[int]
+    num_speculative_tokens: int
+    max_wait_s: float
+
+
+class Stream:
+    """The outgoing side of a Verify stream; its methods may be called from the engine's thread."""
+
+    def __init__(self) -> None:
+        self.outbox: FrameOutbox[target_pb2.VerifyResponseFrame, target_pb2.VerifyResponse] = FrameOutbox(
+            lambda frames: target_pb2.VerifyResponse(frames=frames)
+        )
+        self._loop = asyncio.get_running_loop()
+
+    @property
+    def key(self) -> int:
+        """Identity of the stream within the process, while it lives."""
+        return id(self)
+
+    def opened(self, handle: int, cached_len: int) -> None:
+        """Answers `open`."""
+        self._put(target_pb2.VerifyResponseFrame(handle=handle, opened=target_pb2.VerifyOpened(cached_len=cached_len)))
+
+    def refused(self, handle: int, error: OutriderError) -> None:
+        """Names an error of one session."""
+        self._put(target_pb2.VerifyResponseFrame(handle=handle, refusal=wire.refusal_to_message(error)))
+
+    def verdict(self, handle: int, base: Base, result: RoundResult, model_time_s: float, wait_time_s: float) -> None:
+        """Sends the outcome of a pass for one session."""
+        message = target_pb2.Verdict(
+            base=wire.base_to_message(base),
+            token_ids=result.token_ids,
+            origins=[wire.origin_to_number(origin) for origin in result.origins],
+            logprobs=[wire.logprobs_to_message(logprobs) for logprobs in result.logprobs],
+            num_draft_tokens=result.num_draft_tokens,
+            num_accepted_tokens=result.num_accepted,
+            num_nodes=result.num_nodes,
+            finish_reason=wire.finish_to_number(result.finish_reason),
+            model_time_s=model_time_s,
+            wait_time_s=wait_time_s,
+        )
+        self._put(target_pb2.VerifyResponseFrame(handle=handle, verdict=message))
+
+    def _put(self, frame: target_pb2.VerifyResponseFrame) -> None:
+        try:
+            self.outbox.put_threadsafe(frame)
+        except Overloaded as error:
+            # The caller does not read; it has the windows to prevent this. Its stream ends, its sessions are resumable.
+            self._call(self.outbox.close, error)
+
+    def _call(self, function: Callable[[OutriderError], None], error: OutriderError) -> None:
+        self._loop.call_soon_threadsafe(function, error)
