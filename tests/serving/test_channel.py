@@ -59,7 +59,9 @@ async def test_pings_do_not_end_a_long_silent_call(worker, draft):
 
     # gRPC's own limit, one ping in five minutes, ends this call with too_many_pings after some 4 to 6 s.
     worker.behaviour = stay_silent
-    async with running(worker, draft, min_ping_interval_s=0.5) as address:
-        async with open_channel(address, keepalive_s=1) as channel:
-            response = await worker_pb2_grpc.WorkerServiceStub(channel).GetInfo(worker_pb2.GetInfoRequest())
+    async with (
+        running(worker, draft, min_ping_interval_s=0.5) as address,
+        open_channel(address, keepalive_s=1) as channel,
+    ):
+        response = await worker_pb2_grpc.WorkerServiceStub(channel).GetInfo(worker_pb2.GetInfoRequest())
     assert response.replica == "told"
