@@ -1,0 +1,63 @@
+"""Starts a draft: `python -m draft_service --help`."""
+
+import asyncio
+
+from draft_service.drafters.loading import load_drafter
+from draft_service.engine import Engine, EngineLimits
+from draft_service.servicer import DraftServicer
+from draft_service.settings import DraftSettings
+from draft_service.worker import WorkerIdentity, WorkerServicer
+from outrider.serving.server import Server, run_process
+from outrider.serving.settings import load_settings
+from outrider.serving.telemetry import configure_logging
+from outrider.v1.draft_pb2_grpc import add_DraftServiceServicer_to_server
+from outrider.v1.worker_pb2_grpc import add_WorkerServiceServicer_to_server
+
+_DRAIN_SHARE = 0.5
+"""Share of the drain's budget that open sessions get: a draft that leaves costs them speed only."""
+
+
+async def serve(settings: DraftSettings) -> None:
+    """Loads the drafter, then serves until SIGTERM."""
+    drafter = await asyncio.to_thread(load_drafter, settings)
+    loop = asyncio.get_running_loop()
+    engine = Engine(drafter, _limits(settings), lambda: loop.call_soon_threadsafe(server.request_stop))
+    servicer = DraftServicer(engine, drafter.info)
+    server = Server(settings, name="draft", drain=lambda: servicer.drain(_DRAIN_SHARE * settings.drain_budget_s))
+    server.register(add_DraftServiceServicer_to_server, servicer, "outrider.v1.DraftService")
+    worker = WorkerServicer(engine, drafter.info, _identity(settings))
+    server.register(add_WorkerServiceServicer_to_server, worker, "outrider.v1.WorkerService")
+    engine.start()
+    try:
+        await server.run()
+    finally:
+        engine.stop()
+
+
+def main() -> None:
+    """Reads the settings and serves."""
+    settings = load_settings(DraftSettings, program="python -m draft_service")
+    configure_logging(service="draft", level=settings.log_level, form=settings.log_format)
+    run_process(serve(settings))
+
+
+def _limits(settings: DraftSettings) -> EngineLimits:
+    return EngineLimits(
+        max_sessions=settings.max_sessions,
+        max_cached_sessions=settings.max_cached_sessions,
+        idle_ttl_s=settings.idle_ttl_s,
+        max_proposal_nodes=settings.max_proposal_nodes,
+    )
+
+
+def _identity(settings: DraftSettings) -> WorkerIdentity:
+    return WorkerIdentity(
+        replica=settings.replica_name,
+        max_sessions=settings.max_sessions,
+        max_proposal_nodes=settings.max_proposal_nodes,
+        kv_budget_bytes=settings.kv_budget_bytes,
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,99 @@
+"""What goes from streams to the engine, and what comes back."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol, TypeAlias
+
+from draft_service.drafters.drafter import DraftTerms
+from outrider.errors import OutriderError
+from outrider.tokens import Base, ProposalNode, TokenSpan
+
+
+@dataclass(frozen=True, slots=True)
+class Opened:
+    """A session is open; `known_len` of its tokens are here, and the first span starts there or before."""
+
+    handle: int
+    known_len: int
+
+
+@dataclass(frozen=True, slots=True)
+class ProposalPart:
+    """Nodes that were drafted for a session, numbered from `first_node` under their base."""
+
+    handle: int
+    base: Base
+    first_node: int
+    nodes: tuple[ProposalNode, ...]
+    complete: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Refused:
+    """A session cannot go on as asked."""
+
+    handle: int
+    error: OutriderError
+
+
+Reply: TypeAlias = Opened | ProposalPart | Refused
+
+
+class ReplyStream(Protocol):
+    """Where replies go; both methods may be called from any thread and never wait."""
+
+    def post(self, replies: Sequence[Reply]) -> None:
+        """Sends replies, in order; drops them where nobody reads any more."""
+
+    def end(self) -> None:
+        """Ends the stream after what was posted."""
+
+
+@dataclass(frozen=True, slots=True)
+class Seat:
+    """A session's place on a stream."""
+
+    stream: ReplyStream
+    handle: int
+
+
+@dataclass(frozen=True, slots=True)
+class OpenSession:
+    """Begins drafting for a session."""
+
+    seat: Seat
+    session_id: str
+    fencing_token: int
+    terms: DraftTerms
+
+
+@dataclass(frozen=True, slots=True)
+class AdvanceSession:
+    """Commits a span and asks for the proposal that continues it; `base.len == span.end`."""
+
+    seat: Seat
+    base: Base
+    span: TokenSpan
+    num_speculative_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class CloseSession:
+    """Ends drafting for a session."""
+
+    seat: Seat
+
+
+@dataclass(frozen=True, slots=True)
+class EndStream:
+    """Ends drafting for every session of a stream, and the stream."""
+
+    stream: ReplyStream
+
+
+@dataclass(frozen=True, slots=True)
+class BeginDrain:
+    """Opens no more sessions from now on."""
+
+
+Command: TypeAlias = OpenSession | AdvanceSession | CloseSession | EndStream | BeginDrain

@@ -1,0 +1,138 @@
+"""What the engine needs of a drafter. Nothing here needs a model library."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from outrider.errors import OutriderError
+from outrider.parameters import AcceptanceRule, SamplingParameters
+from outrider.tokens import NodeKind, ProposalNode, SparseDistribution
+
+
+@dataclass(frozen=True, slots=True)
+class DrafterInfo:
+    """Identity and limits of a drafter.
+
+    Attributes:
+        drafter: its kind: ngram, model or layers.
+        model: as configured; the drafter's kind where there is no model.
+        model_fingerprint: SHA-256 over the model's configuration and weights; empty where there is no model.
+        tokenizer_fingerprint: SHA-256 over the vocabulary; empty where any vocabulary fits.
+        numerics: what decides the bits of a logit; empty where there are none.
+        vocabulary_size: token ids are below it.
+        max_session_len: longest session, in tokens.
+        eos_token_ids: the model's end-of-text tokens.
+    """
+
+    drafter: str
+    model: str
+    model_fingerprint: str
+    tokenizer_fingerprint: str
+    numerics: str
+    vocabulary_size: int
+    max_session_len: int
+    eos_token_ids: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class DraftTerms:
+    """What a session fixes for all its proposals when it is opened.
+
+    Attributes:
+        parameters: the request's sampling parameters; the draft's own law follows them too.
+        acceptance_rule: the rule that will judge the proposals.
+        prompt_len: length of the session when the request's output begins.
+        stop_token_ids: token ids beyond which a branch is of no use.
+    """
+
+    parameters: SamplingParameters
+    acceptance_rule: AcceptanceRule
+    prompt_len: int
+    stop_token_ids: frozenset[int]
+
+
+@dataclass(slots=True, eq=False)
+class Branch:
+    """The chain that is being drafted for one session under one base; a drafter appends to it, step by step.
+
+    Invariants: `token_ids` does not change while the branch lives; no node is appended to a complete branch.
+
+    Attributes:
+        session_id: the session.
+        token_ids: the session's tokens up to the base.
+        terms: what the session was opened with.
+        num_speculative_tokens: most nodes.
+        nodes: the nodes so far; each is the child of the one before.
+        complete: whether nothing more will be drafted.
+        refusal: why the drafter cannot draft here, where it cannot.
+    """
+
+    session_id: str
+    token_ids: Sequence[int]
+    terms: DraftTerms
+    num_speculative_tokens: int
+    nodes: list[ProposalNode] = field(default_factory=list)
+    complete: bool = False
+    refusal: OutriderError | None = None
+
+    def __post_init__(self) -> None:
+        self.complete = self.complete or self.num_speculative_tokens <= 0
+
+    @property
+    def len(self) -> int:
+        """Tokens of the session and of the branch: the session position of the next node."""
+        return len(self.token_ids) + len(self.nodes)
+
+    def token_id(self, position: int) -> int:
+        """Returns the token at that session position, drafted ones included."""
+        known_len = len(self.token_ids)
+        return self.token_ids[position] if position < known_len else self.nodes[position - known_len].token_id
+
+    def slice(self, start: int, end: int) -> tuple[int, ...]:
+        """Returns the tokens at session positions start, ..., end - 1, drafted ones included."""
+        known_len = len(self.token_ids)
+        drafted = self.nodes[max(0, start - known_len) : max(0, end - known_len)]
+        return (*self.token_ids[start:end], *(node.token_id for node in drafted))
+
+    def append(self, token_id: int, law: SparseDistribution | None = None) -> None:
+        """Adds a drafted node; the branch is complete with a stop token, or when it has all its nodes."""
+        self.nodes.append(ProposalNode(len(self.nodes), token_id, NodeKind.DRAFTED, law))
+        full = len(self.nodes) >= self.num_speculative_tokens
+        self.complete = full or token_id in self.terms.stop_token_ids
+
+    def refuse(self, error: OutriderError) -> None:
+        """Ends the branch with an error."""
+        self.refusal = error
+        self.complete = True
+
+
+class Drafter(Protocol):
+    """Drafts for many sessions at once. All calls come from one thread.
+
+    What it keeps of a session (an index, a KV cache) is its own to drop at any time: it can be made again from a
+    branch's tokens, and changes no proposal. A proposal is a function of the session's tokens, its terms and the
+    drafter's configuration alone, so that a lookup is a point mass under `rejection` and a test can repeat it.
+    """
+
+    @property
+    def info(self) -> DrafterInfo:
+        """Identity and limits."""
+
+    @property
+    def used_bytes(self) -> int:
+        """Memory kept for sessions, in bytes."""
+
+    def step(self, branches: Sequence[Branch]) -> int:
+        """Brings each branch forward by up to one pass: appends nodes, completes it, or refuses it.
+
+        A step that adds no node to an incomplete branch has brought it nearer to one (as a prefill chunk does).
+
+        Returns:
+            Tokens run through the model, drafted ones included.
+        """
+
+    def truncate(self, session_id: str, length: int) -> None:
+        """Learns that the session's tokens from position `length` on are no longer what they were."""
+
+    def forget(self, session_id: str) -> None:
+        """Drops what is kept of a session, if anything is."""

@@ -1,0 +1,24 @@
+"""Settings to a drafter; the only place that knows which kinds there are."""
+
+from draft_service.drafters.drafter import Drafter
+from draft_service.drafters.ngram import NgramDrafter
+from draft_service.settings import DrafterKind, DraftSettings
+
+
+def load_drafter(settings: DraftSettings) -> Drafter:
+    """Returns the drafter that the settings name, loaded and ready.
+
+    Raises:
+        InvalidArgument: a value is not understood.
+        ModelUnsupported: the model cannot be loaded, or cannot be served.
+    """
+    match settings.drafter:
+        case DrafterKind.NGRAM:
+            return NgramDrafter(
+                settings.ngram_min, settings.ngram_max, settings.kv_budget_bytes, settings.max_session_len
+            )
+        case DrafterKind.MODEL | DrafterKind.LAYERS:
+            # Imported here, so that a node that only looks up needs no model library.
+            from draft_service.drafters.model import load_model_drafter
+
+            return load_model_drafter(settings)

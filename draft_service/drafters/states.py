@@ -1,0 +1,75 @@
+"""What drafters keep of sessions, under a budget: the least recently used goes first."""
+
+from collections import OrderedDict
+from collections.abc import Callable, Collection
+from typing import Generic, Protocol, TypeVar
+
+
+class State(Protocol):
+    """What a drafter keeps of one session."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory held, in bytes."""
+
+
+StateT = TypeVar("StateT", bound=State)
+
+
+class BoundedStates(Generic[StateT]):
+    """States by session id, in the order of their last use.
+
+    Args:
+        make: makes the state of a session that has none.
+        budget_bytes: memory that `make_room` keeps free of what is not in use.
+    """
+
+    def __init__(self, make: Callable[[], StateT], budget_bytes: int) -> None:
+        self._make = make
+        self._budget_bytes = budget_bytes
+        self._states: OrderedDict[str, StateT] = OrderedDict()
+        self._bytes: dict[str, int] = {}
+        self._used_bytes = 0
+
+    def __len__(self) -> int:
+        return len(self._states)
+
+    @property
+    def used_bytes(self) -> int:
+        """Memory held by all states when they were last weighed, in bytes."""
+        return self._used_bytes
+
+    def use(self, session_id: str) -> StateT:
+        """Returns the session's state, made now if there was none; it is the most recently used one."""
+        if session_id not in self._states:
+            self._states[session_id] = self._make()
+        self._states.move_to_end(session_id)
+        return self._states[session_id]
+
+    def find(self, session_id: str) -> StateT | None:
+        """Returns the session's state if there is one; no use is noted."""
+        return self._states.get(session_id)
+
+    def num_bytes(self, session_id: str) -> int:
+        """Returns what the session's state weighed last; 0 where there is none."""
+        return self._bytes.get(session_id, 0)
+
+    def weigh(self, session_id: str) -> None:
+        """Notes what the session's state holds now."""
+        num_bytes = self._states[session_id].num_bytes
+        self._used_bytes += num_bytes - self._bytes.get(session_id, 0)
+        self._bytes[session_id] = num_bytes
+
+    def forget(self, session_id: str) -> None:
+        """Drops the session's state, if there is one."""
+        self._states.pop(session_id, None)
+        self._used_bytes -= self._bytes.pop(session_id, 0)
+
+    def make_room(self, num_bytes: int, in_use: Collection[str]) -> bool:
+        """Drops states that are not in use until `num_bytes` more fit; returns whether they do."""
+        idle = [session_id for session_id in self._states if session_id not in in_use]
+        for session_id in idle:
+            if self._used_bytes + num_bytes <= self._budget_bytes:
+                break
+            self.forget(session_id)
+        return self._used_bytes + num_bytes <= self._budget_bytes

@@ -1,0 +1,112 @@
+"""Frames of the wire to commands of the engine, checked; and replies of the engine to frames."""
+
+from draft_service.commands import (
+    AdvanceSession,
+    CloseSession,
+    Command,
+    Opened,
+    OpenSession,
+    ProposalPart,
+    Refused,
+    Reply,
+    Seat,
+)
+from draft_service.drafters.drafter import DrafterInfo, DraftTerms
+from outrider.errors import InvalidArgument, TokenizerMismatch
+from outrider.parameters import AcceptanceRule
+from outrider.v1 import draft_pb2, tokens_pb2
+from outrider.wire import (
+    base_from_message,
+    base_to_message,
+    node_to_message,
+    parameters_from_message,
+    refusal_to_message,
+    rule_from_number,
+    span_from_message,
+)
+
+MAX_SESSION_ID_LEN = 512
+
+
+def command_from_frame(frame: draft_pb2.DraftRequestFrame, seat: Seat, info: DrafterInfo) -> Command:
+    """Returns the command that a frame stands for.
+
+    Args:
+        frame: as it came.
+        seat: the frame's handle on its stream.
+        info: of the drafter that the command is for.
+
+    Raises:
+        InvalidArgument: a field is wrong; the error names it.
+        TokenizerMismatch: the session's tokenizer is not the drafter's.
+    """
+    match frame.WhichOneof("frame"):
+        case "open":
+            return _open(frame.open, seat, info)
+        case "advance":
+            return _advance(frame.advance, seat, info)
+        case "close":
+            return CloseSession(seat)
+        case _:
+            raise InvalidArgument("the frame holds no instruction that is known here", "frame")
+
+
+def frame_from_reply(reply: Reply) -> draft_pb2.DraftResponseFrame:
+    """Returns the frame that carries a reply."""
+    match reply:
+        case Opened(handle, known_len):
+            return draft_pb2.DraftResponseFrame(handle=handle, opened=draft_pb2.DraftOpened(cached_len=known_len))
+        case ProposalPart():
+            return draft_pb2.DraftResponseFrame(handle=reply.handle, proposal=_proposal(reply))
+        case Refused(handle, error):
+            return draft_pb2.DraftResponseFrame(handle=handle, refusal=refusal_to_message(error))
+
+
+def _open(message: draft_pb2.DraftOpen, seat: Seat, info: DrafterInfo) -> OpenSession:
+    if not 1 <= len(message.session_id) <= MAX_SESSION_ID_LEN:
+        raise InvalidArgument(f"must have 1 to {MAX_SESSION_ID_LEN} characters", "session_id")
+    _check_tokenizer(message.tokenizer_fingerprint, info.tokenizer_fingerprint)
+    parameters = parameters_from_message(message.parameters)
+    parameters.check_vocabulary(info.vocabulary_size)
+    if parameters.seed is None and not parameters.is_greedy:
+        raise InvalidArgument("must be set", "seed")
+    stop_token_ids = tuple(message.stop_token_ids)
+    _check_token_ids(stop_token_ids, info.vocabulary_size, "stop_token_ids")
+    terms = DraftTerms(
+        parameters=parameters,
+        acceptance_rule=rule_from_number(message.acceptance_rule) or AcceptanceRule.COUPLED,
+        prompt_len=message.prompt_len,
+        stop_token_ids=frozenset(stop_token_ids),
+    )
+    return OpenSession(seat, message.session_id, message.fencing_token, terms)
+
+
+def _advance(message: draft_pb2.DraftAdvance, seat: Seat, info: DrafterInfo) -> AdvanceSession:
+    base = base_from_message(message.base)
+    span = span_from_message(message.span)
+    if base.len != span.end:
+        raise InvalidArgument(f"is {base.len}, the span ends at {span.end}", "base.len")
+    if not 1 <= base.len <= info.max_session_len:
+        raise InvalidArgument(f"is {base.len}, must be in [1, {info.max_session_len}]", "base.len")
+    _check_token_ids(span.token_ids, info.vocabulary_size, "span.token_ids")
+    return AdvanceSession(seat, base, span, message.num_speculative_tokens)
+
+
+def _check_tokenizer(target: str, draft: str) -> None:
+    if target and draft and target != draft:
+        raise TokenizerMismatch("draft and target do not share a tokenizer", draft=draft, target=target)
+
+
+def _check_token_ids(token_ids: tuple[int, ...], vocabulary_size: int, field: str) -> None:
+    largest = max(token_ids, default=0)
+    if largest >= vocabulary_size:
+        raise InvalidArgument(f"has token id {largest}, the vocabulary has {vocabulary_size}", field)
+
+
+def _proposal(part: ProposalPart) -> tokens_pb2.Proposal:
+    return tokens_pb2.Proposal(
+        base=base_to_message(part.base),
+        first_node=part.first_node,
+        nodes=[node_to_message(node) for node in part.nodes],
+        complete=part.complete,
+    )

@@ -1,0 +1,78 @@
+"""WorkerService of a draft: what it is, and how busy."""
+
+import secrets
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from typing import Any
+
+import grpc
+
+import outrider
+from draft_service.drafters.drafter import DrafterInfo
+from draft_service.engine import Engine
+from outrider.parameters import AcceptanceRule
+from outrider.v1 import worker_pb2, worker_pb2_grpc
+
+_Context = grpc.aio.ServicerContext[Any, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerIdentity:
+    """What GetInfo tells beside the drafter: the replica's name, and the limits it was given."""
+
+    replica: str
+    max_sessions: int
+    max_proposal_nodes: int
+    kv_budget_bytes: int
+
+
+class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
+    """Tells identity and load. There is no tokenizer to get: the orchestrator has the target's."""
+
+    def __init__(self, engine: Engine, info: DrafterInfo, identity: WorkerIdentity) -> None:
+        self._engine = engine
+        self._info = worker_pb2.GetInfoResponse(
+            role=worker_pb2.WORKER_ROLE_DRAFT,
+            replica=identity.replica,
+            incarnation=secrets.token_hex(8),
+            model=info.model,
+            model_fingerprint=info.model_fingerprint,
+            tokenizer_fingerprint=info.tokenizer_fingerprint,
+            numerics=info.numerics,
+            vocabulary_size=info.vocabulary_size,
+            max_session_len=info.max_session_len,
+            max_sessions=identity.max_sessions,
+            max_proposal_nodes=identity.max_proposal_nodes,
+            kv_budget_bytes=identity.kv_budget_bytes,
+            eos_token_ids=info.eos_token_ids,
+            drafter=info.drafter,
+            version=outrider.__version__,
+            acceptance_rules=[rule.value for rule in AcceptanceRule],
+        )
+
+    async def GetInfo(self, request: worker_pb2.GetInfoRequest, context: _Context) -> worker_pb2.GetInfoResponse:
+        """Tells model, fingerprints and limits."""
+        return self._info
+
+    async def GetLoad(self, request: worker_pb2.GetLoadRequest, context: _Context) -> worker_pb2.GetLoadResponse:
+        """Tells how busy the engine is."""
+        load = self._engine.load
+        return worker_pb2.GetLoadResponse(
+            num_active_sessions=load.num_active_sessions,
+            num_cached_sessions=load.num_cached_sessions,
+            kv_used_bytes=load.kv_used_bytes,
+            num_passes=load.num_passes,
+            model_time_s=load.model_time_s,
+            num_tokens=load.num_tokens,
+            draining=self._engine.draining,
+            num_stale_messages=load.num_stale_messages,
+        )
+
+    async def GetTokenizer(
+        self, request: worker_pb2.GetTokenizerRequest, context: _Context
+    ) -> AsyncIterator[worker_pb2.GetTokenizerResponse]:
+        """Ends with UNIMPLEMENTED."""
+        # The loop makes this a stream, as the call is declared; it is never entered.
+        for response in ():
+            yield response
+        await context.abort(grpc.StatusCode.UNIMPLEMENTED, "a draft has no tokenizer to give")
