@@ -8,7 +8,7 @@ on its own branch), in blocks of `BLOCK_LEN` positions counted from 0:
 
 Later blocks only add exact zeros and the number of rows does not change a row's sums, so a decode pass, a prefill chunk,
 a verification row and a replay give equal bits. Measured for CPU (float32 products of at least `MIN_ROWS` rows, any
-number of blocks); `numerics_probe` in `transformer` checks it at every start.
+number of blocks); `TransformersModel` probes it at every start.
 
 It is plugged into transformers as attention implementation `outrider`: the model hands over the new rows' queries, keys and
 values, packed over all sessions, with the pass (an `AttentionPass`) as keyword argument.

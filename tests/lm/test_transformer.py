@@ -1,0 +1,148 @@
+"""Models through Outrider's attention: equal to transformers, equal bit for bit however a position is computed."""
+
+import itertools
+import random
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from outrider.errors import InvalidArgument, ModelUnsupported
+from outrider.lm.kv_cache import BLOCK_LEN
+from outrider.lm.loading import load_model
+from outrider.lm.model import LanguageModel, SessionStep
+from outrider.tokens import NodeKind, ProposalNode, ProposalTree, TokenSpan, chain
+from tests.lm.models import CONFIGS, RECURRENT, save_model
+
+
+@pytest.fixture(scope="module", params=[*itertools.product(CONFIGS, ["float32", "bfloat16"])], ids="-".join)
+def named(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str, LanguageModel]:
+    config, dtype = request.param
+    folder = save_model(CONFIGS[config], tmp_path_factory.mktemp("model"), dtype=getattr(torch, dtype))
+    return folder, dtype, load_model(folder).model
+
+
+@pytest.fixture
+def model(named: tuple[str, str, LanguageModel]) -> LanguageModel:
+    return named[2]
+
+
+def _tokens(num: int, seed: int = 0) -> tuple[int, ...]:
+    return tuple(random.Random(seed).choices(range(3, 64), k=num))
+
+
+def _run(model: LanguageModel, tokens: tuple[int, ...], cuts: list[int]) -> torch.Tensor:
+    """Returns the logits after the last token, run in spans that end at the cuts."""
+    cache = model.new_cache()
+    for start, end in itertools.pairwise([0, *cuts, len(tokens)]):
+        logits = model.forward([SessionStep(cache, TokenSpan(start, tokens[start:end]))])[0]
+    return logits[0]
+
+
+def test_equals_transformers(named: tuple[str, str, LanguageModel]) -> None:
+    folder, dtype, model = named
+    reference = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    tokens = _tokens(40)
+    with torch.no_grad():
+        expected = reference(torch.tensor([tokens])).logits[0, -1]
+    tolerance = 1e-3 if dtype == "float32" else 0.3
+    assert (_run(model, tokens, []).float() - expected).abs().max() < tolerance * expected.abs().max()
+
+
+def test_numerics_are_invariant(model: LanguageModel) -> None:
+    assert model.info.numerics.endswith(" invariant")
+    tokens = _tokens(BLOCK_LEN + 60)
+    whole = _run(model, tokens, [])
+    for cuts in ([1], [5, 6, 7], [100, 200], [BLOCK_LEN], [BLOCK_LEN - 1, BLOCK_LEN + 1], [len(tokens) - 1]):
+        assert torch.equal(_run(model, tokens, cuts), whole), cuts
+
+
+def test_bits_do_not_depend_on_other_sessions(model: LanguageModel) -> None:
+    sessions = [_tokens(length, seed=length) for length in (3, 17, 90, BLOCK_LEN + 5)]
+    alone = [_run(model, tokens, []) for tokens in sessions]
+    for order in itertools.permutations(range(4), 3):
+        steps = [SessionStep(model.new_cache(), TokenSpan(0, sessions[index])) for index in order]
+        for index, logits in zip(order, model.forward(steps), strict=True):
+            assert torch.equal(logits[0], alone[index])
+
+
+def _random_tree(rng: random.Random, size: int) -> ProposalTree:
+    tree = ProposalTree()
+    while len(tree) < size:
+        parent, token_id = rng.randrange(len(tree) + 1), rng.randrange(3, 12)
+        if tree.child(parent, token_id) is None:
+            tree.append(ProposalNode(parent, token_id, NodeKind.GUESSED))
+    return tree
+
+
+@pytest.mark.parametrize("length", [20, BLOCK_LEN - 2])
+def test_every_tree_row_equals_the_plain_run_of_its_branch(model: LanguageModel, length: int) -> None:
+    rng = random.Random(length)
+    for size in (1, 2, 5, 9):
+        tokens, tree = _tokens(length, seed=size), _random_tree(rng, size)
+        cache = model.new_cache()
+        model.forward([SessionStep(cache, TokenSpan(0, tokens[:-1]), wants_logits=False)])
+        rows = model.forward([SessionStep(cache, TokenSpan(length - 1, tokens[-1:]), tree)])[0]
+        for number in range(size + 1):
+            branch = tuple(tree.node(node).token_id for node in tree.path(number))
+            assert torch.equal(rows[number], _run(model, tokens + branch, [])), (size, number)
+
+
+def test_a_kept_branch_is_as_good_as_a_plain_run(model: LanguageModel) -> None:
+    rng = random.Random(5)
+    tokens = _tokens(BLOCK_LEN - 3)
+    cache = model.new_cache()
+    start, known = 0, tokens
+    for _ in range(6):
+        tree = _random_tree(rng, 6)
+        model.forward([SessionStep(cache, TokenSpan(start, known[start:]), tree)])
+        path = tree.path(rng.randrange(7))
+        cache.keep(path)
+        known += (*(tree.node(node).token_id for node in path), rng.randrange(3, 64))
+        start = cache.cached_len
+    logits = model.forward([SessionStep(cache, TokenSpan(start, known[start:]))])[0][0]
+    assert torch.equal(logits, _run(model, known, []))
+
+
+def test_dropped_proposals_leave_no_trace(model: LanguageModel) -> None:
+    tokens = _tokens(30)
+    cache = model.new_cache()
+    for start in range(0, 30, 5):
+        model.forward([SessionStep(cache, TokenSpan(start, tokens[start : start + 5]), chain((7, 8, 9)))])
+    cache.truncate(29)
+    logits = model.forward([SessionStep(cache, TokenSpan(29, tokens[29:]))])[0][0]
+    assert torch.equal(logits, _run(model, tokens, []))
+
+
+def test_kv_bytes_per_token_follow_the_formula(model: LanguageModel, named: tuple[str, str, LanguageModel]) -> None:
+    item = 4 if named[1] == "float32" else 2
+    assert model.info.kv_token_bytes == 2 * 3 * 2 * 8 * item
+
+
+def test_a_recurrent_model_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ModelUnsupported):
+        load_model(save_model(RECURRENT, tmp_path))
+
+
+def test_first_layers_only(tmp_path: Path) -> None:
+    folder = save_model(CONFIGS["qwen3"], tmp_path)
+    short = load_model(folder, num_layers=1).model
+    assert short.info.kv_token_bytes * 3 == load_model(folder).model.info.kv_token_bytes
+    assert short.info.fingerprint != load_model(folder).model.info.fingerprint
+    with pytest.raises(InvalidArgument, match="num_layers is 9"):
+        load_model(folder, num_layers=9)
+
+
+def test_loading_names_what_is_wrong(tmp_path: Path) -> None:
+    with pytest.raises(ModelUnsupported, match="cannot load"):
+        load_model(str(tmp_path / "missing"))
+    with pytest.raises(InvalidArgument, match="dtype is 'int3'"):
+        load_model(save_model(CONFIGS["llama"], tmp_path), dtype="int3")
+
+
+def test_a_step_must_continue_its_cache(model: LanguageModel) -> None:
+    with pytest.raises(ValueError, match="starts at 3"):
+        SessionStep(model.new_cache(), TokenSpan(3, (1,)))
+    with pytest.raises(ValueError, match="at least one token"):
+        SessionStep(model.new_cache(), TokenSpan(0, ()))
