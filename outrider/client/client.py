@@ -1,0 +1,150 @@
+"""The client: streams generations from any of several orchestrators and resumes them when one is lost."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import AsyncGenerator, Callable, Sequence
+from contextlib import aclosing
+from types import TracebackType
+from typing import TYPE_CHECKING, Self, TypeVar
+
+from grpc import aio
+
+from outrider.client.events import Event, Generation
+from outrider.client.request import GenerationRequest
+from outrider.client.retry import Attempts, Deadline, RetryPolicy, is_transient
+from outrider.client.stream import ResumableStream
+from outrider.errors import InvalidArgument
+from outrider.serving.channel import open_channel
+from outrider.serving.status import error_from_rpc
+from outrider.v1 import generation_pb2 as pb
+from outrider.v1.generation_pb2_grpc import GenerationServiceStub
+
+if TYPE_CHECKING:
+    from outrider.v1.generation_pb2_grpc import GenerationServiceAsyncStub
+
+Q = TypeVar("Q")
+R = TypeVar("R")
+
+
+class OutriderClient:
+    """A client of one or many orchestrators, which are replicas of each other.
+
+    Requests go round the addresses. One that breaks is continued at the next address, where it stopped; no token is
+    handed out twice and none is missed. Every failure is an `OutriderError` of `outrider.errors`.
+
+        async with OutriderClient("127.0.0.1:50050") as client:
+            async for event in client.generate(GenerationRequest(text="Once upon a time")):
+                ...
+
+    `connect` opens the channel to an address; give another one for TLS.
+
+    Attributes:
+        addresses: host:port of each orchestrator.
+        retry: bounds on trying again.
+        timeout_s: bound on each call that is not a generation.
+    """
+
+    def __init__(
+        self,
+        addresses: str | Sequence[str],
+        *,
+        retry: RetryPolicy | None = None,
+        metadata: Sequence[tuple[str, str]] = (),
+        timeout_s: float = 10.0,
+        connect: Callable[[str], aio.Channel] = open_channel,
+    ) -> None:
+        self.addresses = (addresses,) if isinstance(addresses, str) else tuple(addresses)
+        if not self.addresses:
+            raise InvalidArgument("needs at least one address", "addresses")
+        self.retry = retry or RetryPolicy()
+        self.timeout_s = timeout_s
+        self._metadata = tuple(metadata)
+        self._connect = connect
+        self._channels: dict[str, aio.Channel] = {}
+        self._round = itertools.cycle(self.addresses)
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.close()
+
+    async def close(self) -> None:
+        """Closes all connections; running calls end."""
+        channels, self._channels = self._channels, {}
+        for channel in channels.values():
+            await channel.close()
+
+    async def generate(
+        self, request: GenerationRequest, *, timeout_s: float | None = None
+    ) -> AsyncGenerator[Event, None]:
+        """Yields `Accepted`, then deltas, then `Finished`.
+
+        To stop early, close the iterator: the session stays resumable. `cancel` ends the request for good.
+
+        Args:
+            request: what to generate.
+            timeout_s: bound on the whole generation, resumes included; None for no bound.
+
+        Raises:
+            InvalidArgument: a field of the request is wrong.
+            SessionBusy: another request is running on the session.
+            Overloaded: every attempt met a limit.
+            Unavailable: no orchestrator could be reached within the bounds of `retry`.
+            DeadlineExceeded: `timeout_s` passed.
+            OutriderError: any other refusal, by its reason.
+        """
+        attempts = Attempts(self.retry, Deadline.after(timeout_s), len(self.addresses))
+        stream = ResumableStream(request, self._next_stub, attempts, self._metadata)
+        async with aclosing(stream.events()) as events:
+            async for event in events:
+                yield event
+
+    async def complete(self, request: GenerationRequest, *, timeout_s: float | None = None) -> Generation:
+        """Returns the whole generation; arguments and errors as for `generate`."""
+        generation = Generation()
+        async with aclosing(self.generate(request, timeout_s=timeout_s)) as events:
+            async for event in events:
+                generation.add(event)
+        return generation
+
+    async def cancel(self, session_id: str, request_id: str = "") -> bool:
+        """Ends a running request at its next token; returns whether one was running."""
+        message = pb.CancelGenerationRequest(session_id=session_id, request_id=request_id)
+        return (await self._unary(lambda stub: stub.CancelGeneration, message)).cancelled
+
+    async def get_session(self, session_id: str, *, with_token_ids: bool = False) -> pb.GetSessionResponse:
+        """Returns the session's record; raises `SessionNotFound`."""
+        message = pb.GetSessionRequest(session_id=session_id, with_token_ids=with_token_ids)
+        return await self._unary(lambda stub: stub.GetSession, message)
+
+    async def delete_session(self, session_id: str) -> None:
+        """Deletes the session, its log and its KV caches; raises `SessionNotFound`."""
+        await self._unary(lambda stub: stub.DeleteSession, pb.DeleteSessionRequest(session_id=session_id))
+
+    async def list_models(self) -> pb.ListModelsResponse:
+        """Returns the targets and drafts, including those kept out of rotation, and why."""
+        return await self._unary(lambda stub: stub.ListModels, pb.ListModelsRequest())
+
+    async def _unary(
+        self, method: Callable[[GenerationServiceAsyncStub], aio.UnaryUnaryMultiCallable[Q, R]], message: Q
+    ) -> R:
+        """Makes a unary call; each of them may be repeated, so one that got no answer goes to the next address."""
+        attempts = Attempts(self.retry, Deadline.after(self.timeout_s), len(self.addresses))
+        while True:
+            call = method(self._next_stub())
+            try:
+                return await call(message, timeout=attempts.deadline.remaining_s, metadata=self._metadata)
+            except aio.AioRpcError as rpc_error:
+                error = error_from_rpc(rpc_error)
+            await attempts.failed(error, retry=is_transient(error))
+
+    def _next_stub(self) -> GenerationServiceAsyncStub:
+        """Returns a stub for the next address of the round."""
+        address = next(self._round)
+        if address not in self._channels:
+            self._channels[address] = self._connect(address)
+        return GenerationServiceStub(self._channels[address])

@@ -1,0 +1,143 @@
+"""`outrider demo`: a streamed answer, then what speculation changes, speed, and what it does not, text."""
+
+import asyncio
+import statistics
+from dataclasses import dataclass
+
+import click
+from rich.console import Console
+from rich.table import Table
+
+from outrider.client.client import OutriderClient
+from outrider.client.commands.connection import started
+from outrider.client.commands.examples import ExampleCommand
+from outrider.client.commands.generate import stream
+from outrider.client.commands.options import stack_options, take_stack
+from outrider.client.commands.rendering import TextPrinter
+from outrider.client.events import Generation
+from outrider.client.request import GenerationRequest, Message, Speculation
+from outrider.errors import OutriderError
+from outrider.parameters import SamplingParameters
+
+_REPEATS = 3
+_MAX_TOKENS = 96
+
+_PLAIN = "Explain in a few sentences why the sky is blue."
+_COPY = """Rewrite this function so that the parameter is named `amounts` instead of `xs`, and change nothing else:
+
+def summary(xs):
+    \"\"\"Returns the number, the sum, the mean and the largest of the given values.\"\"\"
+    count = len(xs)
+    total = sum(xs)
+    mean = total / count if count else 0.0
+    largest = max(xs) if xs else None
+    return {"count": count, "total": total, "mean": mean, "largest": largest}
+"""
+_PROMPTS = {"a question": _PLAIN, "an edit that copies": _COPY}
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """One prompt with speculation and without; tokens per second are medians over interleaved runs."""
+
+    name: str
+    speculative: list[Generation]
+    plain: list[Generation]
+
+    @property
+    def is_equal(self) -> bool:
+        """Whether every run gave the same tokens and the same text."""
+        runs = [(run.text, run.token_ids) for run in (*self.speculative, *self.plain)]
+        return all(run == runs[0] for run in runs)
+
+
+@click.command(
+    cls=ExampleCommand,
+    short_help="Start everything, answer a prompt, compare with plain decoding.",
+    examples=(
+        "outrider demo",
+        "outrider demo --model ./my-model --max-tokens 200",
+    ),
+)
+@stack_options
+@click.option(
+    "--max-tokens", type=click.IntRange(2), default=_MAX_TOKENS, show_default=True, help="Length of an answer."
+)
+def demo(max_tokens: int, **values: object) -> None:
+    """Starts all services here, streams an answer, then compares speculative with plain decoding.
+
+    The comparison shows acceptance, tokens per second both ways, and whether the texts are the same; they must be, so a
+    difference ends the command with an error.
+    """
+    options = take_stack({"drafter": None, **values})
+    parameters = SamplingParameters(temperature=0, max_tokens=max_tokens)
+
+    async def run() -> list[Comparison]:
+        click.echo("starting Valkey, a target, a draft and an orchestrator on this machine", err=True)
+        async with started(options) as stack, stack.client() as client:
+            await _answer(client, parameters)
+            return [await _compare(client, name, prompt, parameters) for name, prompt in _PROMPTS.items()]
+
+    comparisons = asyncio.run(run())
+    Console().print(_table(comparisons))
+    if different := [comparison.name for comparison in comparisons if not comparison.is_equal]:
+        raise OutriderError(f"speculation changed the text of: {', '.join(different)}")
+
+
+async def _answer(client: OutriderClient, parameters: SamplingParameters) -> None:
+    """Streams one answer in colours."""
+    click.secho(f"\n> {_COPY.strip()}\n", dim=True)
+    await stream(client, _request(_COPY, parameters, Speculation()), None, TextPrinter(color=True))
+    click.echo()
+
+
+async def _compare(client: OutriderClient, name: str, prompt: str, parameters: SamplingParameters) -> Comparison:
+    comparison = Comparison(name, [], [])
+    # Interleaved, so that whatever else the machine does falls on both.
+    for _ in range(_REPEATS):
+        for runs, speculation in (
+            (comparison.speculative, Speculation()),
+            (comparison.plain, Speculation(disabled=True)),
+        ):
+            runs.append(await client.complete(_request(prompt, parameters, speculation)))
+    return comparison
+
+
+def _request(prompt: str, parameters: SamplingParameters, speculation: Speculation) -> GenerationRequest:
+    return GenerationRequest(messages=[Message("user", prompt)], parameters=parameters, speculation=speculation)
+
+
+def _table(comparisons: list[Comparison]) -> Table:
+    table = Table(
+        "greedy, " + str(_REPEATS) + " runs each",
+        title="what speculation changes, and what it does not",
+        title_justify="left",
+    )
+    for heading in (
+        "tokens",
+        "acceptance rate",
+        "mean acceptance length",
+        "tokens/s plain",
+        "tokens/s speculative",
+        "speed-up",
+    ):
+        table.add_column(heading, justify="right")
+    table.add_column("same text")
+    for comparison in comparisons:
+        figures = comparison.speculative[0].statistics
+        speculative, plain = _speed(comparison.speculative), _speed(comparison.plain)
+        table.add_row(
+            comparison.name,
+            str(len(comparison.speculative[0].token_ids)),
+            f"{figures.acceptance_rate:.0%}",
+            f"{figures.mean_acceptance_length:.2f}",
+            f"{plain:.1f}",
+            f"{speculative:.1f}",
+            f"{speculative / plain:.2f}x" if plain else "-",
+            "yes" if comparison.is_equal else "NO",
+        )
+    return table
+
+
+def _speed(runs: list[Generation]) -> float:
+    return statistics.median(run.statistics.tokens_per_second for run in runs)

@@ -1,0 +1,168 @@
+"""Command-line options that several commands take, and what they stand for."""
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import click
+
+from outrider.client.request import Speculation
+from outrider.client.stack_options import DRAFTERS, DraftOptions, StackOptions
+from outrider.errors import InvalidArgument
+from outrider.parameters import AcceptanceRule, SamplingParameters
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+_DEFAULTS = SamplingParameters()
+_NO_DRAFTER = "none"
+_RULES = [rule.value for rule in AcceptanceRule]
+
+
+def _stacked(*options: Callable[[F], F]) -> Callable[[F], F]:
+    """Returns one decorator for many options, listed in the help in the order given."""
+
+    def decorate(function: F) -> F:
+        for option in reversed(options):
+            function = option(function)
+        return function
+
+    return decorate
+
+
+def _number(name: str, kind: type, text: str) -> Callable[[F], F]:
+    default = getattr(_DEFAULTS, name)
+    return click.option(f"--{name.replace('_', '-')}", name, type=kind, default=default, show_default=True, help=text)
+
+
+def _bias(context: click.Context, parameter: click.Parameter, values: tuple[str, ...]) -> dict[int, float]:
+    """Returns token id to bias, from repeated ID=VALUE."""
+    biases = {}
+    for value in values:
+        token_id, _, bias = value.partition("=")
+        try:
+            biases[int(token_id)] = float(bias)
+        except ValueError:
+            raise click.BadParameter(f"{value!r} is not ID=VALUE, such as 42=-100") from None
+    return biases
+
+
+sampling_options = _stacked(
+    _number("temperature", float, "Divides the logits; 0 is greedy decoding."),
+    _number("top_k", int, "Keeps the k most likely tokens; 0 keeps all."),
+    _number("top_p", float, "Keeps the smallest set of tokens with at least this probability."),
+    _number("min_p", float, "Drops tokens less likely than this share of the most likely one."),
+    _number("repetition_penalty", float, "Weakens tokens seen in prompt or output, above 1."),
+    _number("presence_penalty", float, "Subtracted from logits of tokens seen in the output."),
+    _number("frequency_penalty", float, "The same, once for each time the token was seen."),
+    click.option(
+        "--logit-bias",
+        multiple=True,
+        metavar="ID=VALUE",
+        callback=_bias,
+        help="Added to the logit of a token id. Repeatable.",
+    ),
+    click.option("--seed", type=int, help="Key of all randomness; drawn where not given."),
+    click.option("--stop", multiple=True, metavar="TEXT", help="Ends the output before this text. Repeatable."),
+    click.option(
+        "--stop-token-id",
+        "stop_token_ids",
+        type=int,
+        multiple=True,
+        metavar="ID",
+        help="Ends the output with this token id. Repeatable.",
+    ),
+    _number("max_tokens", int, "Output tokens, at most."),
+    _number("min_tokens", int, "Output tokens before which nothing ends it."),
+    click.option("--ignore-eos", is_flag=True, help="Goes on past the model's end-of-text tokens."),
+    click.option(
+        "--logprobs", type=int, metavar="N", help="Reports log-probabilities, and those of the N most likely."
+    ),
+)
+"""Every sampling parameter, named and meant as in vLLM."""
+
+drafter_option = click.option(
+    "--drafter",
+    type=click.Choice((*DRAFTERS, _NO_DRAFTER)),
+    help="Which drafter to use; a local stack starts this one. [default: any; ngram in a local stack]",
+)
+
+speculation_options = _stacked(
+    click.option(
+        "--num-speculative-tokens",
+        type=int,
+        default=0,
+        metavar="K",
+        help="Tokens drafted per round, at most. [default: the service's]",
+    ),
+    drafter_option,
+    click.option(
+        "--acceptance-rule",
+        type=click.Choice(_RULES),
+        help="Which rule judges proposals; both are exact. [default: the service's, coupled]",
+    ),
+    click.option("--no-speculation", is_flag=True, help="Decodes without a draft."),
+)
+"""How to speculate."""
+
+stack_options = _stacked(
+    click.option(
+        "--model", default=StackOptions().model, show_default=True, help="Target model: a folder or a hub id."
+    ),
+    click.option("--draft-model", default="", help="Model of `--drafter model`; must share the target's tokenizer."),
+    click.option("--num-layers", type=int, help="Layers of the target's model that `--drafter layers` uses."),
+    click.option("--dtype", default="", help="bfloat16, float16, float32. [default: the checkpoint's]"),
+    click.option("--device", default="", help="cpu, cuda, cuda:1, ... [default: a GPU where there is one]"),
+    click.option("--redis-url", default="", help="Redis for the sessions. [default: an embedded one]"),
+)
+"""What a local stack consists of."""
+
+address_option = click.option(
+    "--address",
+    "addresses",
+    multiple=True,
+    metavar="HOST:PORT",
+    help="An orchestrator; repeat it for replicas. Without it a local stack is started for this command.",
+)
+
+required_address_option = click.option(
+    "--address", "addresses", multiple=True, required=True, metavar="HOST:PORT", help="An orchestrator. Repeatable."
+)
+
+
+def take_sampling(values: dict[str, Any]) -> SamplingParameters:
+    """Takes the options of `sampling_options` out of `values`; raises `InvalidArgument` for values out of range."""
+    return SamplingParameters(**{name: values.pop(name) for name in _DEFAULTS.as_dict()})
+
+
+def take_speculation(values: dict[str, Any]) -> Speculation:
+    """Takes the options of `speculation_options` out of `values`; leaves the drafter there for `take_stack`."""
+    rule, drafter = values.pop("acceptance_rule"), values["drafter"]
+    if values.pop("no_speculation"):
+        values["drafter"] = drafter = _NO_DRAFTER
+    return Speculation(
+        disabled=drafter == _NO_DRAFTER,
+        num_speculative_tokens=values.pop("num_speculative_tokens"),
+        acceptance_rule=AcceptanceRule(rule) if rule else None,
+        drafter="" if drafter in (None, _NO_DRAFTER) else drafter,
+    )
+
+
+def take_stack(values: dict[str, Any]) -> StackOptions:
+    """Takes the options of `stack_options`, and the drafter, out of `values`; raises `InvalidArgument`."""
+    drafter, draft_model, num_layers = (values.pop(name) for name in ("drafter", "draft_model", "num_layers"))
+    # A model or a number of layers says which drafter is meant.
+    drafter = drafter or ("model" if draft_model else "layers" if num_layers is not None else "ngram")
+    if draft_model and drafter != "model":
+        raise InvalidArgument(f"draft_model goes with --drafter model, not {drafter}", "draft_model")
+    if num_layers is not None and drafter != "layers":
+        raise InvalidArgument(f"num_layers goes with --drafter layers, not {drafter}", "num_layers")
+    layers = {} if num_layers is None else {"num_layers": num_layers}
+    drafts = () if drafter == _NO_DRAFTER else (DraftOptions(drafter, draft_model, **layers),)
+    return StackOptions(drafts=drafts, **{name: values.pop(name) for name in ("model", "dtype", "device", "redis_url")})
+
+
+def parse_token_ids(text: str) -> list[int]:
+    """Returns token ids written with commas or spaces between them; raises `InvalidArgument`."""
+    try:
+        return [int(part) for part in text.replace(",", " ").split()]
+    except ValueError as error:
+        raise InvalidArgument("must be numbers with commas or spaces between them", "token_ids") from error

@@ -1,0 +1,207 @@
+"""What a generation tells its client: accepted, deltas, finished; and all of it together."""
+
+from dataclasses import dataclass, field
+
+from outrider import wire
+from outrider.errors import DataLoss
+from outrider.parameters import FinishReason
+from outrider.tokens import TokenLogprobs, TokenOrigin
+from outrider.v1 import generation_pb2
+
+
+@dataclass(frozen=True, slots=True)
+class Accepted:
+    """The request was accepted; the first event, exactly once, however often the stream was resumed.
+
+    Attributes:
+        request_id: names the request within its session.
+        session_id: the session that keeps its tokens.
+        seed: the seed in force, drawn by the service where the request gave none.
+        num_prompt_tokens: tokens of this request's prompt, chat template included.
+        session_len: tokens of the session before this request's prompt.
+    """
+
+    request_id: str
+    session_id: str
+    seed: int
+    num_prompt_tokens: int
+    session_len: int
+
+
+@dataclass(frozen=True, slots=True)
+class Delta:
+    """Committed output tokens, each exactly once and in order.
+
+    Attributes:
+        offset: of the first token within the request's output.
+        token_ids: the tokens.
+        text: what became certain with these tokens; may be empty, is never cumulative.
+        origins: how each token came to be; empty where that is no longer known, as after a resume.
+        logprobs: of each token, where asked for and known.
+    """
+
+    offset: int
+    token_ids: tuple[int, ...]
+    text: str
+    origins: tuple[TokenOrigin, ...] = ()
+    logprobs: tuple[TokenLogprobs, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Statistics:
+    """What a request took, counted since its stream was last resumed.
+
+    Attributes:
+        num_drafts: target passes that verified a proposal.
+        num_draft_tokens: tokens drafted and verified.
+        num_accepted_tokens: of those, kept.
+        num_accepted_tokens_per_pos: kept tokens by position in the proposal.
+        num_target_passes: target passes that gave output.
+        time_to_first_token_s: seconds from acceptance to the first output token.
+        duration_s: seconds from acceptance to the end.
+        target_time_s: seconds of model time of the target's passes.
+        wait_time_s: seconds the target waited for proposals.
+        tokens_per_second: output tokens per second between the first and the last; 0 for a single token.
+        num_fallbacks: why plain decoding took the place of speculation, reason to number of times.
+    """
+
+    num_drafts: int = 0
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0
+    num_accepted_tokens_per_pos: tuple[int, ...] = ()
+    num_target_passes: int = 0
+    time_to_first_token_s: float = 0.0
+    duration_s: float = 0.0
+    target_time_s: float = 0.0
+    wait_time_s: float = 0.0
+    tokens_per_second: float = 0.0
+    num_fallbacks: dict[str, int] = field(default_factory=dict)
+
+    @property
+    def acceptance_rate(self) -> float:
+        """Accepted over drafted tokens, in [0, 1]; 0 where nothing was drafted."""
+        return self.num_accepted_tokens / self.num_draft_tokens if self.num_draft_tokens else 0.0
+
+    @property
+    def mean_acceptance_length(self) -> float:
+        """Output tokens per pass that verified a proposal, the bonus token included; 1 where nothing was drafted."""
+        return 1 + self.num_accepted_tokens / self.num_drafts if self.num_drafts else 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Finished:
+    """The request ended; the last event.
+
+    Attributes:
+        finish_reason: why.
+        num_output_tokens: output tokens in all.
+        text: what became certain with the end.
+        statistics: what it took.
+    """
+
+    finish_reason: FinishReason
+    num_output_tokens: int
+    text: str
+    statistics: Statistics
+
+
+Event = Accepted | Delta | Finished
+
+
+@dataclass(slots=True)
+class Generation:
+    """A whole generation, put together from its events with `add`.
+
+    `text` is the concatenation of every event's text; `accepted` and `finished` are None until they have come.
+    """
+
+    accepted: Accepted | None = None
+    finished: Finished | None = None
+    text: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+
+    def add(self, event: Event) -> None:
+        """Takes in the next event."""
+        match event:
+            case Accepted():
+                self.accepted = event
+            case Delta():
+                self.text += event.text
+                self.token_ids += event.token_ids
+                self.logprobs += event.logprobs
+            case Finished():
+                self.text += event.text
+                self.finished = event
+
+    @property
+    def session_id(self) -> str:
+        """The session; empty before acceptance."""
+        return self.accepted.session_id if self.accepted else ""
+
+    @property
+    def seed(self) -> int:
+        """The seed in force; 0 before acceptance."""
+        return self.accepted.seed if self.accepted else 0
+
+    @property
+    def finish_reason(self) -> FinishReason | None:
+        """Why it ended; None while it has not."""
+        return self.finished.finish_reason if self.finished else None
+
+    @property
+    def statistics(self) -> Statistics:
+        """What it took; zeros while it has not ended."""
+        return self.finished.statistics if self.finished else Statistics()
+
+
+def event_from_message(message: generation_pb2.GenerateResponse) -> Event:
+    """Returns the event; raises `DataLoss` for one that this version does not know, which cannot be skipped safely."""
+    match message.WhichOneof("event"):
+        case "accepted":
+            return _accepted(message.accepted)
+        case "delta":
+            return _delta(message.delta)
+        case "finished":
+            return _finished(message.finished)
+        case unknown:
+            raise DataLoss(f"the stream has an event of unknown kind {unknown}")
+
+
+def _accepted(message: generation_pb2.Accepted) -> Accepted:
+    return Accepted(
+        message.request_id, message.session_id, message.seed, message.num_prompt_tokens, message.session_len
+    )
+
+
+def _delta(message: generation_pb2.Delta) -> Delta:
+    return Delta(
+        offset=message.offset,
+        token_ids=tuple(message.token_ids),
+        text=message.text,
+        origins=tuple(wire.origin_from_number(origin) for origin in message.origins),
+        logprobs=tuple(wire.logprobs_from_message(logprobs) for logprobs in message.logprobs),
+    )
+
+
+def _finished(message: generation_pb2.Finished) -> Finished:
+    reason = wire.finish_from_number(message.finish_reason)
+    if reason is None:
+        raise DataLoss(f"the stream ended with unknown finish_reason {message.finish_reason}")
+    return Finished(reason, message.num_output_tokens, message.text, _statistics(message.statistics))
+
+
+def _statistics(message: generation_pb2.GenerationStatistics) -> Statistics:
+    return Statistics(
+        num_drafts=message.num_drafts,
+        num_draft_tokens=message.num_draft_tokens,
+        num_accepted_tokens=message.num_accepted_tokens,
+        num_accepted_tokens_per_pos=tuple(message.num_accepted_tokens_per_pos),
+        num_target_passes=message.num_target_passes,
+        time_to_first_token_s=message.time_to_first_token_s,
+        duration_s=message.duration_s,
+        target_time_s=message.target_time_s,
+        wait_time_s=message.wait_time_s,
+        tokens_per_second=message.tokens_per_second,
+        num_fallbacks=dict(message.num_fallbacks),
+    )

@@ -1,0 +1,125 @@
+"""What a stack on this machine consists of, and the settings that each of its processes gets."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+
+from outrider.client.process import ProcessSpec
+from outrider.errors import InvalidArgument
+
+EMBEDDED = "embedded"
+"""Name of the model that needs no hub and no folder."""
+DRAFTERS = ("ngram", "model", "layers")
+
+
+@dataclass(frozen=True, slots=True)
+class DraftOptions:
+    """One kind of draft.
+
+    Attributes:
+        drafter: ngram, model or layers.
+        model: for the drafter `model`, a model that shares the target's tokenizer; for `layers`, the target's own
+            model, which is taken where none is given.
+        num_layers: for the drafter `layers`, how many.
+        num_replicas: processes of this kind.
+        num_threads: CPU threads of each.
+        environment: further settings.
+    """
+
+    drafter: str = "ngram"
+    model: str = ""
+    num_layers: int = 4
+    num_replicas: int = 1
+    num_threads: int = 1
+    environment: Mapping[str, str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if self.drafter not in DRAFTERS:
+            raise InvalidArgument(f"drafter is {self.drafter!r}, must be one of {', '.join(DRAFTERS)}", "drafter")
+        if self.drafter == "model" and not self.model:
+            raise InvalidArgument("drafter 'model' needs a model that shares the target's tokenizer", "draft_model")
+        _check_at_least("num_layers", self.num_layers, 1)
+        _check_at_least("num_drafts", self.num_replicas, 1)
+
+
+@dataclass(frozen=True, slots=True)
+class StackOptions:
+    """A stack: targets, drafts, orchestrators and Redis.
+
+    Attributes:
+        model: the target's model: a folder, a hub id, or `embedded`.
+        drafts: the kinds of drafts; empty for plain decoding only.
+        dtype: of models that have one; empty takes the service's default.
+        device: cpu, cuda, ...; empty takes the service's default.
+        redis_url: Redis to keep sessions in; empty starts an embedded one.
+        num_targets: target processes.
+        num_orchestrators: orchestrator processes.
+        target_threads: CPU threads of each target; 0 for all cores.
+        target_environment: further settings of targets.
+        orchestrator_environment: further settings of orchestrators.
+        ready_timeout_s: bound on the start of each process.
+        drain_budget_s: bound on the end of each process.
+    """
+
+    model: str = EMBEDDED
+    drafts: tuple[DraftOptions, ...] = (DraftOptions(),)
+    dtype: str = ""
+    device: str = ""
+    redis_url: str = ""
+    num_targets: int = 1
+    num_orchestrators: int = 1
+    target_threads: int = 0
+    target_environment: Mapping[str, str] = field(default_factory=dict)
+    orchestrator_environment: Mapping[str, str] = field(default_factory=dict)
+    ready_timeout_s: float = 300.0
+    drain_budget_s: float = 10.0
+
+    def __post_init__(self) -> None:
+        _check_at_least("num_targets", self.num_targets, 1)
+        _check_at_least("num_orchestrators", self.num_orchestrators, 1)
+        _check_at_least("target_threads", self.target_threads, 0)
+
+    def target_specs(self) -> Iterator[ProcessSpec]:
+        """Yields how to start each target."""
+        settings = {
+            "OUTRIDER_MODEL": self.model,
+            "OUTRIDER_NUM_THREADS": str(self.target_threads),
+            **self._placement(),
+            **self.target_environment,
+        }
+        for number in range(self.num_targets):
+            yield self._spec(f"target-{number}", "target_service", settings)
+
+    def draft_specs(self) -> Iterator[ProcessSpec]:
+        """Yields how to start each draft."""
+        for draft in self.drafts:
+            settings = {"OUTRIDER_DRAFTER": draft.drafter, "OUTRIDER_NUM_THREADS": str(draft.num_threads)}
+            if draft.drafter != "ngram":
+                settings |= {"OUTRIDER_MODEL": draft.model or self.model, **self._placement()}
+            if draft.drafter == "layers":
+                settings["OUTRIDER_NUM_LAYERS"] = str(draft.num_layers)
+            for number in range(draft.num_replicas):
+                name = f"draft-{draft.drafter}-{number}"
+                yield self._spec(name, "draft_service", {**settings, **draft.environment})
+
+    def orchestrator_specs(self, addresses: Mapping[str, str]) -> Iterator[ProcessSpec]:
+        """Yields how to start each orchestrator; `addresses` are the settings that name what it talks to."""
+        for number in range(self.num_orchestrators):
+            settings = {**addresses, **self.orchestrator_environment}
+            yield self._spec(f"orchestrator-{number}", "orchestrator", settings)
+
+    def _placement(self) -> dict[str, str]:
+        chosen = {"OUTRIDER_DTYPE": self.dtype, "OUTRIDER_DEVICE": self.device}
+        return {name: value for name, value in chosen.items() if value}
+
+    def _spec(self, name: str, module: str, settings: Mapping[str, str]) -> ProcessSpec:
+        life = {
+            "OUTRIDER_ADDRESS": "127.0.0.1:0",
+            "OUTRIDER_DRAIN_BUDGET_S": str(self.drain_budget_s),
+            "OUTRIDER_LOG_FORMAT": "text",
+        }
+        return ProcessSpec(name, module, {**life, **settings}, self.drain_budget_s)
+
+
+def _check_at_least(name: str, value: int, least: int) -> None:
+    if value < least:
+        raise InvalidArgument(f"{name} is {value}, must be at least {least}", name)
