@@ -72,7 +72,8 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
         self, request: worker_pb2.GetTokenizerRequest, context: _Context
     ) -> AsyncIterator[worker_pb2.GetTokenizerResponse]:
         """Ends with UNIMPLEMENTED."""
-        # The loop makes this a stream, as the call is declared; it is never entered.
-        for response in ():
+        # A loop over nothing makes this a generator, as a call that streams has to be.
+        nothing: tuple[worker_pb2.GetTokenizerResponse, ...] = ()
+        for response in nothing:
             yield response
         await context.abort(grpc.StatusCode.UNIMPLEMENTED, "a draft has no tokenizer to give")
