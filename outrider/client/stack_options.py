@@ -61,7 +61,7 @@ class StackOptions:
     """
 
     model: str = EMBEDDED
-    drafts: tuple[DraftOptions, ...] = (DraftOptions(),)
+    drafts: tuple[DraftOptions, ...] = field(default_factory=lambda: (DraftOptions(),))
     dtype: str = ""
     device: str = ""
     redis_url: str = ""

@@ -1,0 +1,293 @@
+import asyncio
+import time
+from contextlib import aclosing
+
+import pytest
+
+from outrider.client import (
+    Accepted,
+    Conversation,
+    Delta,
+    Finished,
+    GenerationRequest,
+    Message,
+    OutriderClient,
+    RetryPolicy,
+)
+from outrider.errors import (
+    DataLoss,
+    DeadlineExceeded,
+    Draining,
+    Fenced,
+    InvalidArgument,
+    OutriderError,
+    Overloaded,
+    RequestNotFound,
+    SessionBusy,
+    SessionNotFound,
+    Unavailable,
+)
+from outrider.parameters import FinishReason, SamplingParameters
+from outrider.tokens import TokenOrigin
+from outrider.v1 import tokens_pb2
+from tests.client.scripted import HANG, WORDS, ScriptedService, accepted, delta, finished, serving, whole
+
+TEXT = "".join(WORDS)
+BROKEN = ConnectionError("connection reset")
+QUICK = RetryPolicy(max_attempts=4, initial_backoff_s=0.01, max_backoff_s=0.02)
+
+
+def request(**values: object) -> GenerationRequest:
+    return GenerationRequest(text="Hello", **values)  # type: ignore[arg-type]
+
+
+async def run(*services: ScriptedService, **values: object) -> list[object]:
+    async with serving(*services) as addresses, OutriderClient(addresses, retry=QUICK) as client:
+        return [event async for event in client.generate(request(**values))]
+
+
+async def test_events_arrive_in_order_and_typed() -> None:
+    events = await run(ScriptedService())
+    assert events[0] == Accepted("r", "s", 7, 3, 0)
+    assert events[1] == Delta(0, (0, 1), "The cat", (TokenOrigin.ACCEPTED, TokenOrigin.BONUS), ())
+    end = events[-1]
+    assert isinstance(end, Finished)
+    assert end.finish_reason is FinishReason.LENGTH
+    assert (end.statistics.acceptance_rate, end.statistics.mean_acceptance_length) == (0.75, 2.5)
+
+
+async def test_the_request_carries_everything() -> None:
+    service = ScriptedService()
+    parameters = SamplingParameters(temperature=0.5, logit_bias={3: -1.0}, stop=("x",), seed=9)
+    await run(service, parameters=parameters, session_id="mine", request_id="once")
+    asked = service.requests[0]
+    assert (asked.text, asked.session_id, asked.request_id) == ("Hello", "mine", "once")
+    assert asked.parameters.temperature == 0.5
+    assert (dict(asked.parameters.logit_bias), list(asked.parameters.stop)) == ({3: -1.0}, ["x"])
+    assert not asked.HasField("resume_offset")
+
+
+@pytest.mark.parametrize("num_before", [0, 2, 4, 8])
+async def test_a_broken_stream_goes_on_at_the_next_address(num_before: int) -> None:
+    before = [accepted(), *(delta(offset, 2) for offset in range(0, num_before, 2)), BROKEN]
+    first, second = ScriptedService([before]), ScriptedService([whole(num_before)])
+    events = await run(first, second)
+    deltas = [event for event in events if isinstance(event, Delta)]
+    assert "".join(event.text for event in deltas) == TEXT
+    assert [token_id for event in deltas for token_id in event.token_ids] == list(range(len(WORDS)))
+    assert sum(isinstance(event, Accepted) for event in events) == 1
+    resumed = second.requests[0]
+    assert (resumed.session_id, resumed.resume_offset) == ("s", num_before)
+    assert resumed.request_id == first.requests[0].request_id != ""
+
+
+async def test_a_server_that_stops_is_left_for_the_other() -> None:
+    first, second = ScriptedService([[accepted(), delta(0, 4), HANG]]), ScriptedService([whole(4)])
+    async with serving(second) as (other,):
+        async with serving(first) as (lost,):
+            client = OutriderClient([lost, other], retry=QUICK)
+            events = client.generate(request())
+            text = ""
+            async for event in events:
+                if isinstance(event, Delta):
+                    text += event.text
+                    break
+        async for event in events:
+            text += event.text if isinstance(event, Delta) else ""
+        await client.close()
+    assert text == TEXT
+    assert second.requests[0].resume_offset == 4
+
+
+async def test_an_address_where_nobody_listens_is_passed_over() -> None:
+    service = ScriptedService()
+    async with serving(service) as (address,), OutriderClient(["127.0.0.1:1", address], retry=QUICK) as client:
+        assert (await client.complete(request())).text == TEXT
+
+
+async def test_attempts_are_bounded() -> None:
+    service = ScriptedService([[BROKEN]])
+    with pytest.raises(Unavailable, match="connection reset"):
+        await run(service)
+    assert len(service.requests) == QUICK.max_attempts
+
+
+async def test_attempts_count_only_while_no_token_comes() -> None:
+    broken = [[accepted(), delta(offset, 1), BROKEN] for offset in range(len(WORDS))]
+    service = ScriptedService([*broken, [accepted(), finished()]])
+    async with serving(service) as addresses, OutriderClient(addresses, retry=QUICK) as client:
+        assert (await client.complete(request())).text == TEXT
+
+
+async def test_a_stream_that_ends_without_an_end_is_resumed() -> None:
+    service = ScriptedService([[accepted(), delta(0, 2)], whole(2)])
+    async with serving(service) as addresses, OutriderClient(addresses, retry=QUICK) as client:
+        assert (await client.complete(request())).text == TEXT
+
+
+@pytest.mark.parametrize("error", [Draining("going"), Overloaded("full", retry_after_s=0.01), Unavailable("no target")])
+async def test_refusals_that_may_pass_are_tried_elsewhere(error: OutriderError) -> None:
+    events = await run(ScriptedService([[error]]), ScriptedService())
+    assert isinstance(events[-1], Finished)
+
+
+@pytest.mark.parametrize(
+    "error", [InvalidArgument("top_p is 3", "top_p"), Fenced("newer lease"), DataLoss("gone"), SessionBusy("busy")]
+)
+async def test_other_refusals_are_raised_as_they_are(error: OutriderError) -> None:
+    service = ScriptedService([[error]])
+    with pytest.raises(type(error)) as caught:
+        await run(service)
+    assert caught.value.message == error.message
+    assert caught.value.metadata == error.metadata
+    assert len(service.requests) == 1
+
+
+async def test_a_request_begun_without_our_knowing_is_taken_over() -> None:
+    service = ScriptedService([[BROKEN], [SessionBusy("held by an orchestrator that is gone")], whole()])
+    async with serving(service) as addresses, OutriderClient(addresses, retry=QUICK) as client:
+        assert (await client.complete(request())).text == TEXT
+    assert [asked.HasField("resume_offset") for asked in service.requests] == [False, False, True]
+
+
+async def test_a_session_that_another_request_holds_stays_busy() -> None:
+    service = ScriptedService([[BROKEN], [SessionBusy("busy")], [RequestNotFound("none")], [SessionBusy("busy")]])
+    with pytest.raises(SessionBusy):
+        await run(service)
+    assert [asked.HasField("resume_offset") for asked in service.requests] == [False, False, True, False]
+
+
+@pytest.mark.parametrize("jump", [delta(1), delta(6, 2)])
+async def test_a_repeated_or_missing_token_is_never_handed_out(jump: object) -> None:
+    service = ScriptedService([[accepted(), delta(0, 4), jump]])  # type: ignore[list-item]
+    with pytest.raises(DataLoss, match="jumped"):
+        await run(service)
+
+
+async def test_an_end_that_contradicts_the_tokens_received_is_an_error() -> None:
+    with pytest.raises(DataLoss, match="ended at 10 tokens, 4"):
+        await run(ScriptedService([[accepted(), delta(0, 4), finished(10)]]))
+
+
+async def test_the_deadline_bounds_a_silent_stream() -> None:
+    service = ScriptedService([[accepted(), HANG]])
+    async with serving(service) as addresses, OutriderClient(addresses) as client:
+        begin = time.monotonic()
+        with pytest.raises(DeadlineExceeded):
+            await client.complete(request(), timeout_s=0.2)
+    assert time.monotonic() - begin < 2
+
+
+async def test_the_deadline_bounds_trying_again() -> None:
+    policy = RetryPolicy(max_attempts=1000, initial_backoff_s=0.05, max_backoff_s=0.05)
+    async with OutriderClient("127.0.0.1:1", retry=policy) as client:
+        begin = time.monotonic()
+        with pytest.raises(DeadlineExceeded, match="trying again"):
+            await client.complete(request(), timeout_s=0.3)
+    assert time.monotonic() - begin < 2
+
+
+async def test_leaving_the_stream_ends_the_call_at_the_server() -> None:
+    service = ScriptedService([[accepted(), delta(0, 2), HANG]])
+    async with serving(service) as addresses, OutriderClient(addresses) as client:
+        async with aclosing(client.generate(request())) as events:
+            async for event in events:
+                if isinstance(event, Delta):
+                    break
+        async with asyncio.timeout(5):
+            await service.left.wait()
+
+
+async def test_cancelling_the_task_ends_the_call_at_the_server() -> None:
+    service = ScriptedService([[accepted(), HANG]])
+    async with serving(service) as addresses, OutriderClient(addresses) as client:
+        task = asyncio.create_task(client.complete(request()))
+        while not service.requests:
+            await asyncio.sleep(0.01)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        async with asyncio.timeout(5):
+            await service.left.wait()
+
+
+async def test_cancel_ends_the_request_with_a_terminal_event() -> None:
+    script = [accepted(), delta(0, 2), HANG, finished(2, tokens_pb2.FINISH_REASON_CANCELLED)]
+    service = ScriptedService([script])
+    async with serving(service) as addresses, OutriderClient(addresses) as client:
+        async with aclosing(client.generate(request())) as events:
+            async for event in events:
+                if isinstance(event, Delta):
+                    assert await client.cancel("s")
+        assert isinstance(event, Finished)
+        assert event.finish_reason is FinishReason.CANCELLED
+
+
+async def test_sessions_and_models() -> None:
+    service = ScriptedService()
+    async with serving(service) as addresses, OutriderClient(["127.0.0.1:1", *addresses], retry=QUICK) as client:
+        assert (await client.get_session("s")).committed_len == 13
+        with pytest.raises(SessionNotFound):
+            await client.get_session("other")
+        await client.delete_session("s")
+        assert (await client.list_models()).default_num_speculative_tokens == 5
+    assert service.deleted == ["s"]
+
+
+async def test_metadata_travels_with_every_call() -> None:
+    service = ScriptedService()
+    async with serving(service) as addresses, OutriderClient(addresses, metadata=[("tenant", "a")]) as client:
+        await client.complete(request())
+    assert service.metadata[0]["tenant"] == "a"
+
+
+async def test_a_request_begun_elsewhere_is_resumed_at_its_offset() -> None:
+    service = ScriptedService([whole(6)])
+    events = await run(service, session_id="s", request_id="r", resume_offset=6)
+    assert "".join(event.text for event in events if isinstance(event, Delta)) == "".join(WORDS[6:])
+    assert service.requests[0].resume_offset == 6
+
+
+async def test_a_conversation_sends_only_what_is_new() -> None:
+    service = ScriptedService()
+    async with serving(service) as addresses, OutriderClient(addresses) as client:
+        conversation = Conversation(client, system="Be brief.")
+        for line in ("Hi", "And?"):
+            async for _ in conversation.send(line):
+                pass
+        first_session = conversation.session_id
+        await conversation.reset()
+        async for _ in conversation.send("Anew"):
+            pass
+    turns = [[(message.role, message.content) for message in asked.chat.messages] for asked in service.requests]
+    assert turns == [
+        [("system", "Be brief."), ("user", "Hi")],
+        [("user", "And?")],
+        [("system", "Be brief."), ("user", "Anew")],
+    ]
+    assert [asked.session_id == first_session for asked in service.requests] == [True, True, False]
+    assert service.deleted == [first_session]
+
+
+@pytest.mark.parametrize(
+    ("values", "field"),
+    [
+        ({}, "prompt"),
+        ({"text": "a", "token_ids": [1]}, "prompt"),
+        ({"token_ids": [-1]}, "token_ids"),
+        ({"token_ids": [2**32]}, "token_ids"),
+        ({"text": "\ud800"}, "text"),
+        ({"messages": [Message("user", "\ud800")]}, "content"),
+        ({"text": "a", "parameters": SamplingParameters(stop_token_ids=(-1,))}, "stop_token_ids"),
+        ({"text": "a", "resume_offset": -1}, "resume_offset"),
+    ],
+)
+def test_what_no_message_can_carry_names_its_field(values: dict[str, object], field: str) -> None:
+    with pytest.raises(InvalidArgument) as caught:
+        GenerationRequest(**values).to_message()  # type: ignore[arg-type]
+    assert caught.value.field == field
+
+
+def test_a_client_needs_an_address() -> None:
+    with pytest.raises(InvalidArgument):
+        OutriderClient([])
