@@ -61,7 +61,8 @@ class ServiceProcess:
         return self._process is not None and self._process.poll() is None
 
     def start(self) -> None:
-        """Starts it; a second start after its end replaces it, with its log continued."""
+        """Starts it; a second start replaces the first, with the log continued."""
+        self.kill()
         self._ready_file.unlink(missing_ok=True)
         self.address = ""
         environment = {**os.environ, **self.spec.environment, "OUTRIDER_READY_FILE": str(self._ready_file)}
@@ -103,21 +104,20 @@ class ServiceProcess:
             self._process.terminate()
 
     def kill(self) -> None:
-        """Ends it without a drain, as a crash would."""
-        if self._process is not None and self.is_running:
-            self._process.kill()
-            self._process.wait()
+        """Ends it without a drain, as a crash would; no-op for one that has ended."""
+        if self._process is None:
+            return
+        self._process.kill()
+        self._process.wait()
+        if self._process.stdin is not None:
+            self._process.stdin.close()
 
     async def wait_ended(self) -> None:
         """Returns when it has ended; kills it at the end of its drain budget."""
-        if self._process is None:
-            return
         give_up = monotonic() + self.spec.drain_budget_s + _KILL_SLACK_S
         while self.is_running and monotonic() < give_up:
             await asyncio.sleep(_POLL_S)
         self.kill()
-        if self._process.stdin is not None:
-            self._process.stdin.close()
 
     def _status(self) -> str:
         code = self._process.returncode if self._process else None
