@@ -1,10 +1,7 @@
-import asyncio
 import json
 import signal
 import subprocess
 import sys
-import threading
-from collections.abc import Iterator
 
 import pytest
 from click.testing import CliRunner, Result
@@ -15,31 +12,10 @@ from outrider.errors import InvalidArgument, Overloaded
 from outrider.parameters import SamplingParameters
 from outrider.tokens import TokenOrigin
 from outrider.v1 import tokens_pb2
-from tests.client.scripted import HANG, WORDS, ScriptedService, accepted, delta, finished, serving, whole
+from tests.client.scripted import HANG, WORDS, ScriptedService, accepted, delta, finished, whole
 
 TEXT = "".join(WORDS)
 COMMANDS = ("up", "generate", "chat", "info", "bench", "demo")
-
-
-@pytest.fixture
-def service() -> Iterator[ScriptedService]:
-    """A scripted orchestrator in a thread of its own, since the command line runs its own loop."""
-    scripted = ScriptedService()
-    loop = asyncio.new_event_loop()
-    ready, stop = threading.Event(), asyncio.Event()
-
-    async def serve() -> None:
-        async with serving(scripted):
-            ready.set()
-            await stop.wait()
-
-    thread = threading.Thread(target=lambda: loop.run_until_complete(serve()))
-    thread.start()
-    ready.wait(10)
-    yield scripted
-    loop.call_soon_threadsafe(stop.set)
-    thread.join()
-    loop.close()
 
 
 def outrider(*arguments: str, input: str | None = None) -> Result:
