@@ -97,7 +97,9 @@ class SamplingParameters:
         _check_num("stop", len(self.stop), MAX_STOP_STRINGS)
         for text in self.stop:
             if not 1 <= len(text) <= MAX_STOP_STRING_LEN:
-                raise InvalidArgument(f"stop has a string of {len(text)} characters, must be 1 to {MAX_STOP_STRING_LEN}", "stop")
+                raise InvalidArgument(
+                    f"stop has a string of {len(text)} characters, must be 1 to {MAX_STOP_STRING_LEN}", "stop"
+                )
 
     def check_vocabulary(self, vocabulary_size: int) -> None:
         """Raises `InvalidArgument` where a token id is not below `vocabulary_size`."""

@@ -3,6 +3,8 @@
 Reading checks what a peer sent: a wrong value raises `InvalidArgument` with the field's name.
 """
 
+from __future__ import annotations
+
 from typing import Final
 
 from outrider.errors import InvalidArgument, OutriderError, from_reason
@@ -138,7 +140,7 @@ def logprobs_to_message(logprobs: TokenLogprobs) -> tokens_pb2.TokenLogprobs:
     )
 
 
-def rule_from_number(number: tokens_pb2.AcceptanceRule) -> AcceptanceRule | None:
+def rule_from_number(number: tokens_pb2.AcceptanceRule.ValueType) -> AcceptanceRule | None:
     """Returns the rule; None where it is unspecified."""
     if number == tokens_pb2.ACCEPTANCE_RULE_UNSPECIFIED:
         return None
@@ -147,29 +149,29 @@ def rule_from_number(number: tokens_pb2.AcceptanceRule) -> AcceptanceRule | None
     return _RULES[number]
 
 
-def rule_to_number(rule: AcceptanceRule) -> tokens_pb2.AcceptanceRule:
+def rule_to_number(rule: AcceptanceRule) -> tokens_pb2.AcceptanceRule.ValueType:
     """Returns the enum value."""
     return _RULE_NUMBERS[rule]
 
 
-def origin_from_number(number: tokens_pb2.TokenOrigin) -> TokenOrigin:
+def origin_from_number(number: tokens_pb2.TokenOrigin.ValueType) -> TokenOrigin:
     """Returns the origin."""
     if number not in _ORIGINS:
         raise InvalidArgument(f"origin is {number}", "origins")
     return _ORIGINS[number]
 
 
-def origin_to_number(origin: TokenOrigin) -> tokens_pb2.TokenOrigin:
+def origin_to_number(origin: TokenOrigin) -> tokens_pb2.TokenOrigin.ValueType:
     """Returns the enum value."""
     return _ORIGIN_NUMBERS[origin]
 
 
-def finish_from_number(number: tokens_pb2.FinishReason) -> FinishReason | None:
+def finish_from_number(number: tokens_pb2.FinishReason.ValueType) -> FinishReason | None:
     """Returns the reason; None where the request has not ended."""
     return _FINISHES.get(number)
 
 
-def finish_to_number(reason: FinishReason | None) -> tokens_pb2.FinishReason:
+def finish_to_number(reason: FinishReason | None) -> tokens_pb2.FinishReason.ValueType:
     """Returns the enum value, unspecified for None."""
     return tokens_pb2.FINISH_REASON_UNSPECIFIED if reason is None else _FINISH_NUMBERS[reason]
 

@@ -19,7 +19,8 @@ from outrider.lm.model import LanguageModel, SessionStep
 from outrider.policy import PassTimes, SpeculationPolicy
 from outrider.randomness import KeyedSource
 from outrider.tokens import Base, ProposalNode, ProposalTree, TokenSpan
-from target_service.rounds import RoundResult, decide
+from target_service.results import RoundResult
+from target_service.rounds import decide
 from target_service.sessions import FencingTokens, Request, Resident, Residents
 from target_service.settings import TargetSettings
 from target_service.stream import OpenCommand, Stream
@@ -65,6 +66,7 @@ class Engine:
     def __init__(self, model: LanguageModel, settings: TargetSettings) -> None:
         self._model = model
         self._settings = settings
+        self._max_len = min(model.info.max_session_len, settings.max_session_len)
         self._residents = Residents(settings.kv_budget_bytes, settings.max_cached_sessions)
         self._fencing = FencingTokens()
         self._requests: dict[tuple[int, int], Request] = {}
@@ -149,12 +151,13 @@ class Engine:
         request = self._request(stream, handle)
         if request is None:
             return
-        info = self._model.info
-        request.resident.apply(span, info.vocabulary_size, min(info.max_session_len, self._settings.max_session_len))
+        request.resident.apply(span, self._model.info.vocabulary_size, self._max_len)
         request.resident.committed_len = max(request.resident.committed_len, min(span.end, request.start_len))
         request.begin_round(time.monotonic())
 
-    def propose(self, stream: Stream, handle: int, base: Base, first: int, nodes: Sequence[ProposalNode], done: bool) -> None:
+    def propose(
+        self, stream: Stream, handle: int, base: Base, first: int, nodes: Sequence[ProposalNode], done: bool
+    ) -> None:
         """Adds nodes to the proposal under the current base; late ones only inform the policy."""
         request = self._request(stream, handle)
         if request is None:
@@ -333,7 +336,7 @@ class Engine:
         self._account(shares, duration_s)
         for share, logits in zip(shares, outputs, strict=True):
             if share.step.wants_logits:
-                self._conclude(share, decide(share.request, logits, share.tree), duration_s)
+                self._conclude(share, decide(share.request, logits, share.tree, self._max_len), duration_s)
             else:
                 share.request.round_started = time.monotonic()
         if not self._residents.evict(self._busy()):

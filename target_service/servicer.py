@@ -1,5 +1,7 @@
 """TargetService and WorkerService of a target: frames to engine commands, in the event loop."""
 
+from __future__ import annotations
+
 import asyncio
 import functools
 from collections.abc import AsyncIterator, Callable
@@ -65,7 +67,9 @@ class TargetServicer(target_pb2_grpc.TargetServiceServicer):
             command = _command(engine, stream, frame)
         except OutriderError as error:
             is_proposal = frame.WhichOneof("frame") == "proposal"
-            command = functools.partial(engine.refuse_proposal if is_proposal else engine.refuse, stream, frame.handle, error)
+            command = functools.partial(
+                engine.refuse_proposal if is_proposal else engine.refuse, stream, frame.handle, error
+            )
         engine.submit(functools.partial(_guard, engine, stream, frame, command))
 
 
@@ -93,7 +97,9 @@ def _command(engine: Engine, stream: Stream, frame: target_pb2.VerifyRequestFram
             proposal = frame.proposal
             nodes = [wire.node_from_message(node) for node in proposal.nodes]
             base = wire.base_from_message(proposal.base)
-            return functools.partial(engine.propose, stream, handle, base, proposal.first_node, nodes, proposal.complete)
+            return functools.partial(
+                engine.propose, stream, handle, base, proposal.first_node, nodes, proposal.complete
+            )
         case "window":
             return functools.partial(engine.window, stream, handle, frame.window.committed_len, frame.window.window_end)
         case "speculation":
@@ -133,7 +139,9 @@ def _wait_s(settings: target_pb2.SpeculationSettings) -> float:
 class TargetWorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
     """Identity, load and tokenizer of this process."""
 
-    def __init__(self, engine: Engine, loaded: LoadedModel, settings: TargetSettings, replica: str, incarnation: str) -> None:
+    def __init__(
+        self, engine: Engine, loaded: LoadedModel, settings: TargetSettings, replica: str, incarnation: str
+    ) -> None:
         self._engine = engine
         self._loaded = loaded
         self._settings = settings
@@ -192,7 +200,6 @@ class TargetWorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
         """Streams the tokenizer's files in parts; UNIMPLEMENTED where the model has none."""
         if self._loaded.tokenizer is None:
             await context.abort(grpc.StatusCode.UNIMPLEMENTED, "the model has no tokenizer")
-            return
         for name, content in self._loaded.tokenizer.files.items():
             for start in range(0, len(content), _CHUNK_BYTES):
                 yield worker_pb2.GetTokenizerResponse(name=name, content=content[start : start + _CHUNK_BYTES])

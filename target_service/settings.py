@@ -20,8 +20,12 @@ class TargetSettings(ServingSettings):
     num_threads: int = Field(0, ge=0, le=1024, description="CPU threads of the model; 0 takes one per core.")
     kv_budget_bytes: int = Field(4 << 30, ge=1 << 16, description="Bytes of KV cache, at most.")
     max_sessions: int = Field(256, ge=1, le=65536, description="Sessions generating at once, at most.")
-    max_cached_sessions: int = Field(4096, ge=1, le=1 << 20, description="Sessions resident, generating or not, at most.")
-    max_session_len: int = Field(32768, ge=2, le=1 << 24, description="Longest session in tokens; the model may allow less.")
+    max_cached_sessions: int = Field(
+        4096, ge=1, le=1 << 20, description="Sessions resident, generating or not, at most."
+    )
+    max_session_len: int = Field(
+        32768, ge=2, le=1 << 24, description="Longest session in tokens; the model may allow less."
+    )
     max_proposal_nodes: int = Field(64, ge=1, le=4096, description="Nodes of a proposal tree, at most.")
     prefill_chunk_len: int = Field(512, ge=4, le=65536, description="Prompt tokens of a session in one pass, at most.")
     max_pass_rows: int = Field(1024, ge=8, le=1 << 20, description="Rows of one pass, over all sessions, at most.")

@@ -10,7 +10,7 @@ from outrider.parameters import AcceptanceRule, SamplingParameters
 from outrider.serving.frames import FrameOutbox
 from outrider.tokens import Base
 from outrider.v1 import target_pb2
-from target_service.rounds import RoundResult
+from target_service.results import RoundResult
 
 
 @dataclass(frozen=True, slots=True)

@@ -130,7 +130,9 @@ def _step_rows(step: SessionStep, first_row: int, device: torch.device) -> StepR
     )
 
 
-def _side_branches(tree: ProposalTree, done: set[int], num_span: int, span_end: int, device: torch.device) -> list[Branch]:
+def _side_branches(
+    tree: ProposalTree, done: set[int], num_span: int, span_end: int, device: torch.device
+) -> list[Branch]:
     branches = []
     for leaf in range(1, len(tree) + 1):
         path = tree.path(leaf)
@@ -144,7 +146,9 @@ def _side_branches(tree: ProposalTree, done: set[int], num_span: int, span_end: 
     return branches
 
 
-def _branch(path: tuple[int, ...], in_place: bool, rows: Sequence[int], positions: Sequence[int], device: torch.device) -> Branch:
+def _branch(
+    path: tuple[int, ...], in_place: bool, rows: Sequence[int], positions: Sequence[int], device: torch.device
+) -> Branch:
     # Repeating the last row keeps the matrix products at MIN_ROWS rows; the repetitions write the same result again.
     missing = max(0, MIN_ROWS - len(rows))
     padded_rows = [*rows, *[rows[-1]] * missing]

@@ -62,7 +62,9 @@ class BlockKVCache:
         """Returns views of the first blocks: keys and values [num_blocks, num_kv_heads, BLOCK_LEN, head_dim]."""
         return self._keys[layer][:num_blocks], self._values[layer][:num_blocks]
 
-    def branch_blocks(self, layer: int, num_blocks: int, path: Sequence[int], base_len: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def branch_blocks(
+        self, layer: int, num_blocks: int, path: Sequence[int], base_len: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """Returns copies of the first blocks in which the nodes of `path` stand at their positions."""
         keys, values = (tensor.clone() for tensor in self.blocks(layer, num_blocks))
         self._place(layer, keys, values, path, base_len)

@@ -63,7 +63,7 @@ def load_model(
         raise ModelUnsupported(f"cannot load {name}: {str(error).splitlines()[0]}") from error
     label = name if num_layers is None else f"{name}[:{num_layers}]"
     fingerprint = tokenizer.fingerprint if tokenizer else ""
-    ready = TransformersModel(label, model.eval(), fingerprint, pack=not quantization)
+    ready = TransformersModel(label, model, fingerprint, pack=not quantization)
     return LoadedModel(ready, tokenizer)
 
 
@@ -89,7 +89,12 @@ def _load_tokenizer(source: str) -> TokenizerFiles | None:
 
 
 def _dtype(name: str) -> torch.dtype | str:
-    known = {"auto": "auto", "bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+    known: dict[str, torch.dtype | str] = {
+        "auto": "auto",
+        "bfloat16": torch.bfloat16,
+        "float16": torch.float16,
+        "float32": torch.float32,
+    }
     if name not in known:
         raise InvalidArgument(f"dtype is {name!r}, must be one of {', '.join(known)}", "dtype")
     return known[name]

@@ -29,7 +29,8 @@ class PackedLinear(nn.Module):
 
 def is_supported() -> bool:
     """Whether this build of PyTorch can pack bfloat16 weights on this CPU."""
-    return torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    # The second is False too where PyTorch was built without oneDNN.
+    return hasattr(torch.ops.mkldnn, "_linear_pointwise") and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
 
 def pack_linears(model: nn.Module) -> int:

@@ -44,7 +44,9 @@ def test_truncation_keeps_memory_and_overwrites() -> None:
     assert _stored(cache, 202) == [*range(200), -1, -2]
 
 
-@pytest.mark.parametrize(("path", "expected"), [((), []), ((1,), [101]), ((1, 2), [101, 102]), ((3, 4), [103, 104]), ((1, 5), [101, 105])])
+@pytest.mark.parametrize(
+    ("path", "expected"), [((), []), ((1,), [101]), ((1, 2), [101, 102]), ((3, 4), [103, 104]), ((1, 5), [101, 105])]
+)
 def test_keep_moves_the_accepted_branch_to_its_positions(path: tuple[int, ...], expected: list[int]) -> None:
     # Nodes: 1 - 2 is the main line; 3 - 4 another branch from the root; 5 another child of 1.
     cache = BlockKVCache()

@@ -32,7 +32,9 @@ def test_noise_mixes_laws() -> None:
     assert target.info.tokenizer_fingerprint == draft.info.tokenizer_fingerprint
 
 
-@pytest.mark.parametrize("name", ["markov:vocabulary=1", "markov:what=3", "markov:seed=x", "markov:vocabulary=99,order=9"])
+@pytest.mark.parametrize(
+    "name", ["markov:vocabulary=1", "markov:what=3", "markov:seed=x", "markov:vocabulary=99,order=9"]
+)
 def test_wrong_options_are_named(name: str) -> None:
     with pytest.raises(InvalidArgument, match="model"):
         load_model(name)
