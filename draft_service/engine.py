@@ -242,14 +242,17 @@ class Engine:
         try:
             self._num_tokens += self._drafter.step(branches)
             self._num_passes += 1
+            return
         except Exception as error:
             _LOG.exception("a draft step failed", extra={"num_sessions": len(branches)})
-            for branch in branches:
-                self._drafter.forget(branch.session_id)
-            if len(branches) == 1:
-                branches[0].refuse(error if isinstance(error, OutriderError) else OutriderError("the draft failed"))
-                return
-            for branch in branches:
+            failure = error if isinstance(error, OutriderError) else OutriderError("the draft failed")
+        for branch in branches:
+            self._drafter.forget(branch.session_id)  # what a broken pass has cached is not known
+        if len(branches) == 1:
+            branches[0].refuse(failure)
+            return
+        for branch in branches:
+            if not branch.complete:
                 self._draft([branch])
 
     def _publish(self) -> None:

@@ -1,3 +1,5 @@
+from collections.abc import Sequence
+
 import pytest
 
 from draft_service.commands import Reply, Seat
@@ -8,7 +10,7 @@ from tests.draft_service.conftest import terms
 
 
 class _Stream:
-    def post(self, replies: "tuple[Reply, ...]") -> None:
+    def post(self, replies: Sequence[Reply]) -> None:
         raise AssertionError("nothing is posted here")
 
     def end(self) -> None:

@@ -1,0 +1,62 @@
+"""Which token a draft model proposes next, given its logits."""
+
+from dataclasses import dataclass
+
+import torch
+
+from draft_service.drafters.drafter import Branch
+from outrider.parameters import AcceptanceRule
+from outrider.randomness import KeyedSource
+from outrider.sampling import TokenHistory, target_distribution
+from outrider.tokens import SparseDistribution
+from outrider.verification import draft_coupled, draft_rejection
+
+
+@dataclass(frozen=True, slots=True)
+class ChoiceOptions:
+    """How nodes are chosen.
+
+    Attributes:
+        top_k: most likely tokens that are sampled from, after the request's own truncation; at least 1.
+        p_min: the branch ends before a token to which the model's raw logits give less; 0 for never.
+    """
+
+    top_k: int
+    p_min: float
+
+
+def choose(
+    logits: torch.Tensor, branch: Branch, history: TokenHistory, options: ChoiceOptions
+) -> tuple[int, SparseDistribution | None] | None:
+    """Returns the branch's next token, under `rejection` with the law it was drawn from; None where it better ends.
+
+    Args:
+        logits: [V], which follow the branch's last token.
+        branch: incomplete.
+        history: the tokens of session and branch.
+        options: see there.
+    """
+    terms = branch.terms
+    source = KeyedSource(terms.parameters.seed or 0)
+    law = keep_top(target_distribution(logits, terms.parameters, history, terms.stop_token_ids), options.top_k)
+    if terms.acceptance_rule is AcceptanceRule.REJECTION:
+        # No threshold here: a node withheld for its value would change the output's law.
+        return draft_rejection(law, len(branch.token_ids), branch.len, source), sparse(law)
+    token_id = draft_coupled(law, branch.len, source)
+    if options.p_min > 0 and float(logits.double().softmax(-1)[token_id]) < options.p_min:
+        return None
+    return token_id, None
+
+
+def keep_top(law: torch.Tensor, num: int) -> torch.Tensor:
+    """Returns the law given that its token is one of the `num` most likely: float64 [V], sums to 1."""
+    if num >= law.numel():
+        return law
+    weights, token_ids = law.topk(num)
+    return torch.zeros_like(law).scatter_(0, token_ids, weights / weights.sum())
+
+
+def sparse(law: torch.Tensor) -> SparseDistribution:
+    """Returns a law [V] by its support, with the very probabilities it has."""
+    token_ids = law.nonzero().squeeze(1)
+    return SparseDistribution(tuple(token_ids.tolist()), tuple(law[token_ids].tolist()))

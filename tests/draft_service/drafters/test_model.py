@@ -1,0 +1,160 @@
+from pathlib import Path
+
+import pytest
+
+from draft_service.drafters.drafter import Drafter
+from draft_service.drafters.loading import load_drafter
+from draft_service.drafters.model import share_rows
+from draft_service.settings import DrafterKind, DraftSettings
+from outrider.errors import Overloaded
+from outrider.parameters import AcceptanceRule, SamplingParameters
+from tests.draft_service.conftest import branch, draft, terms
+from tests.draft_service.drafters.models import RecordedModel, markov, model_drafter
+from tests.lm.models import CONFIGS, save_model
+
+GREEDY = terms(SamplingParameters(temperature=0, max_tokens=10_000))
+
+
+def _greedy(token_ids: list[int], num: int) -> tuple[int, ...]:
+    model, tokens = markov(), list(token_ids)
+    for _ in range(num):
+        tokens.append(int(model.law[model.context(tokens)].argmax()))
+    return tuple(tokens[len(token_ids) :])
+
+
+def test_greedy_drafts_are_the_models_own_text() -> None:
+    assert draft(model_drafter(), branch([4, 7, 1], 8, given=GREEDY)) == [_greedy([4, 7, 1], 8)]
+
+
+def test_a_step_gives_each_session_one_node() -> None:
+    drafter = model_drafter()
+    branches = [branch([1, 2, number], 4, str(number), GREEDY) for number in range(5)]
+    for num in range(1, 5):
+        assert drafter.step(branches) == (15 if num == 1 else 5)
+        assert [len(item.nodes) for item in branches] == [num] * 5
+        assert all(item.complete for item in branches) == (num == 4)
+
+
+def test_a_prompt_is_prefilled_in_chunks_beside_drafting_sessions() -> None:
+    model = RecordedModel(markov())
+    drafter = model_drafter(model, chunk=16)
+    short = branch([1, 2], 5, "short", GREEDY)
+    prompt = [number % 24 for number in range(50)]
+    long = branch(prompt, 2, "long", GREEDY)
+    assert draft(drafter, short, long) == [_greedy([1, 2], 5), _greedy(prompt, 2)]
+    assert model.passes == [[2, 14], [1, 15], [1, 15], [1, 6], [1, 1]]
+
+
+def test_accepted_drafts_are_not_run_again() -> None:
+    model = RecordedModel(markov())
+    drafter = model_drafter(model)
+    [drafted] = draft(drafter, branch([1, 2, 3], 4, given=GREEDY))
+    model.passes.clear()
+    longer = [1, 2, 3, *drafted, 9]
+    assert draft(drafter, branch(longer, 1, given=GREEDY)) == [_greedy(longer, 1)]
+    assert model.passes == [[2]], "the last drafted token had no KV yet, and the bonus token is new"
+
+
+def test_rejected_drafts_are_dropped() -> None:
+    model = RecordedModel(markov())
+    drafter = model_drafter(model)
+    [drafted] = draft(drafter, branch([1, 2, 3], 4, given=GREEDY))
+    model.passes.clear()
+    other = [1, 2, 3, drafted[0], (drafted[1] + 1) % 24]
+    assert draft(drafter, branch(other, 3, given=GREEDY)) == [_greedy(other, 3)]
+    assert model.passes == [[1], [1], [1]]
+
+
+def test_a_replay_finds_what_differs() -> None:
+    drafter = model_drafter()
+    draft(drafter, branch([1, 2, 3, 4, 5], given=GREEDY))
+    drafter.truncate("s", 2)
+    assert draft(drafter, branch([1, 2, 8, 4, 5], given=GREEDY)) == [_greedy([1, 2, 8, 4, 5], 4)]
+    drafter.truncate("s", 0)
+    assert draft(drafter, branch([6], given=GREEDY)) == [_greedy([6], 4)]
+
+
+def test_asking_again_gives_the_same() -> None:
+    drafter = model_drafter()
+    for rule in AcceptanceRule:
+        first = branch([1, 2], given=terms(rule=rule))
+        again = branch([1, 2], given=terms(rule=rule))
+        assert draft(drafter, first) == draft(drafter, again)
+        assert first.nodes == again.nodes
+
+
+@pytest.mark.parametrize("rule", AcceptanceRule)
+@pytest.mark.parametrize(
+    "parameters",
+    [
+        SamplingParameters(temperature=0),
+        SamplingParameters(seed=11),
+        SamplingParameters(seed=11, temperature=0.7, top_k=5, top_p=0.9, min_p=0.01),
+        SamplingParameters(seed=11, repetition_penalty=1.3, presence_penalty=0.5, frequency_penalty=0.2),
+        SamplingParameters(seed=11, logit_bias={3: 5.0}, min_tokens=4, stop_token_ids=(3,)),
+    ],
+)
+def test_many_sessions_at_once_draft_as_one_at_a_time(rule: AcceptanceRule, parameters: SamplingParameters) -> None:
+    given = terms(parameters, rule, stop_token_ids=parameters.stop_token_ids)
+    prompts = [[number, (5 * number) % 24, 3] * (1 + number % 4) for number in range(9)]
+    batched = [branch(prompt, 6, str(number), given) for number, prompt in enumerate(prompts)]
+    draft(model_drafter(chunk=16), *batched)
+    for number, prompt in enumerate(prompts):
+        alone = branch(prompt, 6, "alone", given)
+        draft(model_drafter(), alone)
+        assert alone.nodes == batched[number].nodes
+
+
+def test_kv_caches_stay_within_their_budget_and_change_no_proposal() -> None:
+    drafter = model_drafter(kv_budget_bytes=4 * 60)
+    prompts = {str(number): [number, 1, 2] * 5 for number in range(10)}
+    for _ in range(2):
+        for session_id, prompt in prompts.items():
+            assert draft(drafter, branch(prompt, 4, session_id, GREEDY)) == [_greedy(prompt, 4)]
+            assert drafter.used_bytes <= 4 * 60
+    drafter.forget("9")
+    drafter.forget("never seen")
+
+
+def test_a_session_that_does_not_fit_is_refused_and_the_others_draft() -> None:
+    drafter = model_drafter(kv_budget_bytes=4 * 60)
+    fits, too_long = branch([1] * 30, 4, "fits", GREEDY), branch([2] * 50, 4, "too long", GREEDY)
+    assert draft(drafter, fits, too_long) == [_greedy([1] * 30, 4), ()]
+    assert isinstance(too_long.refusal, Overloaded)
+    assert fits.refusal is None
+
+
+def test_rows_are_shared_evenly_and_nobody_is_left_out() -> None:
+    assert share_rows([1, 1, 100], 32) == [1, 1, 30]
+    assert share_rows([100, 100, 2], 32) == [15, 15, 2]
+    assert share_rows([5, 5, 5], 2) == [1, 1, 1]
+    assert share_rows([], 8) == []
+
+
+def test_info_is_the_models() -> None:
+    info = model_drafter().info
+    assert (info.drafter, info.vocabulary_size, info.max_session_len) == ("model", 24, 4096)
+    assert info.tokenizer_fingerprint == markov().info.tokenizer_fingerprint
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return Path(save_model(CONFIGS["llama"], tmp_path_factory.mktemp("llama")))
+
+
+def _settings(checkpoint: Path, drafter: DrafterKind, num_layers: int | None) -> DraftSettings:
+    return DraftSettings(drafter=drafter, model=str(checkpoint), device="cpu", num_layers=num_layers)
+
+
+def test_the_first_layers_draft_with_the_models_own_head(checkpoint: Path) -> None:
+    whole = load_drafter(_settings(checkpoint, DrafterKind.MODEL, None))
+    every = load_drafter(_settings(checkpoint, DrafterKind.LAYERS, 3))
+    first = load_drafter(_settings(checkpoint, DrafterKind.LAYERS, 1))
+    assert [drafter.info.drafter for drafter in (whole, first)] == ["model", "layers"]
+    assert first.info.model_fingerprint != whole.info.model_fingerprint
+
+    def drafted(drafter: Drafter) -> list[tuple[int, ...]]:
+        return draft(drafter, *(branch([5, 6, number], 6, str(number), GREEDY) for number in range(4)))
+
+    assert drafted(every) == drafted(whole)
+    assert drafted(first) != drafted(whole)
