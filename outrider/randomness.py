@@ -1,20 +1,28 @@
 """Keyed randomness: every random number is a pure function of a seed and a counter.
 
-The generator is Philox4x32-10 (Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3"), on integer tensors, so that
-all devices give the same integers. What is made of them is float64; ties go to the lowest token id.
+The generator is Philox4x32-10 (Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3"), on Python's
+integers or integer tensors, so that all devices give the same integers. What is made of them is float64; ties go to
+the lowest token id.
 """
 
 import secrets
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import Final
+from typing import Final, TypeAlias
 
 import torch
+from torch import Tensor
+
+Word: TypeAlias = int | Tensor
+"""A word of 32 bits in an int, or one in each element of an int64 tensor [N], N the same throughout a computation."""
 
 _MASK: Final = 0xFFFFFFFF
 _MULTIPLIERS: Final = (0xD2511F53, 0xCD9E8D57)
 _WEYL: Final = (0x9E3779B9, 0xBB67AE85)
 _ROUNDS: Final = 10
+_MAX_SEGMENT: Final = 2**24 - 1
+# Above this share of the vocabulary, noise for all of it costs less than noise for the support alone.
+_DENSE_SHARE: Final = 0.25
 
 
 class Purpose(IntEnum):
@@ -36,10 +44,11 @@ class Counter:
 
     Attributes:
         purpose: what it decides.
-        position: session position of the token that it concerns, below 2**32.
-        base_len: under `rejection` the length that the round continues, because draws beyond a rejection decided the
-            outcome and must be new in the next round; 0 under `coupled`, where the position alone decides.
-        segment: counts the drafted chains that one round verifies one after another, below 2**24.
+        position: session position of the token that it concerns, in [0, 2**32).
+        base_len: under `rejection` the length that the round continues, in [0, 2**32), because draws beyond a rejection
+            decided the outcome and must be new in the next round; 0 under `coupled`, where the position alone decides.
+        segment: number of the node from which the drafted chain hangs, in [0, 2**24); `ROOT` for the main line.
+            Chains of one tree overlap in position, and what one of them drew decides whether another is followed.
     """
 
     purpose: Purpose
@@ -47,31 +56,38 @@ class Counter:
     base_len: int = 0
     segment: int = 0
 
+    def __post_init__(self) -> None:
+        if not (0 <= self.position <= _MASK and 0 <= self.base_len <= _MASK and 0 <= self.segment <= _MAX_SEGMENT):
+            raise ValueError(f"{self} is out of range")
 
-def philox4x32(index: torch.Tensor, words: tuple[int, int, int], key: tuple[int, int]) -> list[torch.Tensor]:
+    @property
+    def words(self) -> tuple[int, int, int]:
+        """The three upper words of its Philox counters; the lowest one is free for an index."""
+        return self.position, self.base_len, self.purpose | self.segment << 8
+
+
+def philox4x32(index: Word, words: tuple[int, int, int], key: tuple[int, int]) -> tuple[Word, Word, Word, Word]:
     """Returns Philox4x32-10 of the counters (index, *words).
 
     Args:
-        index: int64 [N], the first counter word of each block, in [0, 2**32).
+        index: the first counter word of each block, in [0, 2**32).
         words: the other three counter words.
         key: two words.
 
     Returns:
-        Four int64 tensors [N] with values in [0, 2**32).
+        Four words, each in [0, 2**32): ints for an int, int64 tensors [N] for a tensor [N].
     """
-    state = [index, *(torch.full_like(index, word) for word in words)]
+    state: tuple[Word, Word, Word, Word] = (index, *words)
+    word_0, word_1, word_2, word_3 = state
     key_0, key_1 = key
     for _ in range(_ROUNDS):
-        # Products reach 2**64; their wrapped bits are right, and the masks undo the arithmetic shift.
-        product_0, product_1 = state[0] * _MULTIPLIERS[0], state[2] * _MULTIPLIERS[1]
-        state = [
-            (product_1 >> 32).bitwise_and_(_MASK).bitwise_xor_(state[1]).bitwise_xor_(key_0),
-            product_1.bitwise_and_(_MASK),
-            (product_0 >> 32).bitwise_and_(_MASK).bitwise_xor_(state[3]).bitwise_xor_(key_1),
-            product_0.bitwise_and_(_MASK),
-        ]
+        # Only factors have to be exact words. Words 1 and 3 are kept as whole products, and tensors' products wrap
+        # around the sign: the lower 32 bits are right all the same, and the mask takes them.
+        product_0, product_1 = word_0 * _MULTIPLIERS[0], word_2 * _MULTIPLIERS[1]
+        word_0, word_2 = _mix(product_1, word_1, key_0), _mix(product_0, word_3, key_1)
+        word_1, word_3 = product_1, product_0
         key_0, key_1 = (key_0 + _WEYL[0]) & _MASK, (key_1 + _WEYL[1]) & _MASK
-    return state
+    return word_0, word_1 & _MASK, word_2, word_3 & _MASK
 
 
 def random_seed() -> int:
@@ -91,25 +107,36 @@ class KeyedSource:
             raise ValueError(f"seed is {seed}, must be in [0, 2**64)")
         self._key = (seed & _MASK, seed >> 32)
 
-    def pick(self, weights: torch.Tensor, counter: Counter) -> int:
+    def pick(self, weights: Tensor, counter: Counter) -> int:
         """Returns a token drawn with probability proportional to `weights`, by the Gumbel-max trick.
 
-        Args:
-            weights: float64 [V], at least 0, with a positive sum.
-            counter: names the decision; the noise of a token does not depend on the weights.
-        """
-        return self.rank(weights, counter, 1)[0]
+        The argmax of log(weight) + Gumbel noise is taken as that of weight / exponential noise, which is the same
+        race at a third of the logarithms. Weights that are one token's alone take no noise.
 
-    def rank(self, weights: torch.Tensor, counter: Counter, num: int) -> list[int]:
+        Args:
+            weights: float64 [V], at least 0, with a positive one; need not sum to 1.
+            counter: names the decision; the noise of a token does not depend on the weights.
+
+        Raises:
+            ValueError: no weight is positive.
+        """
+        num_support = int(torch.count_nonzero(weights))
+        if num_support == 0:
+            raise ValueError("no weight is positive")
+        if num_support == 1:
+            return int(weights.argmax())
+        if num_support > _DENSE_SHARE * weights.numel():
+            token_ids = torch.arange(weights.numel(), device=weights.device)
+            return int(self._race(weights, token_ids, counter).argmax())
+        support = weights.nonzero().squeeze(1)
+        return int(support[self._race(weights[support], support, counter).argmax()])
+
+    def rank(self, weights: Tensor, counter: Counter, num: int) -> list[int]:
         """Returns the first `num` tokens in the order of weight and noise; `pick` takes the first. May be fewer."""
-        support = torch.nonzero(weights).squeeze(1)
-        if len(support) == 1:
-            return [int(support)]
-        scores = weights[support].log_() + self.gumbel(support, counter)
-        if num == 1:
-            return [int(support[scores.argmax()])]
-        order = torch.sort(scores, descending=True, stable=True).indices[:num]
-        return [int(token_id) for token_id in support[order]]
+        support = weights.nonzero().squeeze(1)
+        scores = self._race(weights[support], support, counter)
+        ranked: list[int] = support[scores.argsort(descending=True, stable=True)[:num]].tolist()
+        return ranked
 
     def accept(self, probability: float, counter: Counter) -> bool:
         """Returns True with that probability; never for 0, always for 1."""
@@ -117,22 +144,40 @@ class KeyedSource:
 
     def uniform(self, counter: Counter) -> float:
         """Returns the counter's uniform number, in [0, 1), a multiple of 2**-53."""
-        high, low, *_ = philox4x32(torch.zeros(1, dtype=torch.int64), _words(counter), self._key)
-        return ((int(high) << 21) | (int(low) >> 11)) * 2.0**-53
+        high, low, *_ = philox4x32(0, counter.words, self._key)
+        return float(high << 21 | low >> 11) * 2.0**-53
 
-    def gumbel(self, token_ids: torch.Tensor, counter: Counter) -> torch.Tensor:
-        """Returns standard Gumbel noise, float64 [N], of ascending token ids, int64 [N].
+    def exponential(self, token_ids: Tensor, counter: Counter) -> Tensor:
+        """Returns standard exponential noise, float64 [N], positive and finite, of ascending token ids, int64 [N].
 
         Block v // 2 gives the noise of tokens v and v + 1 (v even), two words each, of which 52 bits are used: then
-        (bits + 1/2) / 2**52 is exact and lies strictly between 0 and 1.
+        (bits + 1/2) / 2**52 is exact and lies strictly between 0 and 1. So a token's noise is the same whichever others
+        are asked for.
         """
-        blocks, place = torch.unique_consecutive(token_ids >> 1, return_inverse=True)
-        words = philox4x32(blocks, _words(counter), self._key)
-        even, odd = ((words[i] << 20) | (words[i + 1] >> 12) for i in (0, 2))
-        bits = torch.where((token_ids & 1).bool(), odd[place], even[place])
-        uniform = bits.double().add_(0.5).mul_(2.0**-52)
-        return uniform.log_().neg_().log_().neg_()
+        if token_ids[-1] == len(token_ids) - 1:  # ascending, so these are all ids from 0 on
+            blocks = torch.arange((len(token_ids) + 1) // 2, device=token_ids.device)
+            bits = torch.stack(self._pairs(blocks, counter), dim=1).view(-1)[: len(token_ids)]
+        else:
+            even, odd = self._pairs(token_ids >> 1, counter)
+            bits = torch.where((token_ids & 1).bool(), odd, even)
+        return bits.double().add_(0.5).mul_(2.0**-52).log_().neg_()
+
+    def gumbel(self, token_ids: Tensor, counter: Counter) -> Tensor:
+        """Returns standard Gumbel noise, float64 [N], of ascending token ids: -log of their exponential noise."""
+        return self.exponential(token_ids, counter).log_().neg_()
+
+    def _race(self, weights: Tensor, token_ids: Tensor, counter: Counter) -> Tensor:
+        return self.exponential(token_ids, counter).reciprocal_().mul_(weights)
+
+    def _pairs(self, blocks: Tensor, counter: Counter) -> tuple[Tensor, Tensor]:
+        """Returns 52 bits of each half of the blocks: those of the even token id, and of the odd one."""
+        words = [torch.as_tensor(word) for word in philox4x32(blocks, counter.words, self._key)]
+        return words[0] << 20 | words[1] >> 12, words[2] << 20 | words[3] >> 12
 
 
-def _words(counter: Counter) -> tuple[int, int, int]:
-    return counter.position, counter.base_len, counter.purpose | counter.segment << 8
+def _mix(product: Word, word: Word, key: int) -> Word:
+    mixed = product >> 32
+    mixed ^= word
+    mixed ^= key
+    mixed &= _MASK
+    return mixed
