@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from outrider import wire
 from outrider.errors import DataLoss
 from outrider.parameters import FinishReason
+from outrider.statistics import SpeculationStatistics
 from outrider.tokens import TokenLogprobs, TokenOrigin
 from outrider.v1 import generation_pb2
 
@@ -79,13 +80,21 @@ class Statistics:
 
     @property
     def acceptance_rate(self) -> float:
-        """Accepted over drafted tokens, in [0, 1]; 0 where nothing was drafted."""
-        return self.num_accepted_tokens / self.num_draft_tokens if self.num_draft_tokens else 0.0
+        """As `SpeculationStatistics.acceptance_rate`."""
+        return self._speculation.acceptance_rate
 
     @property
     def mean_acceptance_length(self) -> float:
-        """Output tokens per pass that verified a proposal, the bonus token included; 1 where nothing was drafted."""
-        return 1 + self.num_accepted_tokens / self.num_drafts if self.num_drafts else 1.0
+        """As `SpeculationStatistics.mean_acceptance_length`."""
+        return self._speculation.mean_acceptance_length
+
+    @property
+    def _speculation(self) -> SpeculationStatistics:
+        return SpeculationStatistics(
+            num_drafts=self.num_drafts,
+            num_draft_tokens=self.num_draft_tokens,
+            num_accepted_tokens=self.num_accepted_tokens,
+        )
 
 
 @dataclass(frozen=True, slots=True)
