@@ -1,5 +1,6 @@
 """The command line `outrider`."""
 
+import asyncio
 import errno
 import os
 import sys
@@ -35,7 +36,7 @@ class OneLineErrors(ExampleSection, click.Group):
             code = super().main(args, prog_name, complete_var, standalone_mode=False, **extra)
         except click.ClickException as error:
             _fail(error.format_message(), error.exit_code)
-        except (click.Abort, KeyboardInterrupt):
+        except (click.Abort, KeyboardInterrupt, asyncio.CancelledError):
             sys.exit(INTERRUPTED)
         sys.exit(code if isinstance(code, int) else 0)
 

@@ -2,6 +2,7 @@
 
 import asyncio
 import statistics
+import sys
 from dataclasses import dataclass
 
 import click
@@ -87,7 +88,7 @@ def demo(max_tokens: int, **values: object) -> None:
 async def _answer(client: OutriderClient, parameters: SamplingParameters) -> None:
     """Streams one answer in colours."""
     click.secho(f"\n> {_COPY.strip()}\n", dim=True)
-    await stream(client, _request(_COPY, parameters, Speculation()), None, TextPrinter(color=True))
+    await stream(client, _request(_COPY, parameters, Speculation()), None, TextPrinter(color=sys.stdout.isatty()))
     click.echo()
 
 

@@ -74,7 +74,10 @@ sampling_options = _stacked(
     _number("min_tokens", int, "Output tokens before which nothing ends it."),
     click.option("--ignore-eos", is_flag=True, help="Goes on past the model's end-of-text tokens."),
     click.option(
-        "--logprobs", type=int, metavar="N", help="Reports log-probabilities, and those of the N most likely."
+        "--logprobs",
+        type=int,
+        metavar="N",
+        help="Reports log-probabilities, and the N most likely tokens (with --json).",
     ),
 )
 """Every sampling parameter, named and meant as in vLLM."""
