@@ -1,6 +1,7 @@
 """A bounded queue from an event loop to one thread."""
 
 import asyncio
+import contextlib
 import threading
 from collections import deque
 from typing import Generic, TypeVar
@@ -48,7 +49,8 @@ class Inbox(Generic[ItemT]):
             self._items.clear()
             loop, self._waiting_loop = self._waiting_loop, None
         if loop is not None:
-            loop.call_soon_threadsafe(self._room.set)
+            with contextlib.suppress(RuntimeError):  # the loop has ended, and whoever waited in it
+                loop.call_soon_threadsafe(self._room.set)
         return items
 
     def close(self) -> None:

@@ -3,7 +3,7 @@
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Sequence
-from typing import Any
+from typing import Any, Final
 
 import grpc
 
@@ -11,9 +11,11 @@ from draft_service.commands import Refused, Reply, Seat
 from draft_service.drafters.drafter import DrafterInfo
 from draft_service.engine import Engine
 from draft_service.frames import command_from_frame, frame_from_reply
-from outrider.errors import Draining, OutriderError, Overloaded
+from outrider.errors import Draining, InvalidArgument, OutriderError, Overloaded
 from outrider.serving.frames import FrameOutbox
 from outrider.v1 import draft_pb2, draft_pb2_grpc
+
+MAX_FRAMES_PER_MESSAGE: Final = 4096
 
 _Outbox = FrameOutbox[draft_pb2.DraftResponseFrame, draft_pb2.DraftResponse]
 
@@ -73,12 +75,16 @@ class DraftServicer(draft_pb2_grpc.DraftServiceServicer):
     async def _read(self, requests: AsyncIterator[draft_pb2.DraftRequest], stream: DraftStream) -> None:
         try:
             async for request in requests:
+                _check_num_frames(request)
                 for frame in request.frames:
                     await self._take(frame, stream)
+        except OutriderError as error:
+            stream.end(error)
         except Exception:
             stream.end(OutriderError("the stream could not be read"))
             raise
-        self._engine.end_stream(stream)
+        else:
+            self._engine.end_stream(stream)
 
     async def _take(self, frame: draft_pb2.DraftRequestFrame, stream: DraftStream) -> None:
         try:
@@ -87,3 +93,9 @@ class DraftServicer(draft_pb2_grpc.DraftServiceServicer):
             stream.post([Refused(frame.handle, error)])
         else:
             await self._engine.submit(command)
+
+
+def _check_num_frames(request: draft_pb2.DraftRequest) -> None:
+    # A message of a million empty frames would keep the event loop from everything else.
+    if len(request.frames) > MAX_FRAMES_PER_MESSAGE:
+        raise InvalidArgument(f"has {len(request.frames)}, may have at most {MAX_FRAMES_PER_MESSAGE}", "frames")

@@ -3,12 +3,17 @@ import asyncio
 import grpc
 import pytest
 
-from draft_service.engine import EngineLimits
-from outrider.errors import Draining
+from draft_service.commands import AdvanceSession, Opened, Seat
+from draft_service.engine import Engine, EngineLimits
+from draft_service.servicer import MAX_FRAMES_PER_MESSAGE, DraftStream
+from outrider.errors import Draining, InvalidArgument, Overloaded
 from outrider.parameters import AcceptanceRule, SamplingParameters
+from outrider.serving.frames import FrameOutbox
 from outrider.serving.status import peer_errors
+from outrider.tokens import Base, TokenSpan
 from outrider.v1 import draft_pb2, worker_pb2
 from tests.draft_service.conftest import (
+    LIMITS,
     TIMEOUT_S,
     RunningDraft,
     advance_frame,
@@ -211,3 +216,48 @@ async def test_many_sessions_on_one_stream_do_not_disturb_each_other(ngram_draft
     for handle in handles:
         assert (await client.receive(handle)).WhichOneof("frame") == "opened"
         assert [node.token_id for node in await client.proposal(handle)] == [2, handle, 2, handle]
+
+
+async def test_a_message_of_too_many_frames_ends_its_stream_only(ngram_draft: RunningDraft) -> None:
+    flood, other = ngram_draft.stream(), ngram_draft.stream()
+    await flood.open("flood")
+    frames = [draft_pb2.DraftRequestFrame()] * (MAX_FRAMES_PER_MESSAGE + 1)
+    await flood.send(*frames)
+    with pytest.raises(InvalidArgument), peer_errors():
+        await flood.receive(7)
+    handle, _ = await other.open("other")
+    assert await other.drafted(handle, [1, 1], num=1) == (1,)
+    await ngram_draft.until(lambda: ngram_draft.engine.load.num_active_sessions == 1)
+
+
+async def test_a_reader_that_is_too_slow_loses_its_stream() -> None:
+    outbox = FrameOutbox(lambda frames: draft_pb2.DraftResponse(frames=frames), max_pending=2)
+    stream = DraftStream(outbox)
+    await asyncio.to_thread(stream.post, [Opened(1, 0), Opened(2, 0)])
+    await asyncio.to_thread(stream.post, [Opened(3, 0)])
+    await asyncio.sleep(0)
+    with pytest.raises(Overloaded):
+        async for _ in outbox.messages():
+            pass
+    stream.post([Opened(4, 0)])
+    assert len(outbox) == 0
+
+
+async def test_an_engine_that_fails_says_so_and_does_not_keep_a_drain_waiting() -> None:
+    failed = asyncio.Event()
+    loop = asyncio.get_running_loop()
+
+    class _Broken:
+        def post(self, replies: object) -> None:
+            raise ZeroDivisionError
+
+        def end(self) -> None:
+            pass
+
+    engine = Engine(ngram_drafter(), LIMITS, lambda: loop.call_soon_threadsafe(failed.set))
+    engine.start()
+    await engine.submit(AdvanceSession(Seat(_Broken(), 1), Base(1, 1), TokenSpan(0, (1,)), 1))
+    async with asyncio.timeout(TIMEOUT_S):
+        await failed.wait()
+        await engine.drain(patience_s=60)
+    engine.stop()
