@@ -1,6 +1,7 @@
 from pathlib import Path
 
 import pytest
+import torch
 
 from draft_service.drafters.drafter import Drafter
 from draft_service.drafters.loading import load_drafter
@@ -8,6 +9,9 @@ from draft_service.drafters.model import share_rows
 from draft_service.settings import DrafterKind, DraftSettings
 from outrider.errors import Overloaded
 from outrider.parameters import AcceptanceRule, SamplingParameters
+from outrider.randomness import KeyedSource
+from outrider.tokens import ProposalTree
+from outrider.verification import verify_coupled, verify_rejection
 from tests.draft_service.conftest import branch, draft, terms
 from tests.draft_service.drafters.models import RecordedModel, markov, model_drafter
 from tests.lm.models import CONFIGS, save_model
@@ -103,6 +107,24 @@ def test_many_sessions_at_once_draft_as_one_at_a_time(rule: AcceptanceRule, para
         alone = branch(prompt, 6, "alone", given)
         draft(model_drafter(), alone)
         assert alone.nodes == batched[number].nodes
+
+
+@pytest.mark.parametrize("rule", AcceptanceRule)
+def test_a_draft_that_is_the_target_is_always_accepted(rule: AcceptanceRule) -> None:
+    model, drafter, base = markov(), model_drafter(), [3, 1, 4]
+    verify = verify_coupled if rule is AcceptanceRule.COUPLED else verify_rejection
+    for seed in range(20):
+        item = branch(base, 5, str(seed), terms(SamplingParameters(seed=seed), rule))
+        [drafted] = draft(drafter, item)
+        tree = ProposalTree()
+        for node in item.nodes:
+            tree.append(node)
+
+        def law(node: int, drafted: tuple[int, ...] = drafted) -> torch.Tensor:
+            return model.law[model.context([*base, *drafted[:node]])]
+
+        outcome = verify(tree, law, len(base), KeyedSource(seed))
+        assert outcome.token_ids[:-1] == drafted
 
 
 def test_kv_caches_stay_within_their_budget_and_change_no_proposal() -> None:
