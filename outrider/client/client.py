@@ -23,6 +23,9 @@ from outrider.v1.generation_pb2_grpc import GenerationServiceStub
 if TYPE_CHECKING:
     from outrider.v1.generation_pb2_grpc import GenerationServiceAsyncStub
 
+# Above the least interval between pings that servers allow.
+_KEEPALIVE_S = 10.0
+
 Q = TypeVar("Q")
 R = TypeVar("R")
 
@@ -52,7 +55,7 @@ class OutriderClient:
         retry: RetryPolicy | None = None,
         metadata: Sequence[tuple[str, str]] = (),
         timeout_s: float = 10.0,
-        connect: Callable[[str], aio.Channel] = open_channel,
+        connect: Callable[[str], aio.Channel] | None = None,
     ) -> None:
         self.addresses = (addresses,) if isinstance(addresses, str) else tuple(addresses)
         if not self.addresses:
@@ -60,7 +63,7 @@ class OutriderClient:
         self.retry = retry or RetryPolicy()
         self.timeout_s = timeout_s
         self._metadata = tuple(metadata)
-        self._connect = connect
+        self._connect = connect or _connect
         self._channels: dict[str, aio.Channel] = {}
         self._round = itertools.cycle(self.addresses)
 
@@ -148,3 +151,8 @@ class OutriderClient:
         if address not in self._channels:
             self._channels[address] = self._connect(address)
         return GenerationServiceStub(self._channels[address])
+
+
+def _connect(address: str) -> aio.Channel:
+    """Opens a channel that notices within 15 s of silence that an orchestrator hangs; one that ends, it notices at once."""
+    return open_channel(address, keepalive_s=_KEEPALIVE_S)

@@ -23,6 +23,7 @@ from outrider.client.commands.options import (
 from outrider.client.commands.rendering import TextPrinter, summary
 from outrider.client.conversation import Conversation
 from outrider.client.events import Generation
+from outrider.client.stack_options import StackOptions
 from outrider.errors import InvalidArgument, Overloaded, SessionBusy
 
 _HELP = "/reset forgets the conversation, /quit (or Ctrl-D) ends it, Ctrl-C stops an answer."
@@ -66,7 +67,7 @@ def chat(addresses: tuple[str, ...], **values: Any) -> None:
             runner.run(connection.aclose())
 
 
-async def _enter(connection: AsyncExitStack, addresses: tuple[str, ...], options: Any) -> OutriderClient:
+async def _enter(connection: AsyncExitStack, addresses: tuple[str, ...], options: StackOptions) -> OutriderClient:
     return await connection.enter_async_context(connected(addresses, options))
 
 

@@ -12,6 +12,7 @@ from outrider.client.commands.examples import ExampleCommand
 from outrider.client.commands.options import drafter_option, stack_options, take_stack
 from outrider.client.process import ServiceProcess
 from outrider.client.stack import LocalStack
+from outrider.client.stack_options import StackOptions
 from outrider.errors import Unavailable
 
 _CHECK_S = 0.5
@@ -56,7 +57,7 @@ def up(**values: Any) -> None:
     asyncio.run(_run(replace(options, drafts=drafts, orchestrator_environment=orchestrator, **extent)))
 
 
-async def _run(options: Any) -> None:
+async def _run(options: StackOptions) -> None:
     stopped = asyncio.Event()
     loop = asyncio.get_running_loop()
     async with started(options) as stack:
