@@ -154,5 +154,5 @@ class OutriderClient:
 
 
 def _connect(address: str) -> aio.Channel:
-    """Opens a channel that notices within 15 s of silence that an orchestrator hangs; one that ends, it notices at once."""
+    """Opens a channel that notices within 15 s that an orchestrator hangs, and at once that one has ended."""
     return open_channel(address, keepalive_s=_KEEPALIVE_S)
