@@ -1,184 +1,264 @@
-"""The acceptance rules: which proposed tokens are kept, and what the target says in place of the first that is not.
+"""Acceptance rules: which tokens of a proposal the target keeps, and which token of its own it adds.
 
-`coupled` (Daliri et al. 2024, drafter-invariant speculative decoding): the target draws its own token with the noise of the
-session position; a proposed token is accepted iff it is that token. Exact for any tree, however it was made.
-
-`rejection` (Leviathan et al. 2023, Chen et al. 2023), as block verification (Sun et al. 2024): drafted chains are accepted so
-that accepted and recovered tokens together follow the target's law; the draft must report the law it sampled from.
-
-Both decide only through a `DecisionSource`, so that the proof of exactness runs this very code with a source that
-follows every outcome with its weight.
+Every rule is lossless: the output follows the target's law whatever was proposed. A rule decides only through a
+`DecisionSource`, so that tests can run this very code on every outcome of every decision, with its exact weight.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, TypeAlias
 
 import torch
+from torch import Tensor
 
-from outrider.randomness import Counter, KeyedSource, Purpose
-from outrider.tokens import ROOT, NodeKind, ProposalTree, SparseDistribution, TokenOrigin
+from outrider.randomness import Counter, Purpose
+from outrider.tokens import ROOT, ProposalTree, SparseDistribution, TokenOrigin
 
-TargetLaw = Callable[[int], torch.Tensor]
-"""Gives the target's law, float64 [V] with sum 1, of the token that follows a node; `ROOT` is the committed text."""
+TargetLaw: TypeAlias = Callable[[int], Tensor]
+"""The target's law after a node of the proposal (after the base itself for `ROOT`): float64 [V], at least 0, sum 1."""
 
 
 class DecisionSource(Protocol):
-    """The two ways in which a rule may be random."""
+    """Decides what is left to chance; each counter at most once in the life of a session."""
 
-    def pick(self, weights: torch.Tensor, counter: Counter) -> int:
-        """Returns a token with probability proportional to its weight, float64 [V]."""
+    def pick(self, weights: Tensor, counter: Counter) -> int:
+        """Returns a token id drawn with probabilities proportional to `weights`, float64 [V]."""
 
     def accept(self, probability: float, counter: Counter) -> bool:
-        """Returns True with that probability."""
+        """Returns whether an event of that probability, in [0, 1], happens."""
+
+
+class RankingSource(DecisionSource, Protocol):
+    """A source that can also tell the runners-up of a pick."""
+
+    def rank(self, weights: Tensor, counter: Counter, num: int) -> list[int]:
+        """Returns the token id that `pick` returns, then the next best, at most `num` in all."""
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What a round gave: accepted tokens, then one of the target's own.
+    """What a verification gives: the accepted tokens of a proposal, then one token of the target's own.
+
+    Invariant: there is one token, and one origin, more than nodes in the path.
 
     Attributes:
-        token_ids: at positions base_len, base_len + 1, ...; one more than `path` has nodes.
-        origins: how each came to be.
-        path: the accepted nodes, from a child of the root downwards.
+        token_ids: the output tokens, at positions base.len, base.len + 1, ...
+        origins: of each token; ACCEPTED but for the last, which is RECOVERED where something else was proposed in its
+            place, and else BONUS.
+        path: numbers of the accepted nodes, from a child of the root downwards.
     """
 
     token_ids: tuple[int, ...]
     origins: tuple[TokenOrigin, ...]
     path: tuple[int, ...]
 
+    @property
+    def num_accepted(self) -> int:
+        """Proposed tokens that were kept."""
+        return len(self.path)
+
 
 def verify_coupled(tree: ProposalTree, law: TargetLaw, base_len: int, source: DecisionSource) -> Outcome:
-    """Follows the target's own draws down the tree; `base_len` is the session position of the first one."""
+    """Verifies a proposal by the `coupled` rule: a proposed token is accepted iff it is the target's own draw.
+
+    The output is what plain decoding with the same source gives, whatever the tree (Daliri et al. 2024, "Coupling
+    without Communication and Drafter-Invariant Speculative Decoding"). Nodes' kinds and distributions are not looked
+    at.
+
+    Args:
+        tree: the proposal.
+        law: called once for each accepted node, and for `ROOT`.
+        base_len: length of the session that the proposal continues.
+        source: decides.
+    """
     path: list[int] = []
-    token_ids: list[int] = []
-    number = ROOT
     while True:
-        position = base_len + len(token_ids)
-        token_ids.append(source.pick(law(number), Counter(Purpose.TARGET, position)))
-        child = tree.child(number, token_ids[-1])
+        number = path[-1] if path else ROOT
+        token_id = source.pick(law(number), Counter(Purpose.TARGET, base_len + len(path)))
+        child = tree.child(number, token_id)
         if child is None:
-            return _outcome(tree, path, token_ids)
+            return _outcome(tree, path, token_id)
         path.append(child)
-        number = child
 
 
 def verify_rejection(tree: ProposalTree, law: TargetLaw, base_len: int, source: DecisionSource) -> Outcome:
-    """Verifies the drafted chain below the root as a block, and goes on below a guessed child that the target confirms.
+    """Verifies a proposal by speculative sampling with block verification.
 
-    A guessed child (or a drafted one without its law) is followed only when the target's own recovered or bonus token
-    equals it, so it cannot change the law. The chain below it is verified anew, under counters of its own.
-    """
-    path: list[int] = []
-    token_ids: list[int] = []
-    number = ROOT
-    for segment in range(len(tree) + 1):
-        nodes = _drafted_chain(tree, number)
-        accepted, weights = _verify_block(tree, [number, *nodes], law, (base_len, len(token_ids), segment), source)
-        path += nodes[:accepted]
-        token_ids += [tree.node(node).token_id for node in nodes[:accepted]]
-        number = path[-1] if path else ROOT
-        position = base_len + len(token_ids)
-        token_ids.append(source.pick(weights, Counter(Purpose.RESIDUAL, position, base_len, segment)))
-        child = tree.child(number, token_ids[-1])
-        if child is None or _is_drafted(tree, child):
-            break
-        path.append(child)
-        number = child
-    return _outcome(tree, path, token_ids)
+    The drafted chain below the root is verified as one block (Sun et al. 2024, "Block Verification Accelerates
+    Speculative Decoding", Alg. 2): a prefix of it is kept, and the target adds a token of its own, from the residual
+    or as the bonus. If that token is a guessed node, it is accepted, and the chain below it is verified as a new
+    block, and so on.
 
-
-def residual_distribution(target: torch.Tensor, draft: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
-    """Returns the law of the token that replaces a rejected one: norm(max(scale * target - draft, 0)).
-
-    With scale 1 it is Leviathan et al. 2023, Alg. 1, so that accepted and recovered tokens together follow the target; with
-    the block's running acceptance as scale, Sun et al. 2024, Alg. 2. Where rounding leaves it no mass, target and
-    draft agree to the last bits and it is asked for with a probability of that order: the target's own law stands in.
+    A drafted node counts as guessed unless it brings a distribution in which its token has a probability; a guessed
+    node never changes the law. The output law is the target's iff drafted tokens were sampled from the distributions
+    they bring, independently of all else (`draft_rejection`), and a node's presence does not depend on its own token.
 
     Args:
-        target: float64 [V], sums to 1.
-        draft: float64 [V], sums to 1.
-        scale: in [0, 1].
+        tree: the proposal.
+        law: called at most once for each node; not for nodes beyond one that the target cannot output.
+        base_len: length of the session that the proposal continues.
+        source: decides; each counter here is met under this base only.
     """
-    excess = (scale * target - draft).clamp_(min=0)
-    mass = excess.sum()
-    return excess / mass if mass > 0 else target
+    path: list[int] = []
+    start = ROOT
+    while True:
+        block = _Block(tree, law, base_len, start)
+        kept = block.num_kept(source)
+        path += block.chain[:kept]
+        token_id = block.own_token(kept, source)
+        child = tree.child(path[-1] if path else ROOT, token_id)
+        # The block's own rejected node has residual probability 0, but for rounding: its chain is spent, not followed.
+        if child is None or child in block.chain:
+            return _outcome(tree, path, token_id)
+        path.append(child)
+        start = child
 
 
-def draft_coupled(law: torch.Tensor, position: int, source: DecisionSource) -> int:
-    """Returns the draft's guess at the target's token: its own draw, law float64 [V], under the same noise."""
+def residual_distribution(target: Tensor, draft: Tensor, scale: float = 1.0) -> Tensor:
+    """Returns the law of the token that replaces a rejected draft token.
+
+    It is norm(max(scale * target - draft, 0)), so that accepted and recovered tokens together follow `target`
+    exactly (with scale 1 Leviathan et al. 2023, Alg. 1, where `target` is p and `draft` is q; else Sun et al. 2024,
+    Alg. 2).
+
+    Where that has no mass, `target` nowhere exceeds `draft`: the two are equal, and nothing is rejected, but for the
+    rounding of their sums. Then it is `target` itself, the only law that needs no constant to be chosen.
+
+    Args:
+        target: float64 [V], sum 1.
+        draft: float64 [V], sum 1.
+        scale: probability, in (0, 1], with which the drafted tokens before this one are kept in some prefix.
+
+    Returns:
+        float64 [V], sum 1.
+    """
+    residual = (scale * target).sub_(draft).clamp_(min=0)
+    mass = float(residual.sum())
+    return residual.div_(mass) if mass > 0 else target
+
+
+def draft_coupled(law: Tensor, position: int, source: DecisionSource) -> int:
+    """Returns the draft's best guess at the target's draw under `coupled`: its own law's winner, with the same noise.
+
+    Args:
+        law: of the draft; float64 [V], at least 0, not all 0.
+        position: session position of the token.
+        source: has the session's seed.
+    """
     return source.pick(law, Counter(Purpose.TARGET, position))
 
 
-def rank_coupled(law: torch.Tensor, position: int, source: KeyedSource, num: int) -> list[int]:
-    """Returns the draft's best guesses at the target's token under the same noise, best first; at most `num`."""
+def rank_coupled(law: Tensor, position: int, source: RankingSource, num: int) -> list[int]:
+    """Returns up to `num` guesses at the target's draw under `coupled`, the one of `draft_coupled` first."""
     return source.rank(law, Counter(Purpose.TARGET, position), num)
 
 
-def draft_rejection(law: torch.Tensor, base_len: int, position: int, source: DecisionSource) -> int:
-    """Returns a token sampled from the draft's law, float64 [V], with noise that decides nothing else."""
-    return source.pick(law, Counter(Purpose.DRAFT, position, base_len))
-
-
-def _verify_block(
-    tree: ProposalTree, nodes: list[int], law: TargetLaw, place: tuple[int, int, int], source: DecisionSource
-) -> tuple[int, torch.Tensor]:
-    """Returns how many of a chain's drafted nodes are accepted, and the law of the token after them.
-
-    Sun et al. 2024, Alg. 2. There M_b is the target, M_s the draft, and p_i the running acceptance; a later node that is
-    accepted takes all before it along, which is what makes blocks better than judging token by token.
+def draft_rejection(law: Tensor, base_len: int, position: int, source: DecisionSource, segment: int = ROOT) -> int:
+    """Returns a drafted token for the `rejection` rule, sampled from `law`.
 
     Args:
-        tree: has the chain.
-        nodes: the node the chain hangs from, then its drafted nodes.
-        law: the target's.
-        place: base_len, tokens output before this chain, segment.
+        law: of the draft, which the node has to bring as its distribution; float64 [V], at least 0, not all 0.
+        base_len: length of the session that the proposal continues.
+        position: session position of the token.
         source: decides.
+        segment: number of the guessed node that the drafted chain hangs from; `ROOT` for the main line.
     """
-    base_len, num_before, segment = place
-    targets = [law(node) for node in nodes]
-    drafts = [_dense(tree.node(node).draft_distribution, targets[0]) for node in nodes[1:]]
-    accepted, kept_scale, scale = 0, 1.0, 1.0
-    for i, node in enumerate(nodes[1:], start=1):
-        token_id = tree.node(node).token_id
-        scale = min(1.0, scale * float(targets[i - 1][token_id]) / float(drafts[i - 1][token_id]))
-        probability = scale if i == len(drafts) else _block_acceptance(targets[i], drafts[i], scale)
-        if source.accept(probability, Counter(Purpose.ACCEPT, base_len + num_before + i - 1, base_len, segment)):
-            accepted, kept_scale = i, scale
-    if accepted == len(drafts):
-        return accepted, targets[accepted]
-    return accepted, residual_distribution(targets[accepted], drafts[accepted], kept_scale)
+    return source.pick(law, Counter(Purpose.DRAFT, position, base_len, segment))
 
 
-def _block_acceptance(target: torch.Tensor, draft: torch.Tensor, scale: float) -> float:
-    """Returns h_i of Sun et al. 2024, Eq. 4; 1 where target and draft agree, as stopping there has no probability."""
-    mass = float((scale * target - draft).clamp_(min=0).sum())
-    return 1.0 if mass + 1 - scale == 0 else mass / (mass + 1 - scale)
+@dataclass(frozen=True, slots=True)
+class _Prefix:
+    """A prefix of a block, and what verifies it.
+
+    Attributes:
+        scale: probability, given the drafted tokens, that this prefix or a longer one is kept; p_i in Sun et al. 2024.
+        target: the target's law after the prefix; None for the whole block, which needs it only when kept.
+        draft: the law that the next drafted token was sampled from; None for the whole block.
+    """
+
+    scale: float
+    target: Tensor | None = None
+    draft: Tensor | None = None
+
+    @property
+    def acceptance(self) -> float:
+        """Probability of keeping this prefix given that no longer one is kept; h_i in Sun et al. 2024."""
+        if self.target is None or self.draft is None:
+            return self.scale
+        mass = float((self.scale * self.target).sub_(self.draft).clamp_(min=0).sum())
+        # With scale 1 it is 1: as the limit, and because then nothing has been drafted that the target would not say.
+        return 1.0 if self.scale == 1 else mass / (mass + 1 - self.scale)
+
+
+class _Block:
+    """The drafted chain below a node, verified as one block."""
+
+    def __init__(self, tree: ProposalTree, law: TargetLaw, base_len: int, start: int) -> None:
+        self._law = law
+        self._start = start
+        self._position = base_len + tree.depth(start)
+        self._base_len = base_len
+        self.chain = _drafted_chain(tree, start)
+        self._prefixes = self._weigh(tree)
+
+    def _weigh(self, tree: ProposalTree) -> list[_Prefix]:
+        """Returns the prefixes that can be kept, shortest first (Sun et al. 2024, Alg. 2)."""
+        prefixes: list[_Prefix] = []
+        scale, number = 1.0, self._start
+        for child in self.chain:
+            target = self._law(number)
+            draft = _dense(tree.node(child).draft_distribution, target)
+            prefixes.append(_Prefix(scale, target, draft))
+            token_id = tree.node(child).token_id
+            scale = min(scale * float(target[token_id]) / float(draft[token_id]), 1.0)
+            if scale == 0:
+                return prefixes
+            number = child
+        return [*prefixes, _Prefix(scale)]
+
+    def num_kept(self, source: DecisionSource) -> int:
+        """Returns the length of the prefix that is kept: the longest that its own draw keeps, none if no draw does."""
+        for num in range(len(self._prefixes) - 1, 0, -1):
+            if source.accept(self._prefixes[num].acceptance, self._counter(num - 1, Purpose.ACCEPT)):
+                return num
+        return 0
+
+    def own_token(self, num_kept: int, source: DecisionSource) -> int:
+        """Returns the target's own token after the kept prefix: from the residual, or after all the bonus."""
+        prefix = self._prefixes[num_kept]
+        if prefix.target is None or prefix.draft is None:
+            weights = self._law(self.chain[-1] if self.chain else self._start)
+        else:
+            weights = residual_distribution(prefix.target, prefix.draft, prefix.scale)
+        return source.pick(weights, self._counter(num_kept, Purpose.RESIDUAL))
+
+    def _counter(self, offset: int, purpose: Purpose) -> Counter:
+        return Counter(purpose, self._position + offset, self._base_len, self._start)
 
 
 def _drafted_chain(tree: ProposalTree, number: int) -> list[int]:
-    nodes: list[int] = []
+    """Returns the drafted nodes below a node, as far as each brings the distribution it can have been sampled from."""
+    chain: list[int] = []
     child = tree.drafted_child(number)
-    while child is not None and _is_drafted(tree, child):
-        nodes.append(child)
+    while child is not None:
+        node = tree.node(child)
+        if node.draft_distribution is None or node.token_id not in node.draft_distribution.token_ids:
+            break
+        chain.append(child)
         child = tree.drafted_child(child)
-    return nodes
+    return chain
 
 
-def _is_drafted(tree: ProposalTree, number: int) -> bool:
-    node = tree.node(number)
-    return node.kind is NodeKind.DRAFTED and node.draft_distribution is not None
+def _dense(distribution: SparseDistribution | None, like: Tensor) -> Tensor:
+    """Returns the law that is proportional to the distribution, as what was sampled from it followed: float64 [V]."""
+    if distribution is None:
+        raise ValueError("a drafted node brings no draft_distribution")
+    weights = torch.tensor(distribution.probabilities, dtype=torch.float64, device=like.device)
+    token_ids = torch.tensor(distribution.token_ids, device=like.device)
+    return torch.zeros_like(like).index_put_((token_ids,), weights / weights.sum())
 
 
-def _dense(sparse: SparseDistribution | None, like: torch.Tensor) -> torch.Tensor:
-    if sparse is None:
-        raise ValueError("a drafted node has no draft_distribution")
-    dense = torch.zeros_like(like)
-    dense[list(sparse.token_ids)] = like.new_tensor(sparse.probabilities)
-    return dense
-
-
-def _outcome(tree: ProposalTree, path: list[int], token_ids: list[int]) -> Outcome:
-    last = path[-1] if path else ROOT
-    own = TokenOrigin.RECOVERED if tree.children(last) else TokenOrigin.BONUS
-    return Outcome(tuple(token_ids), (*[TokenOrigin.ACCEPTED] * len(path), own), tuple(path))
+def _outcome(tree: ProposalTree, path: Sequence[int], token_id: int) -> Outcome:
+    origin = TokenOrigin.RECOVERED if tree.children(path[-1] if path else ROOT) else TokenOrigin.BONUS
+    token_ids = (*(tree.node(number).token_id for number in path), token_id)
+    return Outcome(token_ids, (*(TokenOrigin.ACCEPTED for _ in path), origin), tuple(path))
