@@ -24,7 +24,18 @@ class SpeculationStatistics:
     num_output_tokens: int = 0
 
     def record(self, num_draft_tokens: int, num_accepted_tokens: int, num_output_tokens: int) -> None:
-        """Counts a pass."""
+        """Counts a pass.
+
+        Args:
+            num_draft_tokens: deepest position that was proposed; 0 for a pass without a proposal.
+            num_accepted_tokens: proposed tokens that were kept, in [0, num_draft_tokens].
+            num_output_tokens: tokens that the pass gave, at least 0.
+
+        Raises:
+            ValueError: a number is out of range.
+        """
+        if not 0 <= num_accepted_tokens <= num_draft_tokens or num_output_tokens < 0:
+            raise ValueError(f"{num_accepted_tokens} of {num_draft_tokens} tokens accepted, {num_output_tokens} output")
         self.num_target_passes += 1
         self.num_output_tokens += num_output_tokens
         if num_draft_tokens == 0:
