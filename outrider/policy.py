@@ -55,18 +55,20 @@ class SpeculationPolicy:
     Attributes:
         max_wait_s: longest wait; 0 when nothing will come.
         times: the target's measured pass times.
+        adapts: whether to stop waiting where that does not pay; without it every round waits.
     """
 
     max_wait_s: float
     times: PassTimes
+    adapts: bool
     _accepted: DecayingMean
     _wait_s: DecayingMean
     _plain_rounds: int = 0
 
     @classmethod
-    def create(cls, max_wait_s: float, times: PassTimes) -> "SpeculationPolicy":
+    def create(cls, max_wait_s: float, times: PassTimes, *, adapts: bool = True) -> "SpeculationPolicy":
         """Returns the policy of a new request: it waits until it has reason not to."""
-        return cls(max_wait_s, times, DecayingMean(0.15), DecayingMean(0.3))
+        return cls(max_wait_s, times, adapts, DecayingMean(0.15), DecayingMean(0.3))
 
     @property
     def expected_accepted(self) -> float:
@@ -77,7 +79,8 @@ class SpeculationPolicy:
         """Returns how long the next round may wait for its proposal, in seconds."""
         if self.max_wait_s <= 0:
             return 0.0
-        return self.max_wait_s if self._pays() or self._plain_rounds >= _RETRY_ROUNDS else 0.0
+        waits = not self.adapts or self._pays() or self._plain_rounds >= _RETRY_ROUNDS
+        return self.max_wait_s if waits else 0.0
 
     def observe_round(self, num_accepted: int, wait_s: float) -> None:
         """Takes a round that waited into account, whether or not a proposal came; `wait_s` is how long it waited."""
@@ -94,8 +97,11 @@ class SpeculationPolicy:
         self._accepted.observe(num_matching)
 
     def _pays(self) -> bool:
-        times = self.times
-        if not (self._accepted.known and self._wait_s.known and times.plain_s.known and times.proposal_s.known):
+        """Whether waiting is expected to pay; the first rounds wait, since nothing is known yet."""
+        plain_s, proposal_s = self.times.plain_s, self.times.proposal_s
+        if not (self._accepted.known and self._wait_s.known and (plain_s.known or proposal_s.known)):
             return True
-        spent = self._wait_s.value + times.proposal_s.value
-        return (1 + self._accepted.value) * times.plain_s.value > spent
+        # The one that was never seen is taken to be like the other: passes with a few rows more cost little more.
+        plain = plain_s.value if plain_s.known else proposal_s.value
+        proposal = proposal_s.value if proposal_s.known else plain
+        return (1 + self._accepted.value) * plain > self._wait_s.value + proposal

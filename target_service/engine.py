@@ -141,7 +141,9 @@ class Engine:
             start_len=max(command.committed_len, 1),
             window_end=command.window_end,
             source=KeyedSource(command.parameters.seed or 0),
-            policy=SpeculationPolicy.create(command.max_wait_s, self._times),
+            policy=SpeculationPolicy.create(
+                command.max_wait_s, self._times, adapts=self._settings.adaptive_speculation
+            ),
             num_speculative_tokens=command.num_speculative_tokens,
         )
         stream.opened(handle, min(len(resident.token_ids), max(0, command.committed_len - 1)))

@@ -29,3 +29,6 @@ class TargetSettings(ServingSettings):
     max_proposal_nodes: int = Field(64, ge=1, le=4096, description="Nodes of a proposal tree, at most.")
     prefill_chunk_len: int = Field(512, ge=4, le=65536, description="Prompt tokens of a session in one pass, at most.")
     max_pass_rows: int = Field(1024, ge=8, le=1 << 20, description="Rows of one pass, over all sessions, at most.")
+    adaptive_speculation: bool = Field(
+        True, description="Stop waiting for proposals, per session, where waiting is measured not to pay."
+    )

@@ -1,0 +1,34 @@
+"""Whole stacks for the tests: real processes, a real Redis-protocol server, real sockets."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from outrider.client import DraftOptions, StackOptions
+from outrider.client.process import ProcessSpec
+
+TARGET = "markov:vocabulary=5,order=2,seed=11,scale=1.2"
+GOOD_DRAFT = f"{TARGET},noise=0.3"
+BAD_DRAFT = f"{TARGET},noise=1.0,noise_seed=77"
+
+
+def markov_stack(draft: str | None = GOOD_DRAFT, **more: object) -> StackOptions:
+    """Returns a stack with Markov models, whose target waits for every proposal, so that all of them are verified."""
+    drafts = () if draft is None else (DraftOptions(drafter="model", model=draft),)
+    return StackOptions(
+        model=TARGET,
+        drafts=drafts,
+        target_threads=1,
+        target_environment={"OUTRIDER_ADAPTIVE_SPECULATION": "false"},
+        orchestrator_environment={"OUTRIDER_DRAFT_MAX_WAIT_S": "5"},
+        **more,  # type: ignore[arg-type]
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class WrongStackOptions(StackOptions):
+    """A stack whose target decides by a wrong rule; see `wrong_target`."""
+
+    def target_specs(self) -> Iterator[ProcessSpec]:
+        """Yields the targets, started from another module."""
+        for spec in super(WrongStackOptions, self).target_specs():
+            yield replace(spec, module="tests.served.wrong_target")

@@ -1,0 +1,35 @@
+"""A target that replaces a rejected token by its most likely one: a known wrong rule, which the law test must catch."""
+
+import torch
+
+import target_service.rounds
+from outrider.randomness import Counter
+from outrider.tokens import ProposalTree, TokenOrigin
+from outrider.verification import DecisionSource, Outcome, TargetLaw, verify_rejection
+from target_service.__main__ import main
+
+
+class _TopInsteadOfResidual:
+    """Decides like the real source, but takes the most likely token where a drafted one was rejected."""
+
+    def __init__(self, source: DecisionSource) -> None:
+        self._source = source
+
+    def pick(self, weights: torch.Tensor, counter: Counter) -> int:
+        return int(weights.argmax())
+
+    def accept(self, probability: float, counter: Counter) -> bool:
+        return self._source.accept(probability, counter)
+
+
+def wrong_rule(tree: ProposalTree, law: TargetLaw, base_len: int, source: DecisionSource) -> Outcome:
+    """Judges by the rejection rule, with the wrong replacement where one is due."""
+    right = verify_rejection(tree, law, base_len, source)
+    if right.origins[-1] is TokenOrigin.RECOVERED:
+        return verify_rejection(tree, law, base_len, _TopInsteadOfResidual(source))
+    return right
+
+
+if __name__ == "__main__":
+    target_service.rounds.verify_rejection = wrong_rule
+    main()

@@ -1,0 +1,130 @@
+"""A caller of TargetService over a real socket, as the orchestrator is one."""
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+
+import grpc
+
+from outrider import wire
+from outrider.lm.loading import load_model
+from outrider.lm.markov import MarkovModel
+from outrider.parameters import AcceptanceRule, SamplingParameters
+from outrider.tokens import Base, ProposalNode
+from outrider.v1 import target_pb2 as pb
+from outrider.v1 import target_pb2_grpc, tokens_pb2
+from target_service.engine import Engine
+from target_service.servicer import TargetServicer
+from target_service.settings import TargetSettings
+
+MODEL = "markov:vocabulary=12,order=2,seed=3,eos=11"
+
+
+class Caller:
+    """One Verify stream; frames that come back wait in a queue for each handle."""
+
+    def __init__(self, channel: grpc.aio.Channel) -> None:
+        self._call = target_pb2_grpc.TargetServiceStub(channel).Verify()
+        self._queues: dict[int, asyncio.Queue[pb.VerifyResponseFrame]] = {}
+        self._writing = asyncio.Lock()
+        self._reader = asyncio.create_task(self._read())
+
+    async def _read(self) -> None:
+        async for message in self._call:
+            for frame in message.frames:
+                self._queues.setdefault(frame.handle, asyncio.Queue()).put_nowait(frame)
+
+    async def send(self, handle: int, **content: object) -> None:
+        async with self._writing:
+            await self._call.write(pb.VerifyRequest(frames=[pb.VerifyRequestFrame(handle=handle, **content)]))
+
+    async def receive(self, handle: int) -> pb.VerifyResponseFrame:
+        queue = self._queues.setdefault(handle, asyncio.Queue())
+        return await asyncio.wait_for(queue.get(), 20)
+
+    async def open(
+        self,
+        handle: int,
+        prompt: Sequence[int],
+        parameters: SamplingParameters,
+        *,
+        session: str = "",
+        fencing_token: int = 1,
+        rule: AcceptanceRule = AcceptanceRule.COUPLED,
+        num_speculative_tokens: int = 0,
+        max_wait_s: float = 5.0,
+        window: int = 10_000,
+        prompt_len: int | None = None,
+        stop_token_ids: Sequence[int] = (11,),
+    ) -> pb.VerifyResponseFrame:
+        message = pb.VerifyOpen(
+            session_id=session or f"session-{handle}",
+            fencing_token=fencing_token,
+            parameters=wire.parameters_to_message(parameters),
+            acceptance_rule=wire.rule_to_number(rule),
+            prompt_len=len(prompt) if prompt_len is None else prompt_len,
+            committed_len=len(prompt),
+            stop_token_ids=stop_token_ids,
+            window_end=len(prompt) + window,
+            speculation=pb.SpeculationSettings(
+                num_speculative_tokens=num_speculative_tokens, max_wait_s=max_wait_s
+            ),
+        )
+        await self.send(handle, open=message)
+        return await self.receive(handle)
+
+    async def span(self, handle: int, start: int, token_ids: Sequence[int]) -> None:
+        await self.send(handle, span=tokens_pb2.TokenSpan(start=start, token_ids=token_ids))
+
+    async def propose(self, handle: int, base: Base, nodes: Sequence[ProposalNode], *, complete: bool = True) -> None:
+        proposal = tokens_pb2.Proposal(
+            base=wire.base_to_message(base),
+            first_node=1,
+            nodes=[wire.node_to_message(node) for node in nodes],
+            complete=complete,
+        )
+        await self.send(handle, proposal=proposal)
+
+    async def verdicts(self, handle: int) -> AsyncIterator[pb.Verdict]:
+        """Yields verdicts until the request has ended."""
+        while True:
+            frame = await self.receive(handle)
+            assert frame.WhichOneof("frame") == "verdict", frame
+            yield frame.verdict
+            if frame.verdict.finish_reason:
+                return
+
+    async def plain(self, handle: int, prompt: Sequence[int], parameters: SamplingParameters, **more: object) -> list[int]:
+        """Returns the output of plain decoding, closing the request."""
+        opened = await self.open(handle, prompt, parameters, **more)  # type: ignore[arg-type]
+        await self.span(handle, opened.opened.cached_len, prompt[opened.opened.cached_len :])
+        output = [token_id async for verdict in self.verdicts(handle) for token_id in verdict.token_ids]
+        await self.send(handle, close=pb.VerifyClose(committed_len=len(prompt) + len(output)))
+        return output
+
+    async def end(self) -> None:
+        await self._call.done_writing()
+        await self._reader
+
+
+def model() -> MarkovModel:
+    loaded = load_model(MODEL).model
+    assert isinstance(loaded, MarkovModel)
+    return loaded
+
+
+@asynccontextmanager
+async def target(**settings: object) -> AsyncIterator[tuple[Engine, Caller]]:
+    """Serves a target in this process and connects to it."""
+    engine = Engine(model(), TargetSettings(**settings))  # type: ignore[arg-type]
+    engine.start()
+    server = grpc.aio.server()
+    target_pb2_grpc.add_TargetServiceServicer_to_server(TargetServicer(engine), server)
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
+        caller = Caller(channel)
+        yield engine, caller
+        await caller.end()
+    await server.stop(0)
+    engine.stop()

@@ -1,0 +1,274 @@
+"""The target over a real socket: rounds, windows, stops, fencing, replay, and what it refuses."""
+
+import asyncio
+import math
+import random
+from collections.abc import Sequence
+
+import pytest
+
+from outrider import wire
+from outrider.parameters import AcceptanceRule, FinishReason, SamplingParameters
+from outrider.tokens import Base, NodeKind, ProposalNode
+from outrider.v1 import target_pb2 as pb
+from tests.target_service.conversation import Caller, model, target
+
+PROMPT = [1, 2, 3, 4]
+GREEDY = SamplingParameters(temperature=0, max_tokens=40, ignore_eos=True)
+SAMPLED = SamplingParameters(seed=7, max_tokens=40, ignore_eos=True)
+
+
+def _guesses(rng: random.Random, truth: Sequence[int], depth: int) -> list[ProposalNode]:
+    """A tree of guessed nodes of which some are right."""
+    nodes: list[ProposalNode] = []
+    parents = [0]
+    for level in range(depth):
+        token_ids = {rng.randrange(12) for _ in range(2)} | ({truth[level]} if level < len(truth) else set())
+        parent = rng.choice(parents)
+        first = len(nodes) + 1
+        nodes += [ProposalNode(parent, token_id, NodeKind.GUESSED) for token_id in sorted(token_ids)]
+        parents = list(range(first, len(nodes) + 1))
+    return nodes
+
+
+async def _speculated(
+    caller: Caller, handle: int, parameters: SamplingParameters, truth: list[int], seed: int
+) -> tuple[list[int], int]:
+    rng = random.Random(seed)
+    await caller.open(handle, PROMPT, parameters, num_speculative_tokens=3, stop_token_ids=() if parameters.ignore_eos else (11,))
+    await caller.span(handle, 0, PROMPT)
+    output: list[int] = []
+    num_accepted = 0
+    async for verdict in caller.verdicts(handle):
+        assert verdict.base.len == len(PROMPT) + len(output)
+        output += verdict.token_ids
+        num_accepted += verdict.num_accepted_tokens
+        assert list(verdict.origins).count(1) == verdict.num_accepted_tokens
+        base = Base(len(PROMPT) + len(output), 1)
+        await caller.propose(handle, base, _guesses(rng, truth[len(output) :], rng.randrange(4)))
+    return output, num_accepted
+
+
+@pytest.mark.parametrize("parameters", [GREEDY, SAMPLED, SamplingParameters(seed=3, top_k=5, top_p=0.9, max_tokens=30, ignore_eos=True)])
+async def test_trees_change_no_token_under_coupled(parameters: SamplingParameters) -> None:
+    async with target(adaptive_speculation=False) as (_, caller):
+        ends = () if parameters.ignore_eos else (11,)
+        truth = await caller.plain(1, PROMPT, parameters, stop_token_ids=ends)
+        for seed in range(6):
+            output, num_accepted = await _speculated(caller, 10 + seed, parameters, truth, seed)
+            assert output == truth
+            assert num_accepted > 0
+
+
+async def test_greedy_output_is_the_argmax_of_the_law() -> None:
+    async with target() as (_, caller):
+        output = await caller.plain(1, PROMPT, GREEDY, stop_token_ids=())
+    table, tokens = model(), list(PROMPT)
+    for token_id in output:
+        assert token_id == int(table.law[table.context(tokens)].argmax())
+        tokens.append(token_id)
+    assert len(output) == 40
+
+
+async def test_sessions_at_once_give_what_they_give_alone() -> None:
+    async with target() as (_, caller):
+        prompts = {handle: [handle % 12, 3, 5] * handle for handle in range(1, 9)}
+        alone = {handle: await caller.plain(handle, prompt, SAMPLED) for handle, prompt in prompts.items()}
+        together = await asyncio.gather(
+            *(caller.plain(100 + handle, prompt, SAMPLED) for handle, prompt in prompts.items())
+        )
+        assert together == list(alone.values())
+
+
+async def test_the_window_holds_the_target_back() -> None:
+    async with target() as (_, caller):
+        truth = await caller.plain(1, PROMPT, GREEDY, stop_token_ids=())
+        await caller.open(2, PROMPT, GREEDY, window=5, stop_token_ids=())
+        await caller.span(2, 0, PROMPT)
+        output: list[int] = []
+        while len(output) < 40:
+            window_end = len(output) + 5
+            while len(output) < window_end:
+                output += (await caller.receive(2)).verdict.token_ids
+            assert len(output) == window_end
+            committed = len(PROMPT) + window_end
+            await caller.send(2, window=pb.VerifyWindow(committed_len=committed, window_end=committed + 5))
+        assert output == truth
+
+
+async def test_a_missing_proposal_is_waited_for_no_longer_than_allowed() -> None:
+    async with target() as (engine, caller):
+        started = asyncio.get_running_loop().time()
+        await caller.open(1, PROMPT, GREEDY, num_speculative_tokens=4, max_wait_s=0.2, stop_token_ids=())
+        await caller.span(1, 0, PROMPT)
+        output = [token_id async for verdict in caller.verdicts(1) for token_id in verdict.token_ids]
+        assert len(output) == 40
+        # One wait teaches the policy that waiting does not pay; without it there would be 39 of them.
+        assert asyncio.get_running_loop().time() - started < 2.0
+
+
+async def test_stop_conditions_inside_an_accepted_run() -> None:
+    async with target() as (_, caller):
+        truth = await caller.plain(1, PROMPT, GREEDY, stop_token_ids=())
+        stop = truth[5]
+        expected = truth[: truth.index(stop) + 1]
+        for parameters, stops, wanted, reason in (
+            (GREEDY, (stop,), expected, FinishReason.STOP),
+            (SamplingParameters(temperature=0, max_tokens=3), (), truth[:3], FinishReason.LENGTH),
+        ):
+            await caller.open(2, PROMPT, parameters, num_speculative_tokens=8, session=f"{reason}", stop_token_ids=stops)
+            await caller.span(2, 0, PROMPT[:-1])
+            nodes = [ProposalNode(depth, token_id) for depth, token_id in enumerate(truth[1:9])]
+            await caller.span(2, 3, PROMPT[3:])
+            first = (await caller.receive(2)).verdict
+            output = list(first.token_ids)
+            await caller.propose(2, Base(len(PROMPT) + 1, 1), nodes)
+            last = (await caller.receive(2)).verdict
+            output += last.token_ids
+            assert output == wanted
+            assert wire.finish_from_number(last.finish_reason) is reason
+            await caller.send(2, close=pb.VerifyClose(committed_len=len(PROMPT) + len(output)))
+
+
+async def test_a_session_continues_where_it_was_closed() -> None:
+    async with target() as (engine, caller):
+        parameters = SamplingParameters(seed=1, max_tokens=20, ignore_eos=True)
+        first = await caller.plain(1, PROMPT, parameters, session="a", stop_token_ids=())
+        longer = [*PROMPT, *first, 5, 6]
+        opened = await caller.open(2, longer, parameters, session="a", fencing_token=2, stop_token_ids=())
+        assert opened.opened.cached_len == len(PROMPT) + 20
+        rows = engine.load.num_tokens
+        await caller.span(2, opened.opened.cached_len, longer[opened.opened.cached_len :])
+        warm = [token_id async for verdict in caller.verdicts(2) for token_id in verdict.token_ids]
+        assert engine.load.num_tokens - rows == 3 + 19  # the last output token, the two new ones, one row a token
+        assert warm == await caller.plain(3, longer, parameters, session="cold", stop_token_ids=())
+
+
+async def test_a_span_beyond_the_cache_is_a_miss_and_an_earlier_one_replays() -> None:
+    async with target() as (_, caller):
+        truth = await caller.plain(1, PROMPT, GREEDY, stop_token_ids=())
+        await caller.open(2, PROMPT, GREEDY, session="new", stop_token_ids=())
+        await caller.span(2, 2, PROMPT[2:])
+        refusal = (await caller.receive(2)).refusal
+        assert (refusal.reason, refusal.metadata["cached_len"]) == ("KV_CACHE_MISS", "0")
+        await caller.span(2, 0, PROMPT)
+        assert [token_id async for verdict in caller.verdicts(2) for token_id in verdict.token_ids] == truth
+
+
+async def test_fencing() -> None:
+    async with target() as (_, caller):
+        await caller.open(1, PROMPT, GREEDY, session="a", fencing_token=5)
+        assert (await caller.open(2, PROMPT, GREEDY, session="a", fencing_token=6)).HasField("opened")
+        assert (await caller.receive(1)).refusal.reason == "FENCED"
+        assert (await caller.open(3, PROMPT, GREEDY, session="a", fencing_token=5)).refusal.reason == "FENCED"
+
+
+async def test_garbage_proposals_change_nothing() -> None:
+    async with target(max_proposal_nodes=8) as (engine, caller):
+        truth = await caller.plain(1, PROMPT, GREEDY, stop_token_ids=())
+        garbage = [
+            [ProposalNode(0, 99)],
+            [ProposalNode(7, 1)],
+            [ProposalNode(0, 1, NodeKind.GUESSED)] * 2,
+            [ProposalNode(depth, 1) for depth in range(20)],
+        ]
+        await caller.open(2, PROMPT, GREEDY, num_speculative_tokens=4, stop_token_ids=())
+        await caller.span(2, 0, PROMPT)
+        output: list[int] = []
+        async for verdict in caller.verdicts(2):
+            output += verdict.token_ids
+            await caller.propose(2, Base(len(PROMPT) + len(output), 1), garbage[len(output) % 4])
+            await caller.propose(2, Base(3, 1), garbage[0])
+        assert output == truth
+        assert engine.load.num_invalid_proposals > 0
+        assert engine.load.num_stale_messages > 0
+
+
+@pytest.mark.parametrize(
+    ("parameters", "field"),
+    [
+        (SamplingParameters(stop_token_ids=(12,)), "stop_token_ids"),
+        (SamplingParameters(logit_bias={99: 1.0}), "logit_bias"),
+    ],
+)
+async def test_bad_parameters_are_named(parameters: SamplingParameters, field: str) -> None:
+    async with target() as (_, caller):
+        refusal = (await caller.open(1, PROMPT, parameters)).refusal
+        assert (refusal.reason, refusal.metadata["field"]) == ("INVALID_ARGUMENT", field)
+
+
+async def test_bad_frames_end_their_session_only() -> None:
+    async with target(max_session_len=64) as (_, caller):
+        truth = await caller.plain(1, PROMPT, GREEDY, stop_token_ids=())
+        for handle, tokens in ((2, [99]), (3, []), (4, [1] * 65)):
+            await caller.open(handle, PROMPT, GREEDY)
+            await caller.span(handle, 0, tokens)
+            assert (await caller.receive(handle)).refusal.reason == "INVALID_ARGUMENT"
+        await caller.send(5, speculation=pb.SpeculationSettings(max_wait_s=math.nan))
+        assert (await caller.receive(5)).refusal.metadata["field"] == "max_wait_s"
+        assert await caller.plain(6, PROMPT, GREEDY, stop_token_ids=()) == truth
+
+
+async def test_limits_are_named() -> None:
+    async with target(max_sessions=1) as (_, caller):
+        await caller.open(1, PROMPT, GREEDY)
+        assert (await caller.open(2, PROMPT, GREEDY)).refusal.reason == "OVERLOADED"
+
+
+async def test_the_end_of_the_context_ends_the_request() -> None:
+    async with target(max_session_len=10) as (_, caller):
+        output = await caller.plain(1, PROMPT, GREEDY, stop_token_ids=())
+        assert len(output) == 6
+
+
+async def test_logprobs_are_those_of_plain_decoding() -> None:
+    parameters = SamplingParameters(temperature=0, max_tokens=9, logprobs=3)
+    async with target(adaptive_speculation=False) as (_, caller):
+        found: list[list[object]] = []
+        for handle, num in ((1, 0), (2, 4)):
+            await caller.open(handle, PROMPT, parameters, num_speculative_tokens=num, stop_token_ids=())
+            await caller.span(handle, 0, PROMPT)
+            rows: list[object] = []
+            output: list[int] = []
+            async for verdict in caller.verdicts(handle):
+                output += verdict.token_ids
+                rows += [wire.logprobs_from_message(message) for message in verdict.logprobs]
+                guesses = [1, 1, 1] if handle == 1 else truth[len(output) : len(output) + 4]
+                nodes = [ProposalNode(depth, token_id) for depth, token_id in enumerate(guesses)]
+                await caller.propose(handle, Base(len(PROMPT) + len(output), 1), nodes)
+            truth = output
+            found.append(rows)
+        assert found[0] == found[1]
+        assert len(found[0]) == 9
+
+
+async def test_draining_refuses_new_requests_and_finishes_running_ones() -> None:
+    async with target() as (engine, caller):
+        await caller.open(1, PROMPT, GREEDY, stop_token_ids=())
+        idle = engine.drain()
+        assert (await caller.open(2, PROMPT, GREEDY)).refusal.reason == "DRAINING"
+        await caller.span(1, 0, PROMPT)
+        output = [token_id async for verdict in caller.verdicts(1) for token_id in verdict.token_ids]
+        assert len(output) == 40
+        assert not idle.done()
+        await caller.send(1, close=pb.VerifyClose(committed_len=44))
+        await asyncio.wait_for(asyncio.wrap_future(idle), 10)
+
+
+async def test_rejection_follows_drafted_chains() -> None:
+    async with target() as (_, caller):
+        table = model()
+        parameters = SamplingParameters(seed=5, max_tokens=30, ignore_eos=True)
+        await caller.open(1, PROMPT, parameters, rule=AcceptanceRule.REJECTION, num_speculative_tokens=1, stop_token_ids=())
+        await caller.span(1, 0, PROMPT)
+        tokens, num_accepted = list(PROMPT), 0
+        async for verdict in caller.verdicts(1):
+            tokens += verdict.token_ids
+            num_accepted += verdict.num_accepted_tokens
+            law = table.law[table.context(tokens)]
+            token_id = int(law.argmax())
+            sparse = wire.node_from_message(
+                wire.node_to_message(ProposalNode(0, token_id, NodeKind.DRAFTED))
+            )
+            await caller.propose(1, Base(len(tokens), 1), [sparse])
+        assert len(tokens) == 34
