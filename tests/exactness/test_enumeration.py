@@ -1,0 +1,84 @@
+"""The output law of every rule, draft and model pair, summed over every outcome of every decision, is the target's."""
+
+import pytest
+
+from outrider.verification import verify_coupled, verify_rejection
+from tests.exactness.checks import TOLERANCE, check_counters, check_law
+from tests.exactness.generation import (
+    TRUNCATIONS,
+    ChainDrafter,
+    Drafter,
+    Rule,
+    TreeDrafter,
+    joint_output_law,
+    verify_round,
+)
+from tests.exactness.models import PAIRS, Text, V, random_chain, total_variation
+from tests.exactness.sources import every_run
+from tests.exactness.tokenwise import verify_tokenwise
+
+RULES: dict[str, Rule] = {"coupled": verify_coupled, "rejection": verify_rejection}
+
+
+@pytest.mark.parametrize("pair", PAIRS)
+@pytest.mark.parametrize("truncation", TRUNCATIONS)
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("shape", ["chain", "tree"])
+def test_the_output_follows_the_target_over_several_rounds(rule: str, truncation: str, shape: str, pair: str) -> None:
+    target, draft = PAIRS[pair]
+    chain = ChainDrafter(draft, TRUNCATIONS[truncation])
+    drafter: Drafter = chain if shape == "chain" else TreeDrafter(chain)
+    # A round gives at most three or four tokens, and most give fewer.
+    check_law(target, drafter, RULES[rule], num=4)
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_whole_generations_enumerate_to_the_same_law(rule: str) -> None:
+    target, draft = PAIRS["disagreeing"]
+    law = joint_output_law(3, target, ChainDrafter(draft, num=1), RULES[rule])
+    assert total_variation(law, target.joint(3)) < TOLERANCE
+
+
+@pytest.mark.parametrize("num", [1, 2, 3, 4])
+def test_blocks_of_any_length_follow_the_target(num: int) -> None:
+    target, draft = PAIRS["disagreeing"]
+    check_law(target, ChainDrafter(draft, num=num), verify_rejection, num=min(num + 1, 4))
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_a_chain_may_end_at_a_token_that_was_drafted(seed: int) -> None:
+    """Where a chain ends may depend on its tokens before the end, as it does at stop tokens."""
+    target, draft = random_chain(seed + 10), random_chain(seed + 20)
+    drafter = TreeDrafter(ChainDrafter(draft, num=3, stop_token_id=1), num_guessed_at=1)
+    check_law(target, drafter, verify_rejection, num=3)
+
+
+def test_nearly_equal_models_are_exact_too() -> None:
+    """Residuals of a few units in the last place, where an epsilon would show."""
+    target = random_chain(4)
+    draft = type(target)(target.rows * (1 + 1e-15 * random_chain(5).rows))
+    check_law(target, ChainDrafter(draft), verify_rejection, num=3)
+
+
+def test_blocks_accept_at_least_as_many_tokens_as_token_by_token() -> None:
+    """Sun et al. 2024, Theorem 2; here for each text that a round can continue."""
+    target, draft = PAIRS["disagreeing"]
+    texts: list[Text] = [(token_id,) for token_id in range(V)]
+    drafter = ChainDrafter(draft, num=3)
+
+    def mean(rule: Rule, text: Text) -> float:
+        runs = every_run(lambda source: verify_round(text, drafter(text, source), target, rule, source).num_accepted)
+        return sum(num * probability for num, probability in runs)
+
+    gains = [mean(verify_rejection, text) - mean(verify_tokenwise, text) for text in texts]
+    assert min(gains) > -TOLERANCE
+    assert max(gains) > 0.01
+
+
+@pytest.mark.parametrize("pair", PAIRS)
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("shape", ["chain", "tree"])
+def test_no_counter_decides_twice(rule: str, shape: str, pair: str) -> None:
+    target, draft = PAIRS[pair]
+    chain = ChainDrafter(draft, num=3)
+    check_counters(target, chain if shape == "chain" else TreeDrafter(chain, num_guessed_at=3), RULES[rule])

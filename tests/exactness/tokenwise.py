@@ -1,0 +1,52 @@
+"""Rejection token by token (Leviathan et al. 2023, Alg. 1): the rule's plain form, to compare with and to break."""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from outrider.randomness import Counter, Purpose
+from outrider.tokens import ROOT, ProposalTree, TokenOrigin
+from outrider.verification import DecisionSource, Outcome, TargetLaw, residual_distribution
+
+Acceptance = Callable[[Tensor, Tensor, int], float]
+"""Of the target's law, the draft's, and the drafted token: the probability that it is kept."""
+
+Replacement = Callable[[Tensor, Tensor], Tensor]
+"""Of the target's law and the draft's: the law of the token in place of a rejected one."""
+
+
+def ratio(target: Tensor, draft: Tensor, token_id: int) -> float:
+    return min(1.0, float(target[token_id]) / float(draft[token_id]))
+
+
+def verify_tokenwise(
+    tree: ProposalTree,
+    law: TargetLaw,
+    base_len: int,
+    source: DecisionSource,
+    acceptance: Acceptance = ratio,
+    replacement: Replacement = residual_distribution,
+) -> Outcome:
+    """Verifies the main line; guesses are ignored."""
+    path: list[int] = []
+    while True:
+        number = path[-1] if path else ROOT
+        position = base_len + len(path)
+        weights = law(number)
+        child = tree.drafted_child(number)
+        sparse = tree.node(child).draft_distribution if child is not None else None
+        if child is None or sparse is None:
+            return _outcome(tree, path, source.pick(weights, Counter(Purpose.RESIDUAL, position, base_len)))
+        draft = torch.zeros_like(weights)
+        draft[list(sparse.token_ids)] = torch.tensor(sparse.probabilities, dtype=torch.float64)
+        probability = acceptance(weights, draft, tree.node(child).token_id)
+        if not source.accept(probability, Counter(Purpose.ACCEPT, position, base_len)):
+            own = source.pick(replacement(weights, draft), Counter(Purpose.RESIDUAL, position, base_len))
+            return _outcome(tree, path, own)
+        path.append(child)
+
+
+def _outcome(tree: ProposalTree, path: list[int], own: int) -> Outcome:
+    token_ids = (*(tree.node(number).token_id for number in path), own)
+    return Outcome(token_ids, (*[TokenOrigin.ACCEPTED] * len(path), TokenOrigin.RECOVERED), tuple(path))
