@@ -217,6 +217,13 @@ def test_info_shows_who_is_out_of_rotation_and_why(service: ScriptedService) -> 
     assert described["workers"][0]["load"] is None
 
 
+def test_bench_lists_what_there_is() -> None:
+    assert "overhead" in outrider("bench").stdout.split()
+    unknown = outrider("bench", "nonsense")
+    assert (unknown.exit_code, unknown.stderr.count("\n")) == (2, 1)
+    assert "there are: overhead" in unknown.stderr
+
+
 def test_an_interrupt_cancels_the_generation_and_shows_what_there_is(service: ScriptedService) -> None:
     service.scripts = [[accepted(), delta(0, 2), HANG, finished(2, tokens_pb2.FINISH_REASON_CANCELLED)]]
     command = [sys.executable, "-c", "from outrider.client.cli import main; main()"]
