@@ -1,0 +1,101 @@
+"""Sampling parameters: every value is checked, and a wrong one is named."""
+
+import math
+from typing import Any
+
+import pytest
+
+from outrider.errors import InvalidArgument
+from outrider.parameters import (
+    MAX_LOGIT_BIASES,
+    MAX_LOGPROBS,
+    MAX_SEED,
+    MAX_STOP_STRING_LEN,
+    MAX_STOP_STRINGS,
+    MAX_STOP_TOKEN_IDS,
+    SamplingParameters,
+)
+
+BOUNDS: dict[str, tuple[list[Any], list[Any]]] = {
+    "temperature": ([0, 1e-9, 100], [-0.1, 100.1, math.nan, math.inf]),
+    "top_k": ([0, 1, 2**31 - 1], [-1, 2**31]),
+    "top_p": ([1e-9, 0.5, 1], [0, -0.1, 1.1, math.nan]),
+    "min_p": ([0, 0.5, 1], [-0.1, 1.1, math.nan]),
+    "repetition_penalty": ([1e-9, 1, 10], [0, -1, 10.1, math.nan]),
+    "presence_penalty": ([-2, 0, 2], [-2.1, 2.1, math.nan]),
+    "frequency_penalty": ([-2, 0, 2], [-2.1, 2.1, math.nan]),
+    "logit_bias": (
+        [{}, {1: -100.0, 2: 100.0}, dict.fromkeys(range(MAX_LOGIT_BIASES), 1.0)],
+        [{1: 100.1}, {1: math.nan}, {1: -math.inf}, dict.fromkeys(range(MAX_LOGIT_BIASES + 1), 1.0)],
+    ),
+    "seed": ([None, 0, MAX_SEED], [-1, MAX_SEED + 1]),
+    "stop": (
+        [(), ("a",), ("a" * MAX_STOP_STRING_LEN,), ("a",) * MAX_STOP_STRINGS],
+        [("",), ("a" * (MAX_STOP_STRING_LEN + 1),), ("a",) * (MAX_STOP_STRINGS + 1)],
+    ),
+    "stop_token_ids": ([(), (0,), (1,) * MAX_STOP_TOKEN_IDS], [(1,) * (MAX_STOP_TOKEN_IDS + 1)]),
+    "max_tokens": ([1, 2**31 - 1], [0, -1, 2**31]),
+    "min_tokens": ([0, 256], [-1, 257]),
+    "ignore_eos": ([False, True], []),
+    "logprobs": ([None, 0, MAX_LOGPROBS], [-1, MAX_LOGPROBS + 1]),
+}
+"""Values of each parameter that are in range, and that are not."""
+
+
+def test_every_parameter_has_bounds_here() -> None:
+    assert set(BOUNDS) == set(SamplingParameters().as_dict())
+
+
+@pytest.mark.parametrize(("name", "value"), [(name, value) for name, (good, _) in BOUNDS.items() for value in good])
+def test_values_in_range_are_taken(name: str, value: Any) -> None:
+    assert SamplingParameters(**{name: value}).as_dict()[name] == value
+
+
+@pytest.mark.parametrize(("name", "value"), [(name, value) for name, (_, bad) in BOUNDS.items() for value in bad])
+def test_values_out_of_range_are_refused_by_name(name: str, value: Any) -> None:
+    with pytest.raises(InvalidArgument, match=f"^{name}") as refused:
+        SamplingParameters(**{name: value})
+    assert refused.value.field == name
+
+
+def test_defaults_change_nothing() -> None:
+    parameters = SamplingParameters()
+    assert not parameters.is_greedy
+    assert not parameters.needs_history
+
+
+@pytest.mark.parametrize("name", ["stop_token_ids", "logit_bias"])
+@pytest.mark.parametrize("token_id", [-1, 10])
+def test_token_ids_outside_the_vocabulary_are_refused(name: str, token_id: int) -> None:
+    values: dict[str, Any] = {"stop_token_ids": (0, token_id), "logit_bias": {0: 1.0, token_id: 1.0}}
+    with pytest.raises(InvalidArgument) as refused:
+        SamplingParameters(**{name: values[name]}).check_vocabulary(10)
+    assert refused.value.field == name
+
+
+def test_token_ids_inside_the_vocabulary_are_taken() -> None:
+    SamplingParameters(stop_token_ids=(0, 9), logit_bias={9: 1.0}).check_vocabulary(10)
+
+
+def test_greedy_is_temperature_zero() -> None:
+    assert SamplingParameters(temperature=0).is_greedy
+    assert not SamplingParameters(temperature=1e-9).is_greedy
+
+
+@pytest.mark.parametrize("values", [{"repetition_penalty": 1.1}, {"presence_penalty": -1}, {"frequency_penalty": 1}])
+def test_penalties_need_the_history(values: dict[str, Any]) -> None:
+    assert SamplingParameters(**values).needs_history
+
+
+def test_a_seed_is_the_only_thing_it_changes() -> None:
+    parameters = SamplingParameters(top_k=3, stop=("x",), logit_bias={1: 2.0})
+    seeded = parameters.with_seed(7)
+    assert (parameters.seed, seeded.seed) == (None, 7)
+    assert seeded.as_dict() == {**parameters.as_dict(), "seed": 7}
+
+
+def test_plain_values_make_the_same_parameters() -> None:
+    parameters = SamplingParameters(temperature=0.5, stop=("a", "b"), logit_bias={3: -1.0}, logprobs=2)
+    plain: dict[str, Any] = parameters.as_dict()
+    assert SamplingParameters(**plain) == parameters
+    assert type(plain["logit_bias"]) is dict
