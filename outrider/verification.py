@@ -156,6 +156,9 @@ def rank_coupled(law: Tensor, position: int, source: RankingSource, num: int) ->
 def draft_rejection(law: Tensor, base_len: int, position: int, source: DecisionSource, segment: int = ROOT) -> int:
     """Returns a drafted token for the `rejection` rule, sampled from `law`.
 
+    It has to be proposed whatever it is. So a node's drafted child is made before its guesses, which avoid its token:
+    after them, a token that was guessed already would have no place in the tree, and be withheld for its value.
+
     Args:
         law: of the draft, which the node has to bring as its distribution; float64 [V], at least 0, not all 0.
         base_len: length of the session that the proposal continues.

@@ -1,5 +1,6 @@
 """Generation in rounds, as production drives the rules: draft a tree, verify it, go on behind the output."""
 
+import random
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
@@ -87,6 +88,40 @@ class TreeDrafter:
         ]
         self.chain.extend(tree, guesses[0], text, source, 1)
         return tree
+
+
+@dataclass(frozen=True)
+class AnyTreeDrafter:
+    """Drafts a tree of a shape drawn for each text: chains below guesses, guesses below guesses, laws left out."""
+
+    model: MarkovChain
+    seed: int
+    max_nodes: int = 6
+
+    def __call__(self, text: Text, source: DecisionSource) -> ProposalTree:
+        shape = random.Random(hash((self.seed, text)))
+        tree = ProposalTree()
+        segments = {ROOT: ROOT}
+        for parent in range(self.max_nodes):
+            if parent > len(tree):
+                break
+            # A node's drafted child comes before its guesses, which then avoid its token.
+            if shape.random() < 0.7 and len(tree) < self.max_nodes:
+                segments[self._draft(tree, parent, text, source, segments[parent], shape)] = segments[parent]
+            for token_id in shape.sample(range(V), shape.randrange(V)):
+                if len(tree) < self.max_nodes and tree.child(parent, token_id) is None:
+                    number = tree.append(ProposalNode(parent, token_id, NodeKind.GUESSED))
+                    segments[number] = number
+        return tree
+
+    def _draft(
+        self, tree: ProposalTree, parent: int, text: Text, source: DecisionSource, segment: int, shape: random.Random
+    ) -> int:
+        behind = (*text, *(tree.node(node).token_id for node in tree.path(parent)))
+        law = self.model.law(behind)
+        token_id = draft_rejection(law, len(text), len(behind), source, segment)
+        told = distribution(law) if shape.random() < 0.8 else None
+        return tree.append(ProposalNode(parent, token_id, NodeKind.DRAFTED, told))
 
 
 def verify_round(text: Text, tree: ProposalTree, target: Model, rule: Rule, source: DecisionSource) -> Outcome:

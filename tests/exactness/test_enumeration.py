@@ -6,6 +6,7 @@ from outrider.verification import verify_coupled, verify_rejection
 from tests.exactness.checks import TOLERANCE, check_counters, check_law
 from tests.exactness.generation import (
     TRUNCATIONS,
+    AnyTreeDrafter,
     ChainDrafter,
     Drafter,
     Rule,
@@ -51,6 +52,15 @@ def test_a_chain_may_end_at_a_token_that_was_drafted(seed: int) -> None:
     target, draft = random_chain(seed + 10), random_chain(seed + 20)
     drafter = TreeDrafter(ChainDrafter(draft, num=3, stop_token_id=1), num_guessed_at=1)
     check_law(target, drafter, verify_rejection, num=3)
+
+
+@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("rule", RULES)
+def test_trees_of_any_shape_follow_the_target(rule: str, seed: int) -> None:
+    target, draft = PAIRS["disagreeing"]
+    drafter = AnyTreeDrafter(draft, seed)
+    check_law(target, drafter, RULES[rule], num=3)
+    check_counters(target, drafter, RULES[rule])
 
 
 def test_nearly_equal_models_are_exact_too() -> None:

@@ -140,6 +140,24 @@ def test_a_token_withheld_for_its_value_is_caught_by_enumeration() -> None:
         check_law(TARGET, WithholdingDrafter(DRAFT), verify_rejection)
 
 
+class GuessingFirst(ChainDrafter):
+    """Guesses before it drafts, and so has no place for a drafted token that was guessed."""
+
+    def __call__(self, text: Text, source: DecisionSource) -> ProposalTree:
+        drafted, tree = super().__call__(text, source), ProposalTree()
+        guess = int(self.model.law(text).argmax())
+        tree.append(ProposalNode(ROOT, guess, NodeKind.GUESSED))
+        first = drafted.node(1)
+        if first.token_id != guess:
+            tree.append(first)
+        return tree
+
+
+def test_a_drafted_token_withheld_because_it_was_guessed_is_caught_by_enumeration() -> None:
+    with pytest.raises(LawError):
+        check_law(TARGET, GuessingFirst(DRAFT), verify_rejection)
+
+
 class MisreportingDrafter(ChainDrafter):
     """Samples from a truncated law and reports the full one."""
 
