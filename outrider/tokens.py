@@ -27,7 +27,7 @@ class TokenSpan:
 
 @dataclass(frozen=True, slots=True)
 class Base:
-    """What a proposal or a verdict continues: the session's length and the fencing token of the lease it was made under."""
+    """What a proposal or a verdict continues: the session's length, and its lease's fencing token."""
 
     len: int
     fencing_token: int
