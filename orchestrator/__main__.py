@@ -1,0 +1,44 @@
+"""Starts an orchestrator: `python -m orchestrator --help`."""
+
+from orchestrator.admission import Admission
+from orchestrator.generation import Services
+from orchestrator.replicas import Replicas
+from orchestrator.servicer import GenerationServicer
+from orchestrator.settings import OrchestratorSettings
+from orchestrator.store import SessionStore
+from outrider.serving.server import Server, run_process
+from outrider.serving.settings import load_settings
+from outrider.serving.telemetry import configure_logging
+from outrider.v1.generation_pb2_grpc import add_GenerationServiceServicer_to_server
+
+
+async def serve(settings: OrchestratorSettings) -> None:
+    """Serves until SIGTERM."""
+    store = SessionStore(
+        settings.redis_url,
+        lease_s=settings.lease_s,
+        ttl_s=settings.session_ttl_s,
+        timeout_s=settings.redis_timeout_s,
+    )
+    replicas = Replicas(settings)
+    replicas.start()
+    admission = Admission(settings.max_active_requests, settings.max_queued_requests, settings.max_queue_s)
+    servicer = GenerationServicer(Services(store, replicas, settings), admission)
+    server = Server(settings, name="orchestrator", drain=servicer.drain)
+    server.register(add_GenerationServiceServicer_to_server, servicer, "outrider.v1.GenerationService")
+    try:
+        await server.run()
+    finally:
+        await replicas.stop()
+        await store.close()
+
+
+def main() -> None:
+    """Reads the settings and serves."""
+    settings = load_settings(OrchestratorSettings, program="python -m orchestrator")
+    configure_logging(service="orchestrator", level=settings.log_level, form=settings.log_format)
+    run_process(serve(settings))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,129 @@
+"""A request's place on a draft. Whatever happens to it, the request goes on by plain decoding."""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+
+from orchestrator.links import Handle, WorkerLink
+from outrider import wire
+from outrider.errors import KVCacheMiss, OutriderError
+from outrider.tokens import Base, TokenSpan
+from outrider.v1 import draft_pb2, tokens_pb2
+
+
+class DraftSession:
+    """Asks a draft for proposals and hands them on.
+
+    Args:
+        link: the draft.
+        num_speculative_tokens: tokens to draft per round.
+        on_proposal: gets each part of a proposal as it comes.
+        on_ready: is called once the draft has opened the session.
+        on_lost: gets the error that ends drafting, once.
+        tokens_from: reads the session's tokens from a position on, up to its present end.
+    """
+
+    def __init__(
+        self,
+        link: WorkerLink,
+        num_speculative_tokens: int,
+        on_proposal: Callable[[tokens_pb2.Proposal], None],
+        on_ready: Callable[[], None],
+        on_lost: Callable[["DraftSession", OutriderError], None],
+        tokens_from: Callable[[int], Awaitable[tuple[int, ...]]],
+    ) -> None:
+        self.link = link
+        self.is_ready = False
+        self._num_speculative_tokens = num_speculative_tokens
+        self._on_proposal = on_proposal
+        self._on_ready = on_ready
+        self._on_lost = on_lost
+        self._tokens_from = tokens_from
+        self._handle: Handle | None = None
+        self._fencing_token = 0
+        self._trusted_len = 0
+        self._known_len = 0
+        self._replay: asyncio.Task[None] | None = None
+
+    def open(self, message: draft_pb2.DraftOpen, committed_len: int) -> None:
+        """Opens the session without waiting for the answer; raises `Unavailable` when there is no stream."""
+        self._fencing_token = message.fencing_token
+        # What the draft holds beyond the commit may stem from an orchestrator that died before committing it.
+        self._trusted_len = committed_len
+        self._handle = self.link.open(self)
+        self._handle.send(open=message)
+
+    def advance(self, known: TokenSpan) -> None:
+        """Commits the session's new tokens at the draft and asks for what continues them.
+
+        Args:
+            known: tokens up to the session's end, from a position at or before what the draft knows.
+        """
+        if not self.is_ready or self._replay is not None or self._handle is None:
+            return
+        skipped = self._known_len - known.start
+        if skipped < 0:
+            self._catch_up(self._known_len)
+            return
+        self._ask(TokenSpan(self._known_len, known.token_ids[skipped:]))
+
+    def on_frame(self, frame: draft_pb2.DraftResponseFrame) -> None:
+        """Takes a frame; see `Receiver`."""
+        match frame.WhichOneof("frame"):
+            case "proposal":
+                self._on_proposal(frame.proposal)
+            case "opened":
+                self._catch_up(min(frame.opened.cached_len, self._trusted_len))
+            case "refusal":
+                error = wire.refusal_from_message(frame.refusal)
+                if isinstance(error, KVCacheMiss):
+                    self._catch_up(min(error.cached_len, self._known_len))
+                else:
+                    self._lose(error)
+
+    def on_lost(self, error: OutriderError) -> None:
+        """Learns that the stream is broken; see `Receiver`."""
+        self._lose(error)
+
+    def close(self) -> None:
+        """Ends drafting."""
+        self.is_ready = False
+        if self._replay is not None:
+            self._replay.cancel()
+            self._replay = None
+        if self._handle is not None:
+            self._handle.close(close=draft_pb2.DraftClose())
+            self._handle = None
+
+    def _ask(self, span: TokenSpan) -> None:
+        if self._handle is None or not span.token_ids:
+            return
+        self._known_len = span.end
+        advance = draft_pb2.DraftAdvance(
+            base=wire.base_to_message(Base(span.end, self._fencing_token)),
+            span=wire.span_to_message(span),
+            num_speculative_tokens=self._num_speculative_tokens,
+        )
+        self._handle.send(advance=advance)
+
+    def _catch_up(self, start: int) -> None:
+        """Sends the session's tokens from a position on, which may have to be read from the log."""
+        if self._replay is None:
+            self._replay = asyncio.create_task(self._read_and_ask(start))
+
+    async def _read_and_ask(self, start: int) -> None:
+        try:
+            span = TokenSpan(start, await self._tokens_from(start))
+        except OutriderError as error:
+            self._lose(error)
+            return
+        finally:
+            self._replay = None
+        self._ask(span)
+        if not self.is_ready:
+            self.is_ready = True
+            self._on_ready()
+
+    def _lose(self, error: OutriderError) -> None:
+        if self._handle is not None:
+            self.close()
+            self._on_lost(self, error)

@@ -1,0 +1,201 @@
+"""One long-lived stream to each worker, on which the frames of many sessions travel."""
+
+import asyncio
+import logging
+from collections.abc import AsyncIterable, Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Final, Protocol
+
+import grpc
+
+from orchestrator.settings import OrchestratorSettings
+from outrider.errors import OutriderError, Overloaded, Unavailable
+from outrider.serving.channel import open_channel, wait_connected
+from outrider.serving.frames import FrameOutbox
+from outrider.serving.status import peer_errors
+from outrider.v1 import draft_pb2, draft_pb2_grpc, target_pb2, target_pb2_grpc, worker_pb2
+from outrider.v1.worker_pb2_grpc import WorkerServiceStub
+
+_LOG: Final = logging.getLogger(__name__)
+_FIRST_BACKOFF_S: Final = 0.05
+_MAX_BACKOFF_S: Final = 1.0
+_CALL_TIMEOUT_S: Final = 5.0
+
+
+class Receiver(Protocol):
+    """What a session does with what a worker sends; called in the event loop, must not block or raise."""
+
+    def on_frame(self, frame: Any) -> None:
+        """Takes a frame of the session's handle."""
+
+    def on_lost(self, error: OutriderError) -> None:
+        """Learns that the stream is broken; nothing more will come."""
+
+
+@dataclass(frozen=True, slots=True)
+class StreamKind:
+    """How the two kinds of streams differ."""
+
+    call: Callable[[grpc.aio.Channel], Callable[[AsyncIterable[Any]], AsyncIterable[Any]]]
+    message: Callable[[Sequence[Any]], Any]
+    frame: Callable[..., Any]
+
+
+TARGET: Final = StreamKind(
+    lambda channel: target_pb2_grpc.TargetServiceStub(channel).Verify,
+    lambda frames: target_pb2.VerifyRequest(frames=frames),
+    target_pb2.VerifyRequestFrame,
+)
+DRAFT: Final = StreamKind(
+    lambda channel: draft_pb2_grpc.DraftServiceStub(channel).Draft,
+    lambda frames: draft_pb2.DraftRequest(frames=frames),
+    draft_pb2.DraftRequestFrame,
+)
+
+
+class Handle:
+    """A session's place on a link."""
+
+    def __init__(self, link: "WorkerLink", number: int, receiver: Receiver) -> None:
+        self.link = link
+        self.number = number
+        self.receiver = receiver
+
+    def send(self, **content: Any) -> None:
+        """Sends one frame, without waiting; nothing happens when the stream is broken, as the receiver knows."""
+        self.link.send(self.link.kind.frame(handle=self.number, **content))
+
+    def close(self, **content: Any) -> None:
+        """Sends a last frame and forgets the session."""
+        if self.link.forget(self):
+            self.send(**content)
+
+
+class WorkerLink:
+    """Keeps a stream to one worker open, from `run` to its cancellation.
+
+    Attributes:
+        address: of the worker.
+        kind: `TARGET` or `DRAFT`.
+        info: what the worker last said of itself; None while it was never reached.
+        load: its last known load.
+        problem: why there is no stream now; empty while there is one.
+    """
+
+    def __init__(self, address: str, kind: StreamKind, settings: OrchestratorSettings) -> None:
+        self.address = address
+        self.kind = kind
+        self.info: worker_pb2.GetInfoResponse | None = None
+        self.load = worker_pb2.GetLoadResponse()
+        self.problem = "not connected yet"
+        self.changed = asyncio.Event()
+        self._settings = settings
+        self._outbox: FrameOutbox[Any, Any] | None = None
+        self._handles: dict[int, Handle] = {}
+        self._next_number = 1
+        self._channel: grpc.aio.Channel | None = None
+
+    @property
+    def is_up(self) -> bool:
+        """Whether there is a stream."""
+        return self._outbox is not None
+
+    @property
+    def num_sessions(self) -> int:
+        """Sessions that this orchestrator has open on it."""
+        return len(self._handles)
+
+    @property
+    def channel(self) -> grpc.aio.Channel:
+        """The channel, for unary calls; raises `Unavailable` while there is none."""
+        if self._channel is None:
+            raise Unavailable(f"{self.address}: {self.problem}")
+        return self._channel
+
+    def open(self, receiver: Receiver) -> Handle:
+        """Returns a new handle; raises `Unavailable` while there is no stream."""
+        if self._outbox is None:
+            raise Unavailable(f"{self.address}: {self.problem}")
+        handle = Handle(self, self._next_number, receiver)
+        self._handles[self._next_number] = handle
+        self._next_number = self._next_number % (2**32 - 1) + 1
+        return handle
+
+    def send(self, frame: Any) -> None:
+        """Puts a frame on the stream; a worker that does not take its frames any more loses the stream."""
+        if self._outbox is None:
+            return
+        try:
+            self._outbox.put(frame)
+        except Overloaded as error:
+            self._outbox.close(error)
+
+    def forget(self, handle: Handle) -> bool:
+        """Ends the delivery of frames to a handle; returns whether it was open."""
+        return self._handles.pop(handle.number, None) is not None
+
+    async def run(self) -> None:
+        """Connects, serves the stream, and connects again when it breaks, until cancelled."""
+        backoff_s = _FIRST_BACKOFF_S
+        while True:
+            try:
+                await self._connect_and_serve()
+                error: OutriderError = Unavailable(f"{self.address} ended the stream")
+                backoff_s = _FIRST_BACKOFF_S
+            except OutriderError as caught:
+                error = caught
+            self._lose(error)
+            await asyncio.sleep(backoff_s)
+            backoff_s = min(2 * backoff_s, _MAX_BACKOFF_S)
+
+    async def _connect_and_serve(self) -> None:
+        settings = self._settings
+        channel = open_channel(
+            self.address,
+            max_message_bytes=settings.max_message_bytes,
+            keepalive_s=settings.keepalive_s,
+            keepalive_timeout_s=settings.keepalive_timeout_s,
+        )
+        async with channel:
+            with peer_errors():
+                await wait_connected(channel, self.address, settings.connect_timeout_s)
+                worker = WorkerServiceStub(channel)
+                self.info = await worker.GetInfo(worker_pb2.GetInfoRequest(), timeout=_CALL_TIMEOUT_S)
+                self._channel = channel
+                await self._serve(channel)
+
+    async def _serve(self, channel: grpc.aio.Channel) -> None:
+        outbox: FrameOutbox[Any, Any] = FrameOutbox(self.kind.message)
+        looking = asyncio.create_task(self._look_at_load(channel))
+        try:
+            call = self.kind.call(channel)(outbox.messages())
+            self._outbox, self.problem = outbox, ""
+            self.changed.set()
+            _LOG.info("connected", extra={"worker": self.address})
+            async for message in call:
+                for frame in message.frames:
+                    handle = self._handles.get(frame.handle)
+                    if handle is not None:
+                        handle.receiver.on_frame(frame)
+        finally:
+            looking.cancel()
+            outbox.close()
+
+    async def _look_at_load(self, channel: grpc.aio.Channel) -> None:
+        worker = WorkerServiceStub(channel)
+        while True:
+            try:
+                self.load = await worker.GetLoad(worker_pb2.GetLoadRequest(), timeout=_CALL_TIMEOUT_S)
+            except grpc.aio.AioRpcError as error:
+                _LOG.debug("no load", extra={"worker": self.address, "code": error.code().name})
+            await asyncio.sleep(self._settings.load_interval_s)
+
+    def _lose(self, error: OutriderError) -> None:
+        if self.is_up:
+            _LOG.warning("stream lost", extra={"worker": self.address, "reason": error.reason})
+        self._outbox = self._channel = None
+        self.problem = error.message
+        self.changed.set()
+        handles, self._handles = self._handles, {}
+        for handle in handles.values():
+            handle.receiver.on_lost(Unavailable(f"{self.address}: {error.message}"))

@@ -1,0 +1,131 @@
+"""Client requests: checked, and given what they leave open."""
+
+import hashlib
+import re
+import secrets
+from dataclasses import dataclass
+from typing import Final
+
+from orchestrator.sessions import SessionRecord, derived_session_id
+from orchestrator.settings import OrchestratorSettings
+from orchestrator.tokenizer import Tokenizer
+from outrider import wire
+from outrider.errors import InvalidArgument
+from outrider.parameters import AcceptanceRule, SamplingParameters
+from outrider.v1 import generation_pb2
+
+_ID: Final = re.compile(r"[A-Za-z0-9._:-]{1,128}")
+_MAX_SPECULATIVE_TOKENS: Final = 64
+DRAFTERS: Final = ("", "model", "ngram", "layers")
+
+
+@dataclass(frozen=True, slots=True)
+class CheckedRequest:
+    """A request whose fields are in range; the prompt is still text, messages or token ids.
+
+    Attributes:
+        request_id: given or drawn.
+        session_id: given or derived.
+        fingerprint: hash of everything the client asked for.
+        parameters: seed included, given or drawn.
+        rule: acceptance rule.
+        num_speculative_tokens: per round; 0 for plain decoding.
+        drafter: to be used; empty for any.
+        resume_offset: output tokens that the client has; None for a new request or a repetition.
+    """
+
+    request_id: str
+    session_id: str
+    fingerprint: str
+    parameters: SamplingParameters
+    rule: AcceptanceRule
+    num_speculative_tokens: int
+    drafter: str
+    resume_offset: int | None
+
+
+def check_request(
+    message: generation_pb2.GenerateRequest, tenant: str, settings: OrchestratorSettings
+) -> CheckedRequest:
+    """Returns the request; raises `InvalidArgument` with the field's name."""
+    request_id = message.request_id or secrets.token_hex(16)
+    check_id("request_id", request_id)
+    session_id = message.session_id or derived_session_id(tenant, request_id)
+    check_id("session_id", session_id)
+    if message.WhichOneof("prompt") is None:
+        raise InvalidArgument("prompt is missing: give text, token_ids or chat", "prompt")
+    parameters = wire.parameters_from_message(message.parameters)
+    if parameters.seed is None:
+        parameters = parameters.with_seed(secrets.randbits(64))
+    speculation = message.speculation
+    if speculation.num_speculative_tokens > _MAX_SPECULATIVE_TOKENS:
+        raise InvalidArgument(
+            f"num_speculative_tokens is {speculation.num_speculative_tokens}, may be at most {_MAX_SPECULATIVE_TOKENS}",
+            "num_speculative_tokens",
+        )
+    if speculation.drafter not in DRAFTERS:
+        raise InvalidArgument(
+            f"drafter is {speculation.drafter!r}, must be one of {', '.join(DRAFTERS[1:])}", "drafter"
+        )
+    num = 0 if speculation.disabled else speculation.num_speculative_tokens or settings.num_speculative_tokens
+    return CheckedRequest(
+        request_id=request_id,
+        session_id=session_id,
+        fingerprint=_fingerprint(message),
+        parameters=parameters,
+        rule=wire.rule_from_number(speculation.acceptance_rule) or settings.acceptance_rule,
+        num_speculative_tokens=num,
+        drafter=speculation.drafter,
+        resume_offset=message.resume_offset if message.HasField("resume_offset") else None,
+    )
+
+
+def check_id(field: str, value: str) -> None:
+    """Raises `InvalidArgument` unless the value is an id."""
+    if not _ID.fullmatch(value):
+        raise InvalidArgument(f"{field} must be 1 to 128 characters of A-Z a-z 0-9 . _ : -", field)
+
+
+def prompt_tokens(
+    message: generation_pb2.GenerateRequest,
+    tokenizer: Tokenizer | None,
+    record: SessionRecord | None,
+    last_token: int | None,
+    vocabulary_size: int,
+) -> tuple[int, ...]:
+    """Returns the token ids that a request adds to its session.
+
+    Args:
+        message: the request.
+        tokenizer: the target's; None where it has none.
+        record: the session as it is; None for a new one.
+        last_token: the session's last token; None for a new one.
+        vocabulary_size: token ids are below it.
+
+    Raises:
+        InvalidArgument: the prompt is empty, or cannot be read.
+    """
+    kind = message.WhichOneof("prompt")
+    if kind == "token_ids":
+        token_ids = tuple(message.token_ids.token_ids)
+        if wrong := [token_id for token_id in token_ids if token_id >= vocabulary_size]:
+            raise InvalidArgument(f"token_ids has {wrong[0]}, the vocabulary has {vocabulary_size}", "token_ids")
+    elif tokenizer is None:
+        raise InvalidArgument("the model has no tokenizer: give token_ids", str(kind))
+    elif kind == "text":
+        token_ids = tuple(tokenizer.encode(message.text))
+    else:
+        messages = [(item.role, item.content) for item in message.chat.messages]
+        if not messages:
+            raise InvalidArgument("chat has no messages", "chat")
+        token_ids = tuple(tokenizer.encode_chat(messages, continues=record is not None, last_token=last_token))
+    if not token_ids:
+        raise InvalidArgument("the prompt is empty", str(kind))
+    return token_ids
+
+
+def _fingerprint(message: generation_pb2.GenerateRequest) -> str:
+    asked = generation_pb2.GenerateRequest()
+    asked.CopyFrom(message)
+    asked.ClearField("resume_offset")
+    return hashlib.sha256(asked.SerializeToString(deterministic=True)).hexdigest()

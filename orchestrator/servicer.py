@@ -1,0 +1,244 @@
+"""GenerationService: what clients call."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from typing import Final
+
+import grpc
+
+from orchestrator.admission import Admission
+from orchestrator.generation import Generation, Services, SessionTokens, SpeculationChoice
+from orchestrator.links import WorkerLink
+from orchestrator.output import OutputText
+from orchestrator.requests import CheckedRequest, check_id, check_request, prompt_tokens
+from orchestrator.sessions import Begun, NewRequest, SessionRecord
+from orchestrator.tokenizer import Tokenizer
+from outrider import wire
+from outrider.errors import InvalidArgument, SessionNotFound, Unavailable
+from outrider.v1 import generation_pb2, generation_pb2_grpc, worker_pb2
+
+_TENANT: Final = "default"
+"""Whose every session is, until callers are authenticated."""
+
+
+class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
+    """Serves clients; see proto/outrider/v1/generation.proto."""
+
+    def __init__(self, services: Services, admission: Admission) -> None:
+        self._services = services
+        self._store = services.store
+        self._admission = admission
+        self._releases: set[asyncio.Task[None]] = set()
+
+    async def drain(self) -> None:
+        """Admits nothing more; running streams go on within the drain budget."""
+        self._admission.close()
+
+    async def Generate(
+        self,
+        request: generation_pb2.GenerateRequest,
+        context: grpc.aio.ServicerContext[generation_pb2.GenerateRequest, generation_pb2.GenerateResponse],
+    ) -> AsyncIterator[generation_pb2.GenerateResponse]:
+        """Streams a continuation."""
+        checked = check_request(request, _TENANT, self._services.settings)
+        async with self._admission.turn():
+            link = await self._services.replicas.target("")
+            tokenizer = await self._services.replicas.tokenizer(link)
+            begun = await self._begin(request, checked, link, tokenizer)
+            async for event in self._stream(begun, checked, link, tokenizer):
+                yield event
+
+    async def CancelGeneration(
+        self,
+        request: generation_pb2.CancelGenerationRequest,
+        context: grpc.aio.ServicerContext[
+            generation_pb2.CancelGenerationRequest, generation_pb2.CancelGenerationResponse
+        ],
+    ) -> generation_pb2.CancelGenerationResponse:
+        """Ends a running request."""
+        check_id("session_id", request.session_id)
+        cancelled = await self._store.cancel(_TENANT, request.session_id, request.request_id)
+        return generation_pb2.CancelGenerationResponse(cancelled=cancelled)
+
+    async def GetSession(
+        self,
+        request: generation_pb2.GetSessionRequest,
+        context: grpc.aio.ServicerContext[generation_pb2.GetSessionRequest, generation_pb2.GetSessionResponse],
+    ) -> generation_pb2.GetSessionResponse:
+        """Returns a session's record."""
+        check_id("session_id", request.session_id)
+        record = await self._store.get(_TENANT, request.session_id)
+        if record is None:
+            raise SessionNotFound("there is no such session")
+        response = generation_pb2.GetSessionResponse(
+            session_id=record.session_id,
+            committed_len=record.committed_len,
+            request_id=record.request_id,
+            finish_reason=wire.finish_to_number(record.finish_reason),
+            prompt_len=record.prompt_len,
+            leased=await self._store.is_leased(record),
+        )
+        response.expire_time.GetCurrentTime()
+        lifetime_s = await self._store.expires_in_s(_TENANT, request.session_id)
+        response.expire_time.seconds += int(lifetime_s)
+        if request.with_token_ids:
+            response.token_ids[:] = await self._store.read_tokens(_TENANT, record.session_id, 0, record.committed_len)
+        return response
+
+    async def DeleteSession(
+        self,
+        request: generation_pb2.DeleteSessionRequest,
+        context: grpc.aio.ServicerContext[generation_pb2.DeleteSessionRequest, generation_pb2.DeleteSessionResponse],
+    ) -> generation_pb2.DeleteSessionResponse:
+        """Deletes a session."""
+        check_id("session_id", request.session_id)
+        await self._store.delete(_TENANT, request.session_id)
+        return generation_pb2.DeleteSessionResponse()
+
+    async def ListModels(
+        self,
+        request: generation_pb2.ListModelsRequest,
+        context: grpc.aio.ServicerContext[generation_pb2.ListModelsRequest, generation_pb2.ListModelsResponse],
+    ) -> generation_pb2.ListModelsResponse:
+        """Returns the workers."""
+        return generation_pb2.ListModelsResponse(
+            workers=self._services.replicas.statuses(),
+            default_num_speculative_tokens=self._services.settings.num_speculative_tokens,
+        )
+
+    async def _begin(
+        self,
+        request: generation_pb2.GenerateRequest,
+        checked: CheckedRequest,
+        link: WorkerLink,
+        tokenizer: Tokenizer | None,
+    ) -> Begun:
+        info = _info(link)
+        checked.parameters.check_vocabulary(info.vocabulary_size)
+        OutputText(tokenizer, checked.parameters)
+        record = await self._store.get(_TENANT, checked.session_id)
+        is_known = record is not None and record.request_id == checked.request_id
+        prompt: tuple[int, ...] = ()
+        if not is_known and checked.resume_offset is None:
+            prompt = prompt_tokens(request, tokenizer, record, await self._last_token(record), info.vocabulary_size)
+        return await self._store.begin(
+            NewRequest(
+                tenant=_TENANT,
+                session_id=checked.session_id,
+                request_id=checked.request_id,
+                fingerprint=checked.fingerprint,
+                model=info.model_fingerprint,
+                tokenizer=info.tokenizer_fingerprint,
+                parameters=checked.parameters,
+                rule=checked.rule,
+                prompt=prompt,
+                expected_len=record.committed_len if record else 0,
+                takes_over=checked.resume_offset is not None,
+                must_exist=checked.resume_offset is not None or is_known,
+                max_len=info.max_session_len,
+            )
+        )
+
+    async def _last_token(self, record: SessionRecord | None) -> int | None:
+        if record is None or record.committed_len == 0:
+            return None
+        length = record.committed_len
+        tokens = await self._store.read_tokens(_TENANT, record.session_id, length - 1, length)
+        return tokens[0] if tokens else None
+
+    async def _stream(
+        self, begun: Begun, checked: CheckedRequest, link: WorkerLink, tokenizer: Tokenizer | None
+    ) -> AsyncIterator[generation_pb2.GenerateResponse]:
+        record = begun.record
+        generation: Generation | None = None
+        try:
+            tokens = await self._store.read_tokens(
+                _TENANT, record.session_id, record.prompt_start, record.committed_len
+            )
+            output = OutputText(tokenizer, record.parameters)
+            replay = tokens[record.prompt_len - record.prompt_start :]
+            offset = checked.resume_offset or 0
+            if offset > len(replay):
+                raise InvalidArgument(
+                    f"resume_offset is {offset}, the output has {len(replay)} tokens", "resume_offset"
+                )
+            if begun.lease is not None:
+                generation = Generation(
+                    self._services,
+                    record,
+                    begun.lease,
+                    SessionTokens(self._store, record, record.prompt_start, tokens),
+                    output,
+                    SpeculationChoice(checked.num_speculative_tokens, checked.drafter),
+                    _stop_token_ids(record, _info(link)),
+                )
+            yield _accepted(record)
+            stopped, delta = _replayed(output, replay, offset)
+            if delta is not None:
+                yield delta
+            if generation is None:
+                yield _ended(record, output.finish(stopped=stopped))
+                return
+            async for event in generation.events():
+                yield event
+        finally:
+            self._close(begun, generation)
+
+    def _close(self, begun: Begun, generation: Generation | None) -> None:
+        if generation is not None:
+            task = generation.close()
+        elif begun.lease is not None:
+            task = asyncio.create_task(self._store.release(begun.lease))
+        else:
+            task = None
+        if task is not None:
+            self._releases.add(task)
+            task.add_done_callback(self._releases.discard)
+
+
+def _info(link: WorkerLink) -> worker_pb2.GetInfoResponse:
+    if link.info is None:
+        raise Unavailable(f"{link.address}: {link.problem}")
+    return link.info
+
+
+def _stop_token_ids(record: SessionRecord, info: worker_pb2.GetInfoResponse) -> tuple[int, ...]:
+    eos = () if record.parameters.ignore_eos else tuple(info.eos_token_ids)
+    return tuple(sorted({*record.parameters.stop_token_ids, *eos}))
+
+
+def _accepted(record: SessionRecord) -> generation_pb2.GenerateResponse:
+    return generation_pb2.GenerateResponse(
+        accepted=generation_pb2.Accepted(
+            request_id=record.request_id,
+            session_id=record.session_id,
+            seed=record.parameters.seed,
+            num_prompt_tokens=record.prompt_len - record.prompt_start,
+            session_len=record.prompt_start,
+        )
+    )
+
+
+def _replayed(
+    output: OutputText, token_ids: list[int], offset: int
+) -> tuple[bool, generation_pb2.GenerateResponse | None]:
+    """Absorbs committed output; returns whether a stop string ended it, and what the client does not have yet."""
+    stopped = output.absorb(token_ids[:offset]).stopped
+    rest = output.absorb(token_ids[offset:])
+    if offset == len(token_ids):
+        return stopped, None
+    delta = generation_pb2.Delta(offset=offset, token_ids=token_ids[offset:], text=rest.text)
+    return stopped or rest.stopped, generation_pb2.GenerateResponse(delta=delta)
+
+
+def _ended(record: SessionRecord, text: str) -> generation_pb2.GenerateResponse:
+    return generation_pb2.GenerateResponse(
+        finished=generation_pb2.Finished(
+            finish_reason=wire.finish_to_number(record.finish_reason),
+            num_output_tokens=record.committed_len - record.prompt_len,
+            text=text,
+            statistics=generation_pb2.GenerationStatistics(),
+        )
+    )

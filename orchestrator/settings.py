@@ -1,0 +1,38 @@
+"""Settings of the orchestrator process."""
+
+from pydantic import Field
+
+from outrider.parameters import AcceptanceRule
+from outrider.serving.settings import Listed, ServingSettings
+
+
+class OrchestratorSettings(ServingSettings):
+    """The orchestrator service: carries proposals and verdicts, commits to Redis, streams to clients."""
+
+    targets: Listed = Field((), description="Addresses of the targets, as host:port with commas between them.")
+    drafts: Listed = Field((), description="Addresses of the drafts; none means plain decoding.")
+    redis_url: str = Field("redis://127.0.0.1:6379/0", description="Redis or Valkey that keeps the sessions.")
+    redis_timeout_s: float = Field(1.0, gt=0, le=60, description="Bound on each answer of Redis, in seconds.")
+    lease_s: float = Field(10.0, ge=0.5, le=600, description="Seconds until a lease that is not renewed ends.")
+    session_ttl_s: float = Field(86400.0, ge=1, le=31536000, description="Seconds until an unused session is gone.")
+    num_speculative_tokens: int = Field(
+        5, ge=0, le=64, description="Tokens drafted per round unless a request says so."
+    )
+    acceptance_rule: AcceptanceRule = Field(
+        AcceptanceRule.COUPLED, description="Rule that judges proposals unless a request names one."
+    )
+    window: int = Field(64, ge=1, le=4096, description="Uncommitted tokens that the target may run ahead.")
+    draft_max_wait_s: float = Field(
+        0.1, ge=0, le=60, description="Longest wait of the target for a proposal, in seconds; then it decodes plainly."
+    )
+    max_active_requests: int = Field(256, ge=1, le=65536, description="Requests that generate at once, at most.")
+    max_queued_requests: int = Field(256, ge=0, le=65536, description="Requests that wait for their turn, at most.")
+    max_queue_s: float = Field(30.0, ge=0, le=3600, description="Longest wait for a turn, in seconds.")
+    connect_timeout_s: float = Field(5.0, gt=0, le=600, description="Bound on connecting to a worker, in seconds.")
+    failover_timeout_s: float = Field(
+        15.0, gt=0, le=600, description="Longest time without any target before a request fails as UNAVAILABLE."
+    )
+    draft_retry_s: float = Field(
+        1.0, gt=0, le=600, description="Seconds until a request that lost its draft asks for another one."
+    )
+    load_interval_s: float = Field(2.0, gt=0, le=600, description="Seconds between looks at the load of a worker.")

@@ -1,0 +1,129 @@
+"""A request's place on a target: opened, given its span, heard, closed."""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import Final
+
+from orchestrator.links import Handle, WorkerLink
+from outrider import wire
+from outrider.errors import KVCacheMiss, OutriderError, Unavailable
+from outrider.tokens import TokenSpan
+from outrider.v1 import target_pb2, tokens_pb2
+
+_ANSWER_S: Final = 10.0
+
+
+class TargetSession:
+    """Receives what a target says about one request.
+
+    Args:
+        link: the target.
+        on_verdict: gets each verdict, in order.
+        on_error: gets the error that ends the session on this target, once.
+        tokens_from: reads the session's tokens from a position on, up to the end it had when the session was opened.
+    """
+
+    def __init__(
+        self,
+        link: WorkerLink,
+        on_verdict: Callable[[target_pb2.Verdict], None],
+        on_error: Callable[[OutriderError], None],
+        tokens_from: Callable[[int], Awaitable[tuple[int, ...]]],
+    ) -> None:
+        self.link = link
+        self._on_verdict = on_verdict
+        self._on_error = on_error
+        self._tokens_from = tokens_from
+        self._opened: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+        self._handle: Handle | None = None
+        self._replays: set[asyncio.Task[None]] = set()
+        self._has_failed = False
+
+    @property
+    def replica(self) -> str:
+        """Name of the target's replica."""
+        return self.link.info.replica if self.link.info else ""
+
+    async def open(self, message: target_pb2.VerifyOpen) -> None:
+        """Opens the request and sends the tokens the target lacks; generation starts.
+
+        Raises:
+            OutriderError: the target refuses, is lost, or does not answer in time.
+        """
+        self._handle = self.link.open(self)
+        self._handle.send(open=message)
+        try:
+            async with asyncio.timeout(_ANSWER_S):
+                cached_len = await self._opened
+        except TimeoutError:
+            raise Unavailable(f"{self.link.address} did not answer within {_ANSWER_S:g} s") from None
+        await self._send_span(cached_len)
+
+    def on_frame(self, frame: target_pb2.VerifyResponseFrame) -> None:
+        """Takes a frame; see `Receiver`."""
+        match frame.WhichOneof("frame"):
+            case "verdict":
+                self._on_verdict(frame.verdict)
+            case "opened":
+                if not self._opened.done():
+                    self._opened.set_result(frame.opened.cached_len)
+            case "refusal":
+                error = wire.refusal_from_message(frame.refusal)
+                if isinstance(error, KVCacheMiss) and self._opened.done():
+                    self._replay(error.cached_len)
+                else:
+                    self._fail(error)
+
+    def on_lost(self, error: OutriderError) -> None:
+        """Learns that the stream is broken; see `Receiver`."""
+        self._fail(error)
+
+    def propose(self, proposal: tokens_pb2.Proposal) -> None:
+        """Forwards a part of a proposal as it came."""
+        if self._handle is not None:
+            self._handle.send(proposal=proposal)
+
+    def speculate(self, num_speculative_tokens: int, max_wait_s: float) -> None:
+        """Says what a round waits for."""
+        if self._handle is not None:
+            settings = target_pb2.SpeculationSettings(
+                num_speculative_tokens=num_speculative_tokens, max_wait_s=max_wait_s
+            )
+            self._handle.send(speculation=settings)
+
+    def move_window(self, committed_len: int, window_end: int) -> None:
+        """Tells how far tokens are committed and how far the target may run."""
+        if self._handle is not None:
+            self._handle.send(window=target_pb2.VerifyWindow(committed_len=committed_len, window_end=window_end))
+
+    def close(self, committed_len: int, *, drop: bool = False) -> None:
+        """Ends the request on this target; what is committed stays warm there."""
+        for replay in self._replays:
+            replay.cancel()
+        if self._handle is not None:
+            self._handle.close(close=target_pb2.VerifyClose(committed_len=committed_len, drop_kv_cache=drop))
+            self._handle = None
+
+    async def _send_span(self, start: int) -> None:
+        token_ids = await self._tokens_from(start)
+        if self._handle is not None:
+            self._handle.send(span=wire.span_to_message(TokenSpan(start, token_ids)))
+
+    def _replay(self, cached_len: int) -> None:
+        task = asyncio.create_task(self._send_span(cached_len))
+        self._replays.add(task)
+        task.add_done_callback(self._end_replay)
+
+    def _end_replay(self, task: asyncio.Task[None]) -> None:
+        self._replays.discard(task)
+        if not task.cancelled() and isinstance(error := task.exception(), OutriderError):
+            self._fail(error)
+
+    def _fail(self, error: OutriderError) -> None:
+        if self._has_failed:
+            return
+        self._has_failed = True
+        if self._opened.done():
+            self._on_error(error)
+        else:
+            self._opened.set_exception(error)
