@@ -1,0 +1,99 @@
+"""Equality through the served API on the embedded model in bfloat16: no drafter changes a token."""
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from bench.prompts import COPYING, VARIED
+from outrider.client import (
+    DraftOptions,
+    GenerationRequest,
+    LocalStack,
+    Message,
+    OutriderClient,
+    Speculation,
+    StackOptions,
+)
+from outrider.lm.embedded import ensure_embedded
+from outrider.parameters import SamplingParameters
+
+pytestmark = pytest.mark.embedded
+
+DRAFTS = (
+    DraftOptions(drafter="ngram"),
+    DraftOptions(drafter="layers", num_layers=6),
+    DraftOptions(drafter="model", model="embedded"),
+)
+NEVER_GIVES_UP = {"OUTRIDER_ADAPTIVE_SPECULATION": "false"}
+PATIENT = {"OUTRIDER_DRAFT_MAX_WAIT_S": "30"}
+
+
+def _parameters(seed: int | None, num_tokens: int) -> SamplingParameters:
+    if seed is None:
+        return SamplingParameters(temperature=0, max_tokens=num_tokens)
+    return SamplingParameters(temperature=1, seed=seed, max_tokens=num_tokens)
+
+
+async def _output(client: OutriderClient, prompt: str, parameters: SamplingParameters, drafter: str) -> tuple[list[int], float]:
+    request = GenerationRequest(
+        messages=[Message("user", prompt)],
+        parameters=parameters,
+        speculation=Speculation(disabled=not drafter, drafter=drafter),
+    )
+    generation = await client.complete(request, timeout_s=300)
+    return generation.token_ids, generation.statistics.acceptance_rate
+
+
+async def _compare(prompts: tuple[str, ...], num_tokens: int, seed: int | None, dtype: str = "") -> list[list[int]]:
+    """Asserts that every drafter gives what plain decoding gives; returns the outputs."""
+    options = StackOptions(
+        drafts=DRAFTS, dtype=dtype, target_environment=NEVER_GIVES_UP, orchestrator_environment=PATIENT
+    )
+    outputs = []
+    accepted = dict.fromkeys(("ngram", "layers", "model"), 0.0)
+    async with LocalStack(options) as stack, stack.client() as client:
+        for number, prompt in enumerate(prompts):
+            parameters = _parameters(None if seed is None else seed + number, num_tokens)
+            plain, _ = await _output(client, prompt, parameters, "")
+            for drafter in accepted:
+                drafted, rate = await _output(client, prompt, parameters, drafter)
+                assert drafted == plain, (drafter, prompt)
+                accepted[drafter] += rate
+            outputs.append(plain)
+    # Under the same noise a model is a perfect draft of itself, but for bits: its rows must not differ either.
+    assert accepted["model"] == pytest.approx(len(prompts), abs=1e-9)
+    return outputs
+
+
+async def test_a_few_short_ones() -> None:
+    await _compare((VARIED[3], COPYING[0]), 24, None)
+    await _compare((VARIED[0],), 24, 5)
+
+
+def _transformers_outputs(prompts: tuple[str, ...], num_tokens: int, dtype: torch.dtype) -> list[list[int]]:
+    folder = ensure_embedded()
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
+    outputs = []
+    for prompt in prompts:
+        messages = [{"role": "user", "content": prompt}]
+        inputs = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_tensors="pt", return_dict=True)
+        with torch.no_grad():
+            whole = model.generate(**inputs, max_new_tokens=num_tokens, do_sample=False)
+        outputs.append(whole[0, inputs["input_ids"].shape[1] :].tolist())
+    return outputs
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("seed", [None, 1000], ids=["greedy", "temperature-1"])
+async def test_thirty_prompts(seed: int | None) -> None:
+    await _compare(VARIED, 128, seed)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+async def test_float32_equals_transformers() -> None:
+    outputs = await _compare(VARIED[:10] + COPYING[:2], 96, None, dtype="float32")
+    expected = _transformers_outputs(VARIED[:10] + COPYING[:2], 96, torch.float32)
+    assert outputs == expected
