@@ -84,7 +84,6 @@ class ResumableStream:
     def _first_acceptance(self, event: Accepted) -> Accepted | None:
         is_first = self._accepted is None
         self._accepted = event
-        self._message.session_id = event.session_id
         self._message.resume_offset = self._num_tokens
         return event if is_first else None
 
