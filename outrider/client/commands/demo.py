@@ -1,9 +1,9 @@
 """`outrider demo`: a streamed answer, then what speculation changes, speed, and what it does not, text."""
 
 import asyncio
-import statistics
 import sys
 from dataclasses import dataclass
+from statistics import median
 
 import click
 from rich.console import Console
@@ -24,17 +24,13 @@ _REPEATS = 3
 _MAX_TOKENS = 96
 
 _PLAIN = "Explain in a few sentences why the sky is blue."
-_COPY = """Rewrite this function so that the parameter is named `amounts` instead of `xs`, and change nothing else:
+_COPY = """Copy this text, word for word:
 
-def summary(xs):
-    \"\"\"Returns the number, the sum, the mean and the largest of the given values.\"\"\"
-    count = len(xs)
-    total = sum(xs)
-    mean = total / count if count else 0.0
-    largest = max(xs) if xs else None
-    return {"count": count, "total": total, "mean": mean, "largest": largest}
+The outrider rode ahead of the carriage to look at the road. Where the road was good he waved, and the carriage went on
+at full speed. Where the road was bad he came back, and the carriage took its own way. So the carriage never went where
+it would not have gone without him, and it came home long before the others.
 """
-_PROMPTS = {"a question": _PLAIN, "an edit that copies": _COPY}
+_PROMPTS = {"a question": _PLAIN, "a copy": _COPY}
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,36 +105,26 @@ def _request(prompt: str, parameters: SamplingParameters, speculation: Speculati
 
 
 def _table(comparisons: list[Comparison]) -> Table:
-    table = Table(
-        "greedy, " + str(_REPEATS) + " runs each",
-        title="what speculation changes, and what it does not",
-        title_justify="left",
-    )
-    for heading in (
-        "tokens",
-        "acceptance rate",
-        "mean acceptance length",
-        "tokens/s plain",
-        "tokens/s speculative",
-        "speed-up",
-    ):
-        table.add_column(heading, justify="right")
-    table.add_column("same text")
-    for comparison in comparisons:
-        figures = comparison.speculative[0].statistics
-        speculative, plain = _speed(comparison.speculative), _speed(comparison.plain)
-        table.add_row(
-            comparison.name,
-            str(len(comparison.speculative[0].token_ids)),
-            f"{figures.acceptance_rate:.0%}",
-            f"{figures.mean_acceptance_length:.2f}",
-            f"{plain:.1f}",
-            f"{speculative:.1f}",
-            f"{speculative / plain:.2f}x" if plain else "-",
-            "yes" if comparison.is_equal else "NO",
-        )
+    table = Table(f"greedy, median of {_REPEATS}", *(comparison.name for comparison in comparisons))
+    columns = [_figures(comparison) for comparison in comparisons]
+    for name in columns[0]:
+        table.add_row(name, *(column[name] for column in columns))
     return table
 
 
+def _figures(comparison: Comparison) -> dict[str, str]:
+    statistics = comparison.speculative[0].statistics
+    speculative, plain = _speed(comparison.speculative), _speed(comparison.plain)
+    return {
+        "tokens": str(len(comparison.speculative[0].token_ids)),
+        "acceptance rate": f"{statistics.acceptance_rate:.0%}",
+        "mean acceptance length": f"{statistics.mean_acceptance_length:.2f}",
+        "tokens/s with speculation": f"{speculative:.1f}",
+        "tokens/s without": f"{plain:.1f}",
+        "speed-up": f"{speculative / plain:.2f}x" if plain else "-",
+        "same text": "yes" if comparison.is_equal else "NO",
+    }
+
+
 def _speed(runs: list[Generation]) -> float:
-    return statistics.median(run.statistics.tokens_per_second for run in runs)
+    return median(run.statistics.tokens_per_second for run in runs)
