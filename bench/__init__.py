@@ -1,1 +1,1 @@
-"""Measurements: what speculation and the split are worth, each beside its configuration."""
+"""Measurements that anyone can run: `outrider bench`."""

@@ -1,0 +1,89 @@
+"""Time per round outside the two models: gRPC, Redis, scheduling. Both models are tables that take no time.
+
+The target waits for every proposal, so that each round makes the whole way: verdict, draft, proposal, verification, commit,
+delta. A round lasts from one delta at the client to the next, less the time inside the target's passes.
+"""
+
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from bench.result import BenchResult, machine, quantile
+from outrider.client import (
+    Delta,
+    DraftOptions,
+    Finished,
+    GenerationRequest,
+    LocalStack,
+    OutriderClient,
+    StackOptions,
+)
+from outrider.parameters import SamplingParameters
+
+MODEL = "markov:vocabulary=16"
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """How much to measure.
+
+    Attributes:
+        num_requests: generations, one after another.
+        num_tokens: output tokens of each.
+        num_speculative_tokens: tokens drafted per round.
+    """
+
+    num_requests: int = 10
+    num_tokens: int = 300
+    num_speculative_tokens: int = 4
+
+
+async def measure(options: Options) -> BenchResult:
+    """Runs generations over a whole local stack with models that take no time."""
+    stack_options = StackOptions(
+        model=MODEL,
+        drafts=(DraftOptions(drafter="model", model=f"{MODEL},noise=0.2"),),
+        target_threads=1,
+        target_environment={"OUTRIDER_ADAPTIVE_SPECULATION": "false"},
+        orchestrator_environment={
+            "OUTRIDER_NUM_SPECULATIVE_TOKENS": str(options.num_speculative_tokens),
+            "OUTRIDER_DRAFT_MAX_WAIT_S": "1",
+        },
+    )
+    rounds: list[float] = []
+    rows = []
+    async with LocalStack(stack_options) as stack, stack.client() as client:
+        await _rounds(client, options, 0)  # warms the stack up
+        for seed in range(1, options.num_requests + 1):
+            gaps = await _rounds(client, options, seed)
+            rounds += gaps
+            rows.append(
+                {"request": seed, "rounds": len(gaps), "p50_s": quantile(gaps, 0.5), "p99_s": quantile(gaps, 0.99)}
+            )
+    config = {**machine(), "model": MODEL, "num_speculative_tokens": options.num_speculative_tokens}
+    figures = {"round_overhead_p50_s": quantile(rounds, 0.5), "round_overhead_p99_s": quantile(rounds, 0.99)}
+    return BenchResult("overhead", config, rows, figures)
+
+
+async def _rounds(client: OutriderClient, options: Options, seed: int) -> list[float]:
+    """Returns the seconds of each round of one generation, less its mean model time."""
+    request = GenerationRequest(
+        token_ids=(1, 2, 3), parameters=SamplingParameters(seed=seed, max_tokens=options.num_tokens)
+    )
+    times: list[float] = []
+    async for event in client.generate(request, timeout_s=120):
+        match event:
+            case Delta():
+                times.append(time.perf_counter())
+            case Finished():
+                model_s = event.statistics.target_time_s / event.statistics.num_target_passes
+    # The first gaps are those of a draft that is still opening the session.
+    return [later - earlier - model_s for earlier, later in zip(times[3:], times[4:], strict=False)]
+
+
+def plot(result: BenchResult, path: Path) -> None:
+    """Draws p50 and p99 of each request."""
+    from bench.pictures import bars
+
+    series = {name: [row[f"{name}_s"] * 1e3 for row in result.rows] for name in ("p50", "p99")}
+    bars(path, [str(row["request"]) for row in result.rows], series, "ms per round outside the models")

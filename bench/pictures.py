@@ -1,0 +1,24 @@
+"""Pictures of results."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import matplotlib
+
+matplotlib.use("agg")
+
+
+def bars(path: Path, labels: Sequence[str], series: Mapping[str, Sequence[float]], title: str) -> None:
+    """Writes grouped bars to a PNG file: one group for each label, one bar for each series."""
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(figsize=(max(6.0, 0.9 * len(labels)), 4.0), layout="constrained")
+    width = 0.8 / len(series)
+    for number, (name, values) in enumerate(series.items()):
+        places = [place + (number - (len(series) - 1) / 2) * width for place in range(len(labels))]
+        axes.bar(places, values, width, label=name)
+    axes.set_xticks(range(len(labels)), labels, rotation=30, ha="right")
+    axes.set_title(title)
+    axes.legend()
+    figure.savefig(path, dpi=120)
+    pyplot.close(figure)
