@@ -34,7 +34,9 @@ def _parameters(seed: int | None, num_tokens: int) -> SamplingParameters:
     return SamplingParameters(temperature=1, seed=seed, max_tokens=num_tokens)
 
 
-async def _output(client: OutriderClient, prompt: str, parameters: SamplingParameters, drafter: str) -> tuple[list[int], float]:
+async def _output(
+    client: OutriderClient, prompt: str, parameters: SamplingParameters, drafter: str
+) -> tuple[list[int], float]:
     request = GenerationRequest(
         messages=[Message("user", prompt)],
         parameters=parameters,
@@ -77,7 +79,9 @@ def _transformers_outputs(prompts: tuple[str, ...], num_tokens: int, dtype: torc
     outputs = []
     for prompt in prompts:
         messages = [{"role": "user", "content": prompt}]
-        inputs = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_tensors="pt", return_dict=True)
+        inputs = tokenizer.apply_chat_template(
+            messages, add_generation_prompt=True, return_tensors="pt", return_dict=True
+        )
         with torch.no_grad():
             whole = model.generate(**inputs, max_new_tokens=num_tokens, do_sample=False)
         outputs.append(whole[0, inputs["input_ids"].shape[1] :].tolist())
