@@ -42,7 +42,7 @@ class DraftSettings(ServingSettings):
         512, ge=4, le=65536, description="Rows of one pass, over all sessions, at most; each session has at least one."
     )
     draft_top_k: int = Field(
-        64, ge=1, le=4096, description="Most likely tokens the draft samples from; what `rejection` sends of its law."
+        64, ge=1, le=4096, description="Under `rejection`, most likely tokens that the draft samples from and sends."
     )
     draft_p_min: float = Field(
         0.0,

@@ -17,7 +17,9 @@ class ChoiceOptions:
     """How nodes are chosen.
 
     Attributes:
-        top_k: most likely tokens that are sampled from, after the request's own truncation; at least 1.
+        top_k: most likely tokens that are sampled from under `rejection`, after the request's own truncation; at least 1.
+            Under `coupled` nothing of the law crosses the wire, and an unlikely token that wins by its noise is worth a try
+            (at temperature 1 a model that drafts for itself would lose a fifth of its acceptance to 64 tokens).
         p_min: the branch ends before a token to which the model's raw logits give less; 0 for never.
     """
 
@@ -38,8 +40,9 @@ def choose(
     """
     terms = branch.terms
     source = KeyedSource(terms.parameters.seed or 0)
-    law = keep_top(target_distribution(logits, terms.parameters, history, terms.stop_token_ids), options.top_k)
+    law = target_distribution(logits, terms.parameters, history, terms.stop_token_ids)
     if terms.acceptance_rule is AcceptanceRule.REJECTION:
+        law = keep_top(law, options.top_k)
         # No threshold here: a node withheld for its value would change the output's law.
         return draft_rejection(law, len(branch.token_ids), branch.len, source), sparse(law)
     token_id = draft_coupled(law, branch.len, source)

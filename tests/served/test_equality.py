@@ -46,30 +46,33 @@ async def _output(
     return generation.token_ids, generation.statistics.acceptance_rate
 
 
-async def _compare(prompts: tuple[str, ...], num_tokens: int, seed: int | None, dtype: str = "") -> list[list[int]]:
-    """Asserts that every drafter gives what plain decoding gives; returns the outputs."""
-    options = StackOptions(
-        drafts=DRAFTS, dtype=dtype, target_environment=NEVER_GIVES_UP, orchestrator_environment=PATIENT
+def _stack(dtype: str = "") -> LocalStack:
+    return LocalStack(
+        StackOptions(drafts=DRAFTS, dtype=dtype, target_environment=NEVER_GIVES_UP, orchestrator_environment=PATIENT)
     )
+
+
+async def _compare(
+    client: OutriderClient, prompts: tuple[str, ...], num_tokens: int, seed: int | None
+) -> list[list[int]]:
+    """Asserts that every drafter gives what plain decoding gives; returns the outputs."""
     outputs = []
-    accepted = dict.fromkeys(("ngram", "layers", "model"), 0.0)
-    async with LocalStack(options) as stack, stack.client() as client:
-        for number, prompt in enumerate(prompts):
-            parameters = _parameters(None if seed is None else seed + number, num_tokens)
-            plain, _ = await _output(client, prompt, parameters, "")
-            for drafter in accepted:
-                drafted, rate = await _output(client, prompt, parameters, drafter)
-                assert drafted == plain, (drafter, prompt)
-                accepted[drafter] += rate
-            outputs.append(plain)
-    # Under the same noise a model is a perfect draft of itself, but for bits: its rows must not differ either.
-    assert accepted["model"] == pytest.approx(len(prompts), abs=1e-9)
+    for number, prompt in enumerate(prompts):
+        parameters = _parameters(None if seed is None else seed + number, num_tokens)
+        plain, _ = await _output(client, prompt, parameters, "")
+        for drafter in ("ngram", "layers", "model"):
+            drafted, rate = await _output(client, prompt, parameters, drafter)
+            assert drafted == plain, (drafter, prompt)
+            # With the same noise and the same bits a model is a perfect draft of itself.
+            assert drafter != "model" or rate == 1.0, prompt
+        outputs.append(plain)
     return outputs
 
 
 async def test_a_few_short_ones() -> None:
-    await _compare((VARIED[3], COPYING[0]), 24, None)
-    await _compare((VARIED[0],), 24, 5)
+    async with _stack() as stack, stack.client() as client:
+        await _compare(client, (VARIED[3], COPYING[0]), 16, None)
+        await _compare(client, (VARIED[0],), 16, 5)
 
 
 def _transformers_outputs(prompts: tuple[str, ...], num_tokens: int, dtype: torch.dtype) -> list[list[int]]:
@@ -92,12 +95,14 @@ def _transformers_outputs(prompts: tuple[str, ...], num_tokens: int, dtype: torc
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("seed", [None, 1000], ids=["greedy", "temperature-1"])
 async def test_thirty_prompts(seed: int | None) -> None:
-    await _compare(VARIED, 128, seed)
+    async with _stack() as stack, stack.client() as client:
+        await _compare(client, VARIED, 128, seed)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
 async def test_float32_equals_transformers() -> None:
-    outputs = await _compare(VARIED[:10] + COPYING[:2], 96, None, dtype="float32")
+    async with _stack("float32") as stack, stack.client() as client:
+        outputs = await _compare(client, VARIED[:10] + COPYING[:2], 96, None)
     expected = _transformers_outputs(VARIED[:10] + COPYING[:2], 96, torch.float32)
     assert outputs == expected
