@@ -1,9 +1,10 @@
 """Time per round outside the two models: gRPC, Redis, scheduling. Both models are tables that take no time.
 
-The target waits for every proposal, so that each round makes the whole way: verdict, draft, proposal, verification, commit,
-delta. A round lasts from one delta at the client to the next, less the time inside the target's passes.
+The target waits for every proposal, so that each round makes the whole way: verdict, draft, proposal, verification,
+commit, delta. A round lasts from one delta at the client to the next, less the time inside the target's passes.
 """
 
+import itertools
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -78,7 +79,7 @@ async def _rounds(client: OutriderClient, options: Options, seed: int) -> list[f
             case Finished():
                 model_s = event.statistics.target_time_s / event.statistics.num_target_passes
     # The first gaps are those of a draft that is still opening the session.
-    return [later - earlier - model_s for earlier, later in zip(times[3:], times[4:], strict=False)]
+    return [later - earlier - model_s for earlier, later in itertools.pairwise(times[3:])]
 
 
 def plot(result: BenchResult, path: Path) -> None:

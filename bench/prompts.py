@@ -1,12 +1,12 @@
-"""Prompts for measurements and for the equality tests: thirty varied ones, and ten whose answers copy from the prompt."""
+"""Prompts for measurements and equality tests: thirty varied ones, and ten whose answers copy from the prompt."""
 
 _REPORT = (
     "The harbour office opened in 1921 on the north quay. It kept the tide tables, the pilot roster and the weights of "
-    "every cargo that left the town. In 1954 the roof burned, and the records were moved to the customs house, where two "
-    "clerks spent nine years copying the damaged pages by hand. The copies are still used: when the channel was dredged in "
-    "1998, the engineers found that the soundings of 1931 were more exact than those of 1987."
+    "every cargo that left the town. In 1954 the roof burned, and the records were moved to the customs house, where "
+    "two clerks spent nine years copying the damaged pages by hand. The copies are still used: when the channel was "
+    "dredged in 1998, the engineers found that the soundings of 1931 were more exact than those of 1987."
 )
-_CODE = '''def read_table(path, separator=","):
+_CODE = """def read_table(path, separator=","):
     rows = []
     with open(path) as file:
         header = file.readline().strip().split(separator)
@@ -22,7 +22,7 @@ def write_table(path, rows, separator=","):
         file.write(separator.join(header) + "\\n")
         for row in rows:
             file.write(separator.join(str(row[name]) for name in header) + "\\n")
-'''
+"""
 _LIST = """- 3 kg of flour, sieved twice
 - 1 litre of whole milk, at room temperature
 - 12 eggs from the farm at Oldbury
@@ -31,8 +31,8 @@ _LIST = """- 3 kg of flour, sieved twice
 - a pinch of saffron, soaked overnight"""
 _MINUTES = (
     "Present: Ms Adeyemi (chair), Mr Kowalski, Dr Lindqvist, Ms Tanaka. The minutes of 4 March were approved. "
-    "Mr Kowalski reported that the pump in building C fails about twice a month and asked for 8,400 euros to replace it. "
-    "Dr Lindqvist said that the warranty runs until August. The board agreed to write to the maker first. "
+    "Mr Kowalski reported that the pump in building C fails about twice a month and asked for 8,400 euros for a new "
+    "one. Dr Lindqvist said that the warranty runs until August. The board agreed to write to the maker first. "
     "Ms Tanaka will send the letter by Friday."
 )
 _LOG = """10:02:11 worker-3 started job 8812

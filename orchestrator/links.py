@@ -2,7 +2,7 @@
 
 import asyncio
 import logging
-from collections.abc import AsyncIterable, Callable, Sequence
+from collections.abc import AsyncIterable, AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Protocol
 
@@ -36,7 +36,7 @@ class Receiver(Protocol):
 class StreamKind:
     """How the two kinds of streams differ."""
 
-    call: Callable[[grpc.aio.Channel], Callable[[AsyncIterable[Any]], AsyncIterable[Any]]]
+    call: Callable[[grpc.aio.Channel], Callable[[AsyncIterator[Any]], AsyncIterable[Any]]]
     message: Callable[[Sequence[Any]], Any]
     frame: Callable[..., Any]
 

@@ -127,5 +127,7 @@ def prompt_tokens(
 def _fingerprint(message: generation_pb2.GenerateRequest) -> str:
     asked = generation_pb2.GenerateRequest()
     asked.CopyFrom(message)
+    # Neither is part of what is asked for: a client that left the session to be derived may name it when it resumes.
     asked.ClearField("resume_offset")
+    asked.ClearField("session_id")
     return hashlib.sha256(asked.SerializeToString(deterministic=True)).hexdigest()

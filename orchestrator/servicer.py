@@ -117,6 +117,11 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
     ) -> Begun:
         info = _info(link)
         checked.parameters.check_vocabulary(info.vocabulary_size)
+        if checked.parameters.max_tokens > info.max_session_len:
+            raise InvalidArgument(
+                f"max_tokens is {checked.parameters.max_tokens}, sessions have at most {info.max_session_len} tokens",
+                "max_tokens",
+            )
         OutputText(tokenizer, checked.parameters)
         record = await self._store.get(_TENANT, checked.session_id)
         is_known = record is not None and record.request_id == checked.request_id
@@ -214,7 +219,7 @@ def _accepted(record: SessionRecord) -> generation_pb2.GenerateResponse:
         accepted=generation_pb2.Accepted(
             request_id=record.request_id,
             session_id=record.session_id,
-            seed=record.parameters.seed,
+            seed=record.parameters.seed or 0,
             num_prompt_tokens=record.prompt_len - record.prompt_start,
             session_len=record.prompt_start,
         )

@@ -5,6 +5,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
+from typing import Any
 
 from outrider.parameters import AcceptanceRule, FinishReason, SamplingParameters
 
@@ -159,6 +160,6 @@ def parameters_to_json(parameters: SamplingParameters) -> str:
 
 def parameters_from_json(text: str) -> SamplingParameters:
     """Returns the parameters of `parameters_to_json`."""
-    values = json.loads(text)
+    values: dict[str, Any] = json.loads(text)
     values["logit_bias"] = {int(token_id): bias for token_id, bias in values["logit_bias"].items()}
-    return SamplingParameters(**{name: tuple(v) if isinstance(v, list) else v for name, v in values.items()})
+    return SamplingParameters(**values | {name: tuple(values[name]) for name in ("stop", "stop_token_ids")})

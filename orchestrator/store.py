@@ -1,14 +1,15 @@
 """Sessions in Redis: a hash and an append-only token log each, changed by Lua scripts only. The one module with redis.
 
-Every script is idempotent under its fencing token, so a call whose connection broke is simply made again, a bounded number
-of times. Both keys of a session share a hash tag, so Redis Cluster works; ids are hashed, so they cannot inject keys.
+Every script is idempotent under its fencing token, so a call whose connection broke is simply made again, a bounded
+number of times. Both keys of a session share a hash tag, so Redis Cluster works; ids are hashed, so they cannot inject
+keys.
 """
 
 import hashlib
 from array import array
 from collections.abc import Awaitable, Callable, Sequence
 from importlib import resources
-from typing import Any, Final, NoReturn, TypeVar
+from typing import Any, Final, NoReturn, TypeVar, cast
 
 import redis.asyncio
 from redis import exceptions
@@ -67,7 +68,7 @@ class SessionStore:
             retry=Retry(
                 ExponentialBackoff(cap=0.2, base=0.02),
                 _RETRIES,
-                supported_errors=(exceptions.ConnectionError, exceptions.TimeoutError, OSError),
+                supported_errors=(exceptions.ConnectionError, exceptions.TimeoutError),
             ),
         )
         self._redis = redis.asyncio.Redis.from_pool(pool)
@@ -194,7 +195,7 @@ class SessionStore:
     async def get(self, tenant: str, session_id: str) -> SessionRecord | None:
         """Returns the session's record; None where there is none."""
         key = _keys(tenant, session_id)[0]
-        fields: dict[bytes, bytes] = await _bounded(lambda: self._redis.hgetall(key))
+        fields = await _bounded(lambda: cast("Awaitable[dict[bytes, bytes]]", self._redis.hgetall(key)))
         return SessionRecord.from_hash(fields) if fields else None
 
     async def is_leased(self, record: SessionRecord) -> bool:
@@ -213,7 +214,8 @@ class SessionStore:
         if end <= start:
             return []
         key = _keys(tenant, session_id)[1]
-        return _unpacked(await _bounded(lambda: self._redis.getrange(key, 4 * start, 4 * end - 1)))
+        read = lambda: cast("Awaitable[bytes]", self._redis.getrange(key, 4 * start, 4 * end - 1))  # noqa: E731
+        return _unpacked(await _bounded(read))
 
     async def _run(self, name: str, keys: tuple[str, str], *arguments: Any) -> Any:
         return await _bounded(lambda: self._scripts[name](keys=keys, args=arguments))

@@ -43,7 +43,8 @@ class Tokenizer:
 
         Args:
             messages: (role, content), oldest first; at least one.
-            continues: whether a session already holds the conversation up to an answer of the assistant; then only what the
+            continues: whether a session already holds the conversation up to an answer of the assistant; then only what
+                the
                 template puts behind that answer is returned.
             last_token: the session's last token, so that an end-of-text token that stands there is not repeated.
 
@@ -77,8 +78,8 @@ class Tokenizer:
 class Detokenizer:
     """Turns output tokens into text piece by piece; a pure function of the tokens pushed so far.
 
-    A piece is given out once it is certain: no character is split, so the pieces' concatenation is the text of all tokens,
-    special tokens left out.
+    A piece is given out once it is certain: no character is split, so the pieces' concatenation is the text of all
+    tokens, special tokens left out.
     """
 
     def __init__(self, tokenizer: tokenizers.Tokenizer) -> None:

@@ -1,14 +1,14 @@
 """When a session should wait for a proposal: the speculation policy of the target.
 
-A round that waits for a proposal costs the wait and a pass over it, and outputs 1 + accepted tokens; a plain round costs a
-plain pass and outputs one. With E the expected number of accepted tokens, waiting pays iff
+A round that waits for a proposal costs the wait and a pass over it, and outputs 1 + accepted tokens; a plain round
+costs a plain pass and outputs one. With E the expected number of accepted tokens, waiting pays iff
 
     (1 + E) * plain_pass_s > wait_s + proposal_pass_s
 
-All four are measured, as decaying means. E is measured even while a session decodes plainly, at no cost: proposals that come
-too late are compared with the tokens that the target gave meanwhile (`observe_late`). So a session whose draft becomes useful,
-as when a text begins to copy its prompt, takes up speculation again, and one whose draft is slow, wrong or dead decodes at
-the speed of plain decoding.
+All four are measured, as decaying means. E is measured even while a session decodes plainly, at no cost: proposals that
+come too late are compared with the tokens that the target gave meanwhile (`observe_late`). So a session whose draft
+becomes useful, as when a text begins to copy its prompt, takes up speculation again, and one whose draft is slow, wrong
+or dead decodes at the speed of plain decoding.
 """
 
 from dataclasses import dataclass

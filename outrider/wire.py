@@ -61,7 +61,7 @@ _SCALARS: Final = (
 
 def parameters_from_message(message: tokens_pb2.SamplingParameters) -> SamplingParameters:
     """Returns the parameters, with defaults where the message has no value."""
-    given = {name: getattr(message, name) for name in _SCALARS if message.HasField(name)}  # type: ignore[arg-type]
+    given = {name: getattr(message, name) for name in _SCALARS if message.HasField(name)}
     return SamplingParameters(
         **given,
         logit_bias=dict(message.logit_bias),
@@ -119,7 +119,9 @@ def node_from_message(message: tokens_pb2.ProposalNode) -> ProposalNode:
 def node_to_message(node: ProposalNode) -> tokens_pb2.ProposalNode:
     """Returns the message."""
     law = node.draft_distribution
-    sparse = law and tokens_pb2.SparseDistribution(token_ids=law.token_ids, probabilities=law.probabilities)
+    sparse = None
+    if law is not None:
+        sparse = tokens_pb2.SparseDistribution(token_ids=law.token_ids, probabilities=law.probabilities)
     return tokens_pb2.ProposalNode(
         parent=node.parent, token_id=node.token_id, kind=_KIND_NUMBERS[node.kind], draft_distribution=sparse
     )

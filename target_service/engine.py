@@ -1,8 +1,9 @@
 """The target's engine: one thread that owns the model and all sessions, and runs pass after pass.
 
-A pass takes every session that is ready, within a budget of rows: prompts still to be prefilled (a chunk each), and rounds
-whose proposal is whole, or whose wait for it is over. While any session is ready the engine does not wait for the others.
-Commands come from the event loop through a queue; what the engine has to say goes out through each stream's `emit`.
+A pass takes every session that is ready, within a budget of rows: prompts still to be prefilled (a chunk each), and
+rounds whose proposal is whole, or whose wait for it is over. While any session is ready the engine does not wait for
+the others. Commands come from the event loop through a queue; what the engine has to say goes out through each stream's
+`emit`.
 """
 
 import logging

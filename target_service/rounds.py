@@ -1,4 +1,4 @@
-"""The outcome of one round of one session: the acceptance rule applied to the target's logits, then the stop conditions."""
+"""The outcome of one session's round: the acceptance rule applied to the target's logits, then the stop conditions."""
 
 from dataclasses import dataclass
 

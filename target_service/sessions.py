@@ -47,8 +47,8 @@ class Resident:
         self._share_prefix(span)
 
     def _share_prefix(self, span: TokenSpan) -> None:
-        # What is already here stays cached: a replay from an earlier start costs only what really differs. The last token
-        # is always run (again), because its logits decide the next one.
+        # What is already here stays cached: a replay from an earlier start costs only what really differs. The last
+        # token is always run (again), because its logits decide the next one.
         known = self.token_ids[span.start : span.end]
         same = next((i for i, (a, b) in enumerate(zip(known, span.token_ids, strict=False)) if a != b), len(known))
         del self.token_ids[span.start + same :]
@@ -132,7 +132,7 @@ class Request:
 
 
 class FencingTokens:
-    """The highest fencing token seen of each session; lower ones are refused. Bounded: the least recent are forgotten."""
+    """The highest fencing token seen of each session; lower ones are refused. The least recent are forgotten."""
 
     def __init__(self) -> None:
         self._highest: OrderedDict[str, int] = OrderedDict()

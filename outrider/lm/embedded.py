@@ -79,5 +79,13 @@ def _exclusive(path: Path) -> Iterator[None]:
         yield
 
 
+def main() -> None:
+    """Prints the folder of the converted model; one line on standard error where it cannot be made."""
+    try:
+        print(ensure_embedded())
+    except ModelUnsupported as error:
+        sys.exit(f"outrider: error: {error.message}")
+
+
 if __name__ == "__main__":
-    print(ensure_embedded())
+    main()

@@ -12,8 +12,9 @@ class BlockKVCache:
     """Keys and values of one session on every layer, in blocks of `BLOCK_LEN` positions.
 
     A pass writes a span at its positions, and of a proposal tree the main line (the branch of first children) right
-    behind it, as if it were committed; the nodes beside the main line wait aside. `keep` then only has to move the nodes of
-    an accepted side branch to their positions, and truncation is one assignment: what lies beyond `cached_len` is never read.
+    behind it, as if it were committed; the nodes beside the main line wait aside. `keep` then only has to move the
+    nodes of an accepted side branch to their positions, and truncation is one assignment: what lies beyond `cached_len`
+    is never read.
 
     Shapes: per layer keys and values [num_blocks, num_kv_heads, BLOCK_LEN, head_dim]; memory grows by doubling.
     """

@@ -1,4 +1,4 @@
-"""A language model of known law: the next token depends on the last few tokens by a table. For proofs, tests and benches.
+"""A language model of known law: a table decides the next token by the last few. For proofs, tests and benches.
 
 Its name carries its options, so that it can be given wherever a model's name can:
 

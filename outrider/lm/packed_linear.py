@@ -1,7 +1,7 @@
 """bfloat16 linear layers with weights stored in oneDNN's own block layout, for CPUs.
 
-A plain `nn.Linear` stores its weights row by row and reorders them on every call. Laid out once, a call moves about 1.5 times
-as many bytes a second (2 cores, 4 rows: 38 against 26 GB/s for a 1536 x 576 layer) and gives the same bits.
+A plain `nn.Linear` stores its weights row by row and reorders them on every call. Laid out once, a call moves about 1.5
+times as many bytes a second (2 cores, 4 rows: 38 against 26 GB/s for a 1536 x 576 layer) and gives the same bits.
 """
 
 import torch
@@ -34,7 +34,7 @@ def is_supported() -> bool:
 
 
 def pack_linears(model: nn.Module) -> int:
-    """Replaces every bfloat16 CPU `nn.Linear` (exactly that class) by its packed form, if supported; returns how many."""
+    """Replaces every bfloat16 CPU `nn.Linear` (exactly that class) by its packed form; returns how many it could."""
     if not is_supported():
         return 0
     found = [

@@ -24,7 +24,8 @@ class TransformersModel:
     """A loaded model that attends through `attention`, so that a position's bits do not depend on the pass.
 
     The constructor runs a few probe passes. A model that does not send every layer through the attention interface, or
-    keeps state that cannot roll back, is refused there; one whose bits do depend on the pass says so in `info.numerics`.
+    keeps state that cannot roll back, is refused there; one whose bits do depend on the pass says so in
+    `info.numerics`.
 
     Args:
         name: as configured.
@@ -70,7 +71,7 @@ class TransformersModel:
         if len(layout.layers_seen) != self._num_layers:
             missing = self._num_layers - len(layout.layers_seen)
             raise ModelUnsupported(
-                f"{missing} of {self._num_layers} layers do not use the attention interface; their state cannot roll back"
+                f"{missing} of {self._num_layers} layers do not use the attention interface; they cannot roll back"
             )
         return _split(output.logits[0], steps)
 

@@ -66,9 +66,7 @@ class Caller:
             committed_len=len(prompt),
             stop_token_ids=stop_token_ids,
             window_end=len(prompt) + window,
-            speculation=pb.SpeculationSettings(
-                num_speculative_tokens=num_speculative_tokens, max_wait_s=max_wait_s
-            ),
+            speculation=pb.SpeculationSettings(num_speculative_tokens=num_speculative_tokens, max_wait_s=max_wait_s),
         )
         await self.send(handle, open=message)
         return await self.receive(handle)
@@ -94,7 +92,9 @@ class Caller:
             if frame.verdict.finish_reason:
                 return
 
-    async def plain(self, handle: int, prompt: Sequence[int], parameters: SamplingParameters, **more: object) -> list[int]:
+    async def plain(
+        self, handle: int, prompt: Sequence[int], parameters: SamplingParameters, **more: object
+    ) -> list[int]:
         """Returns the output of plain decoding, closing the request."""
         opened = await self.open(handle, prompt, parameters, **more)  # type: ignore[arg-type]
         await self.span(handle, opened.opened.cached_len, prompt[opened.opened.cached_len :])

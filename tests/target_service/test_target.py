@@ -1,6 +1,7 @@
 """The target over a real socket: rounds, windows, stops, fencing, replay, and what it refuses."""
 
 import asyncio
+import dataclasses
 import math
 import random
 from collections.abc import Sequence
@@ -9,8 +10,10 @@ import pytest
 
 from outrider import wire
 from outrider.parameters import AcceptanceRule, FinishReason, SamplingParameters
-from outrider.tokens import Base, NodeKind, ProposalNode
+from outrider.randomness import KeyedSource
+from outrider.tokens import Base, NodeKind, ProposalNode, SparseDistribution, TokenLogprobs
 from outrider.v1 import target_pb2 as pb
+from outrider.verification import draft_rejection
 from tests.target_service.conversation import Caller, model, target
 
 PROMPT = [1, 2, 3, 4]
@@ -35,7 +38,7 @@ async def _speculated(
     caller: Caller, handle: int, parameters: SamplingParameters, truth: list[int], seed: int
 ) -> tuple[list[int], int]:
     rng = random.Random(seed)
-    await caller.open(handle, PROMPT, parameters, num_speculative_tokens=3, stop_token_ids=() if parameters.ignore_eos else (11,))
+    await caller.open(handle, PROMPT, parameters, num_speculative_tokens=3, stop_token_ids=())
     await caller.span(handle, 0, PROMPT)
     output: list[int] = []
     num_accepted = 0
@@ -49,11 +52,10 @@ async def _speculated(
     return output, num_accepted
 
 
-@pytest.mark.parametrize("parameters", [GREEDY, SAMPLED, SamplingParameters(seed=3, top_k=5, top_p=0.9, max_tokens=30, ignore_eos=True)])
+@pytest.mark.parametrize("parameters", [GREEDY, SAMPLED, dataclasses.replace(SAMPLED, seed=3, top_k=5, top_p=0.9)])
 async def test_trees_change_no_token_under_coupled(parameters: SamplingParameters) -> None:
     async with target(adaptive_speculation=False) as (_, caller):
-        ends = () if parameters.ignore_eos else (11,)
-        truth = await caller.plain(1, PROMPT, parameters, stop_token_ids=ends)
+        truth = await caller.plain(1, PROMPT, parameters, stop_token_ids=())
         for seed in range(6):
             output, num_accepted = await _speculated(caller, 10 + seed, parameters, truth, seed)
             assert output == truth
@@ -97,7 +99,7 @@ async def test_the_window_holds_the_target_back() -> None:
 
 
 async def test_a_missing_proposal_is_waited_for_no_longer_than_allowed() -> None:
-    async with target() as (engine, caller):
+    async with target() as (_, caller):
         started = asyncio.get_running_loop().time()
         await caller.open(1, PROMPT, GREEDY, num_speculative_tokens=4, max_wait_s=0.2, stop_token_ids=())
         await caller.span(1, 0, PROMPT)
@@ -116,7 +118,9 @@ async def test_stop_conditions_inside_an_accepted_run() -> None:
             (GREEDY, (stop,), expected, FinishReason.STOP),
             (SamplingParameters(temperature=0, max_tokens=3), (), truth[:3], FinishReason.LENGTH),
         ):
-            await caller.open(2, PROMPT, parameters, num_speculative_tokens=8, session=f"{reason}", stop_token_ids=stops)
+            await caller.open(
+                2, PROMPT, parameters, num_speculative_tokens=8, session=f"{reason}", stop_token_ids=stops
+            )
             await caller.span(2, 0, PROMPT[:-1])
             nodes = [ProposalNode(depth, token_id) for depth, token_id in enumerate(truth[1:9])]
             await caller.span(2, 3, PROMPT[3:])
@@ -224,22 +228,27 @@ async def test_the_end_of_the_context_ends_the_request() -> None:
 async def test_logprobs_are_those_of_plain_decoding() -> None:
     parameters = SamplingParameters(temperature=0, max_tokens=9, logprobs=3)
     async with target(adaptive_speculation=False) as (_, caller):
-        found: list[list[object]] = []
-        for handle, num in ((1, 0), (2, 4)):
-            await caller.open(handle, PROMPT, parameters, num_speculative_tokens=num, stop_token_ids=())
-            await caller.span(handle, 0, PROMPT)
-            rows: list[object] = []
-            output: list[int] = []
-            async for verdict in caller.verdicts(handle):
-                output += verdict.token_ids
-                rows += [wire.logprobs_from_message(message) for message in verdict.logprobs]
-                guesses = [1, 1, 1] if handle == 1 else truth[len(output) : len(output) + 4]
-                nodes = [ProposalNode(depth, token_id) for depth, token_id in enumerate(guesses)]
-                await caller.propose(handle, Base(len(PROMPT) + len(output), 1), nodes)
-            truth = output
-            found.append(rows)
-        assert found[0] == found[1]
-        assert len(found[0]) == 9
+        truth, plain = await _with_logprobs(caller, 1, parameters, [])
+        output, speculated = await _with_logprobs(caller, 2, parameters, truth)
+    assert output == truth
+    assert speculated == plain
+    assert len(plain) == 9
+
+
+async def _with_logprobs(
+    caller: Caller, handle: int, parameters: SamplingParameters, guesses: Sequence[int]
+) -> tuple[list[int], list[TokenLogprobs]]:
+    """Returns the output and its log-probabilities; proposes from `guesses`, or nothing."""
+    await caller.open(handle, PROMPT, parameters, num_speculative_tokens=4 if guesses else 0, stop_token_ids=())
+    await caller.span(handle, 0, PROMPT)
+    output: list[int] = []
+    logprobs: list[TokenLogprobs] = []
+    async for verdict in caller.verdicts(handle):
+        output += verdict.token_ids
+        logprobs += [wire.logprobs_from_message(message) for message in verdict.logprobs]
+        nodes = [ProposalNode(depth, token_id) for depth, token_id in enumerate(guesses[len(output) :][:4])]
+        await caller.propose(handle, Base(len(PROMPT) + len(output), 1), nodes)
+    return output, logprobs
 
 
 async def test_draining_refuses_new_requests_and_finishes_running_ones() -> None:
@@ -255,20 +264,26 @@ async def test_draining_refuses_new_requests_and_finishes_running_ones() -> None
         await asyncio.wait_for(asyncio.wrap_future(idle), 10)
 
 
-async def test_rejection_follows_drafted_chains() -> None:
-    async with target() as (_, caller):
-        table = model()
-        parameters = SamplingParameters(seed=5, max_tokens=30, ignore_eos=True)
-        await caller.open(1, PROMPT, parameters, rule=AcceptanceRule.REJECTION, num_speculative_tokens=1, stop_token_ids=())
+async def test_rejection_accepts_a_draft_that_reports_the_law_it_sampled_from() -> None:
+    rule, num = AcceptanceRule.REJECTION, 3
+    parameters = SamplingParameters(seed=5, max_tokens=60, ignore_eos=True)
+    async with target(adaptive_speculation=False) as (_, caller):
+        table, source = model(), KeyedSource(5)
+        await caller.open(1, PROMPT, parameters, rule=rule, num_speculative_tokens=num, stop_token_ids=())
         await caller.span(1, 0, PROMPT)
-        tokens, num_accepted = list(PROMPT), 0
+        tokens, num_accepted, num_drafted = list(PROMPT), 0, 0
         async for verdict in caller.verdicts(1):
             tokens += verdict.token_ids
             num_accepted += verdict.num_accepted_tokens
-            law = table.law[table.context(tokens)]
-            token_id = int(law.argmax())
-            sparse = wire.node_from_message(
-                wire.node_to_message(ProposalNode(0, token_id, NodeKind.DRAFTED))
-            )
-            await caller.propose(1, Base(len(tokens), 1), [sparse])
-        assert len(tokens) == 34
+            num_drafted += verdict.num_draft_tokens
+            branch, nodes = list(tokens), []
+            for depth in range(num):
+                law = table.law[table.context(branch)]
+                branch.append(draft_rejection(law, len(tokens), len(branch), source))
+                sparse = SparseDistribution(tuple(range(12)), tuple(law.tolist()))
+                nodes.append(ProposalNode(depth, branch[-1], NodeKind.DRAFTED, sparse))
+            await caller.propose(1, Base(len(tokens), 1), nodes)
+    # The draft's law is the target's: every drafted token is accepted, but for what max_tokens cuts off.
+    assert len(tokens) == len(PROMPT) + 60
+    assert num_drafted > 0
+    assert num_accepted >= num_drafted - num
