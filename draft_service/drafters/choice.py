@@ -18,8 +18,9 @@ class ChoiceOptions:
 
     Attributes:
         top_k: most likely tokens that are sampled from under `rejection`, after the request's own truncation; at least
-            1. Under `coupled` nothing of the law crosses the wire, and an unlikely token that wins by its noise is worth
+            1. Under `coupled` nothing of the law crosses the wire, and an unlikely token that wins by noise is worth
             a try (at temperature 1 a model that drafts for itself would lose a fifth of its acceptance to 64 tokens).
+        p_min: the branch ends before a token to which the model's raw logits give less; 0 for never.
     """
 
     top_k: int
