@@ -52,6 +52,11 @@ class DraftSession:
         self._handle = self.link.open(self)
         self._handle.send(open=message)
 
+    @property
+    def known_len(self) -> int:
+        """Tokens of the session that the draft has been sent."""
+        return self._known_len
+
     def advance(self, known: TokenSpan) -> None:
         """Commits the session's new tokens at the draft and asks for what continues them.
 

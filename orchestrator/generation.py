@@ -28,6 +28,8 @@ from outrider.v1 import draft_pb2, generation_pb2, target_pb2, tokens_pb2
 
 _LOG: Final = logging.getLogger(__name__)
 _MAX_FAILOVERS: Final = 8
+_TRIAL_STRIDE: Final = 8
+"""Tokens between the proposals that a session asks for while its target does not wait for them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -259,8 +261,13 @@ class Generation:
         self._tokens.append(list(verdict.token_ids))
         self._verdicts.append(verdict)
         if self._draft is not None and not verdict.finish_reason:
-            self._draft.advance(self._tokens.since(base.len))
+            self._advance_draft(self._draft, awaited=verdict.awaits_proposal)
         self._wake.set()
+
+    def _advance_draft(self, draft: DraftSession, *, awaited: bool) -> None:
+        """Asks for a proposal where the target waits for it; else now and then, so that it learns when waiting pays."""
+        if awaited or self._tokens.end - draft.known_len >= _TRIAL_STRIDE:
+            draft.advance(self._tokens.since(draft.known_len))
 
     def _on_target_error(self, error: OutriderError) -> None:
         self._target_error = error

@@ -354,8 +354,8 @@ class Engine:
         request.finished = result.finish_reason is not None
         self._inform_policy(share, result)
         request.begin_round(time.monotonic())
-        stream = request.stream
-        stream.verdict(request.handle, base, result, duration_s, share.wait_s)
+        awaits = request.wait_until > request.round_started
+        request.stream.verdict(request.handle, base, result, (duration_s, share.wait_s), awaits_proposal=awaits)
 
     def _inform_policy(self, share: _Share, result: RoundResult) -> None:
         request, policy = share.request, share.request.policy

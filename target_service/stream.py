@@ -51,8 +51,10 @@ class Stream:
         """Names an error of one session."""
         self._put(target_pb2.VerifyResponseFrame(handle=handle, refusal=wire.refusal_to_message(error)))
 
-    def verdict(self, handle: int, base: Base, result: RoundResult, model_time_s: float, wait_time_s: float) -> None:
-        """Sends the outcome of a pass for one session."""
+    def verdict(
+        self, handle: int, base: Base, result: RoundResult, times_s: tuple[float, float], *, awaits_proposal: bool
+    ) -> None:
+        """Sends the outcome of a pass for one session; `times_s` are the pass's time in the model, and the wait."""
         message = target_pb2.Verdict(
             base=wire.base_to_message(base),
             token_ids=result.token_ids,
@@ -62,8 +64,9 @@ class Stream:
             num_accepted_tokens=result.num_accepted,
             num_nodes=result.num_nodes,
             finish_reason=wire.finish_to_number(result.finish_reason),
-            model_time_s=model_time_s,
-            wait_time_s=wait_time_s,
+            model_time_s=times_s[0],
+            wait_time_s=times_s[1],
+            awaits_proposal=awaits_proposal,
         )
         self._put(target_pb2.VerifyResponseFrame(handle=handle, verdict=message))
 

@@ -1,0 +1,201 @@
+"""Speed on the embedded target: plain decoding and speculation through the whole stack against in-process transformers.
+
+Everything runs on the same weights, one thing at a time, in interleaved rounds, so that a noisy machine touches all
+alike; the figures are ratios of medians over the rounds. In-process transformers runs in a process of its own
+(`bench.transformers_peer`), since the threads of a second model in this one would disturb both.
+"""
+
+import asyncio
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from bench.prompts import COPYING, VARIED
+from bench.result import BenchResult, machine, median
+from outrider.client import (
+    Generation,
+    GenerationRequest,
+    LocalStack,
+    Message,
+    OutriderClient,
+    Speculation,
+    StackOptions,
+)
+from outrider.parameters import SamplingParameters
+
+PLAIN: Final = "plain"
+NGRAM: Final = "ngram"
+TRANSFORMERS: Final = "transformers"
+ASSISTED: Final = "transformers-prompt-lookup"
+_NGRAM_LEN: Final = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """How much to measure.
+
+    Attributes:
+        num_rounds: interleaved runs, of which the median counts.
+        num_tokens: output tokens of a generation, at most.
+        num_varied: prompts whose answers do not copy.
+        num_copying: prompts whose answers copy from the prompt.
+        num_speculative_tokens: tokens drafted per round, here and in transformers' prompt lookup.
+    """
+
+    num_rounds: int = 5
+    num_tokens: int = 96
+    num_varied: int = 4
+    num_copying: int = 4
+    num_speculative_tokens: int = 5
+
+
+@dataclass(frozen=True, slots=True)
+class _Run:
+    """One generation: output tokens per second of the whole call, and what speculation did."""
+
+    tokens_per_second: float
+    token_ids: tuple[int, ...]
+    acceptance_rate: float
+    tokens_per_pass: float
+
+
+async def measure(options: Options) -> BenchResult:
+    """Runs all modes over all prompts, round after round."""
+    prompts = [("varied", text) for text in VARIED[: options.num_varied]]
+    prompts += [("copying", text) for text in COPYING[: options.num_copying]]
+    runs: dict[tuple[str, int], list[_Run]] = {}
+    environment = {"OUTRIDER_NUM_SPECULATIVE_TOKENS": str(options.num_speculative_tokens)}
+    async with (
+        LocalStack(StackOptions(orchestrator_environment=environment)) as stack,
+        stack.client() as client,
+        _Peer() as peer,
+    ):
+        for number in range(options.num_rounds + 1):
+            for index, (_, text) in enumerate(prompts):
+                for mode in (PLAIN, TRANSFORMERS, NGRAM, ASSISTED):
+                    run = await _run(client, peer, mode, text, options)
+                    if number:  # the first round warms everything up
+                        runs.setdefault((mode, index), []).append(run)
+    rows = [_row(kind, index, mode, runs[mode, index]) for index, (kind, _) in enumerate(prompts) for mode in _MODES]
+    config = {**machine(), "model": "embedded, bfloat16", "decoding": "greedy", **_as_config(options)}
+    return BenchResult("speed", config, rows, _figures(rows))
+
+
+_MODES: Final = (PLAIN, NGRAM, TRANSFORMERS, ASSISTED)
+
+
+def _as_config(options: Options) -> dict[str, int]:
+    return {name: getattr(options, name) for name in Options.__dataclass_fields__}
+
+
+async def _run(client: OutriderClient, peer: "_Peer", mode: str, text: str, options: Options) -> _Run:
+    if mode in (TRANSFORMERS, ASSISTED):
+        num = options.num_speculative_tokens if mode == ASSISTED else 0
+        answer = await peer.generate(text, options.num_tokens, num)
+        return _Run(len(answer["token_ids"]) / answer["seconds"], tuple(answer["token_ids"]), 0.0, 0.0)
+    request = GenerationRequest(
+        messages=[Message("user", text)],
+        parameters=SamplingParameters(temperature=0, max_tokens=options.num_tokens),
+        speculation=Speculation(disabled=mode == PLAIN),
+    )
+    started = asyncio.get_running_loop().time()
+    generation: Generation = await client.complete(request, timeout_s=300)
+    seconds = asyncio.get_running_loop().time() - started
+    num_tokens, statistics = len(generation.token_ids), generation.statistics
+    return _Run(
+        num_tokens / seconds,
+        tuple(generation.token_ids),
+        statistics.acceptance_rate,
+        num_tokens / statistics.num_target_passes,
+    )
+
+
+def _row(kind: str, index: int, mode: str, runs: Sequence[_Run]) -> dict[str, Any]:
+    return {
+        "prompt": f"{kind} {index}",
+        "mode": mode,
+        "tokens/s": median(run.tokens_per_second for run in runs),
+        "acceptance": median(run.acceptance_rate for run in runs),
+        "tokens/pass": median(run.tokens_per_pass for run in runs),
+        "tokens": len(runs[0].token_ids),
+        "repeated": repeated_share(runs[0].token_ids),
+    }
+
+
+def repeated_share(token_ids: Sequence[int]) -> float:
+    """Returns the share of tokens at which an n-gram of `_NGRAM_LEN` tokens ends that stood in the text before.
+
+    Small models loop under greedy decoding, which flatters prompt lookup; this tells by how much.
+    """
+    seen: set[tuple[int, ...]] = set()
+    num_repeated = 0
+    for end in range(_NGRAM_LEN, len(token_ids) + 1):
+        gram = tuple(token_ids[end - _NGRAM_LEN : end])
+        num_repeated += gram in seen
+        seen.add(gram)
+    return num_repeated / max(1, len(token_ids))
+
+
+def _figures(rows: Sequence[dict[str, Any]]) -> dict[str, float]:
+    speed = {(row["prompt"], row["mode"]): row["tokens/s"] for row in rows}
+    prompts = sorted({row["prompt"] for row in rows})
+    copying = [prompt for prompt in prompts if prompt.startswith("copying")]
+
+    def ratio(mode: str, other: str, over: Sequence[str]) -> list[float]:
+        return [speed[prompt, mode] / speed[prompt, other] for prompt in over]
+
+    return {
+        "plain_over_transformers": _mean(ratio(PLAIN, TRANSFORMERS, prompts)),
+        "ngram_over_plain_copy": _mean(ratio(NGRAM, PLAIN, copying)),
+        "speculation_over_plain_worst": min(ratio(NGRAM, PLAIN, prompts)),
+        "ngram_over_transformers_assisted": _mean(ratio(NGRAM, ASSISTED, prompts)),
+    }
+
+
+def _mean(ratios: Sequence[float]) -> float:
+    """Returns the geometric mean, the one that suits ratios."""
+    product = 1.0
+    for value in ratios:
+        product *= value
+    return float(product ** (1 / len(ratios)))
+
+
+class _Peer:
+    """transformers in a process of its own: a line of JSON in, a line of JSON out."""
+
+    async def __aenter__(self) -> "_Peer":
+        self._process = await asyncio.create_subprocess_exec(
+            sys.executable,
+            "-m",
+            "bench.transformers_peer",
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.DEVNULL,
+            limit=1 << 20,
+        )
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self._process.terminate()
+        await self._process.wait()
+
+    async def generate(self, text: str, num_tokens: int, num_speculative_tokens: int) -> dict[str, Any]:
+        """Returns output token ids and seconds; speculates by prompt lookup where the number is not 0."""
+        stdin, stdout = self._process.stdin, self._process.stdout
+        if stdin is None or stdout is None:
+            raise RuntimeError("the peer has no pipes")
+        stdin.write(json.dumps([text, num_tokens, num_speculative_tokens]).encode() + b"\n")
+        answer: dict[str, Any] = json.loads(await stdout.readline())
+        return answer
+
+
+def plot(result: BenchResult, path: Path) -> None:
+    """Draws tokens per second of every mode for each prompt."""
+    from bench.pictures import bars
+
+    prompts = list(dict.fromkeys(row["prompt"] for row in result.rows))
+    series = {mode: [row["tokens/s"] for row in result.rows if row["mode"] == mode] for mode in _MODES}
+    bars(path, prompts, series, "tokens per second, greedy, whole calls")
