@@ -29,7 +29,8 @@ async def serve(settings: TargetSettings) -> None:
         device=settings.device,
         quantization=settings.quantization,
     )
-    engine = Engine(loaded.model, settings)
+    # Without its engine the process can only hold sessions up: gone at once, they go on elsewhere.
+    engine = Engine(loaded.model, settings, on_failure=lambda: os._exit(os.EX_SOFTWARE))
     engine.start()
     target = TargetServicer(engine)
     server = Server(settings, name="target", drain=target.drain)

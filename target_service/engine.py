@@ -62,11 +62,15 @@ class Engine:
     Args:
         model: the target.
         settings: limits and defaults.
+        on_failure: called, in the engine's thread, when an error that is no session's ends it.
     """
 
-    def __init__(self, model: LanguageModel, settings: TargetSettings) -> None:
+    def __init__(
+        self, model: LanguageModel, settings: TargetSettings, on_failure: Callable[[], object] = lambda: None
+    ) -> None:
         self._model = model
         self._settings = settings
+        self._on_failure = on_failure
         self._max_len = min(model.info.max_session_len, settings.max_session_len)
         self._residents = Residents(settings.kv_budget_bytes, settings.max_cached_sessions)
         self._fencing = FencingTokens()
@@ -274,6 +278,13 @@ class Engine:
         return request.late_trees.setdefault(base.len, ProposalTree())
 
     def _run(self) -> None:
+        try:
+            self._turn_until_stopped()
+        except Exception:
+            _LOG.exception("the engine failed")
+            self._on_failure()
+
+    def _turn_until_stopped(self) -> None:
         while not self._stopping:
             self._run_commands()
             shares = self._ready(time.monotonic())
