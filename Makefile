@@ -58,7 +58,8 @@ exactness: install ## Proves losslessness: enumeration, known wrong rules, 30,00
 	@$(BIN)/python -m pytest -q tests/exactness tests/served -m 'slow or not slow' $(ARGS)
 
 bench: install ## Measures speed and acceptance on this machine.
-	@$(BIN)/python -m bench $(ARGS)
+	@$(BIN)/outrider bench overhead $(ARGS)
+	@$(BIN)/outrider bench speed $(ARGS)
 
 clean: ## Removes .venv, generated code and caches.
 	@rm -rf $(VENV) outrider/v1 dist build .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .grimp_cache .hypothesis
