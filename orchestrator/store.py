@@ -6,6 +6,7 @@ keys.
 """
 
 import hashlib
+import secrets
 from array import array
 from collections.abc import Awaitable, Callable, Sequence
 from importlib import resources
@@ -108,7 +109,8 @@ class SessionStore:
             request.tokenizer,
             request.request_id,
             request.fingerprint,
-            "orchestrator",
+            # Unique to this call: when its reply is lost, the repetition finds its own lease, not somebody else's.
+            secrets.token_hex(8),
             self._lease_us,
             self._ttl_ms,
             parameters_to_json(request.parameters),

@@ -1,7 +1,8 @@
 -- Leases a session and begins a request on it, or goes on with the same request.
 -- KEYS[1] session hash  KEYS[2] token log
 -- ARGV: 1 tenant, 2 session_id, 3 model fingerprint, 4 tokenizer fingerprint, 5 request_id, 6 request fingerprint,
---       7 owner, 8 lease in microseconds, 9 TTL in milliseconds, 10 parameters, 11 seed, 12 acceptance rule,
+--       7 owner (unique to the call, which may be repeated), 8 lease in microseconds, 9 TTL in milliseconds,
+--       10 parameters, 11 seed, 12 acceptance rule,
 --       13 prompt (4 bytes a token, little endian), 14 expected length or '', 15 '1' takes a live lease over,
 --       16 '1' refuses a new request, 17 longest session
 -- Returns {outcome, fields and values of the hash ...}; only 'new' and 'continued' lease.
@@ -14,7 +15,7 @@ end
 local clock = redis.call('TIME')
 local now = tonumber(clock[1]) * 1000000 + tonumber(clock[2])
 local known = redis.call('HMGET', KEYS[1], 'tenant', 'model', 'tokenizer', 'request_id', 'request_fingerprint', 'state',
-  'deadline', 'fencing_token', 'committed_len')
+  'deadline', 'fencing_token', 'committed_len', 'owner')
 local exists = known[1] ~= false
 local length, fencing_token, live = 0, 0, false
 
@@ -31,7 +32,7 @@ if exists then
       redis.call('PEXPIRE', KEYS[2], ARGV[9])
       return reply('finished')
     end
-    if live and ARGV[15] ~= '1' then return reply('busy') end
+    if live and ARGV[15] ~= '1' and known[10] ~= ARGV[7] then return reply('busy') end
   elseif ARGV[16] == '1' then
     return reply('no_request')
   elseif live then
