@@ -1,5 +1,6 @@
-"""Time per round outside the two models: gRPC, Redis, scheduling. Both models are tables that take no time.
+"""Time per round outside the two models: gRPC, Redis, scheduling.
 
+The models are trivial: a table, decoded greedily, whose text soon runs in a circle, and prompt lookup, which foresees it.
 The target waits for every proposal, so that each round makes the whole way: verdict, draft, proposal, verification,
 commit, delta. A round lasts from one delta at the client to the next, less the time inside the target's passes.
 """
@@ -43,7 +44,7 @@ async def measure(options: Options) -> BenchResult:
     """Runs generations over a whole local stack with models that take no time."""
     stack_options = StackOptions(
         model=MODEL,
-        drafts=(DraftOptions(drafter="model", model=f"{MODEL},noise=0.2"),),
+        drafts=(DraftOptions(drafter="ngram"),),
         target_threads=1,
         target_environment={"OUTRIDER_ADAPTIVE_SPECULATION": "false"},
         orchestrator_environment={
@@ -69,7 +70,7 @@ async def measure(options: Options) -> BenchResult:
 async def _rounds(client: OutriderClient, options: Options, seed: int) -> list[float]:
     """Returns the seconds of each round of one generation, less its mean model time."""
     request = GenerationRequest(
-        token_ids=(1, 2, 3), parameters=SamplingParameters(seed=seed, max_tokens=options.num_tokens)
+        token_ids=(1, 2, seed % 16), parameters=SamplingParameters(temperature=0, max_tokens=options.num_tokens)
     )
     times: list[float] = []
     async for event in client.generate(request, timeout_s=120):

@@ -47,8 +47,8 @@ class Options:
 
     num_rounds: int = 5
     num_tokens: int = 96
-    num_varied: int = 4
-    num_copying: int = 4
+    num_varied: int = 3
+    num_copying: int = 3
     num_speculative_tokens: int = 5
 
 
