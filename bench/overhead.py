@@ -1,6 +1,6 @@
 """Time per round outside the two models: gRPC, Redis, scheduling.
 
-The models are trivial: a table, decoded greedily, whose text soon runs in a circle, and prompt lookup, which foresees it.
+The models are trivial: a table, decoded greedily, whose text soon runs in a circle, and prompt lookup, which sees that.
 The target waits for every proposal, so that each round makes the whole way: verdict, draft, proposal, verification,
 commit, delta. A round lasts from one delta at the client to the next, less the time inside the target's passes.
 """
