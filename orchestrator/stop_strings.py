@@ -31,19 +31,24 @@ class StopStrings:
         if starts:
             text, self._held = self._held[: min(starts)], ""
             return Passed(text, True)
-        num_held = self._num_possible()
-        split = len(self._held) - num_held
-        text, self._held = self._held[:split], self._held[split:]
-        return Passed(text, False)
+        return Passed(self._release(), False)
 
     def skip(self, piece: str) -> str:
-        """Lets text through that no stop string may end (before `min_tokens`)."""
-        text, self._held = self._held + piece, ""
-        return text
+        """Adds text within which no stop string counts (before `min_tokens`); one may begin in it and end later."""
+        if not self._stops:
+            return piece
+        self._held += piece
+        return self._release()
 
     def flush(self) -> str:
         """Returns what was held back, at the end."""
         text, self._held = self._held, ""
+        return text
+
+    def _release(self) -> str:
+        """Removes and returns the held text, but for an end that may become a stop string."""
+        split = len(self._held) - self._num_possible()
+        text, self._held = self._held[:split], self._held[split:]
         return text
 
     def _num_possible(self) -> int:

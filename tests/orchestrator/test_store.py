@@ -1,0 +1,303 @@
+"""The session store against a real Valkey server."""
+
+import asyncio
+import dataclasses
+import time
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+
+import pytest
+import redis
+
+from orchestrator.sessions import BeginOutcome, Begun, Lease, NewRequest, derived_session_id
+from orchestrator.store import SessionStore
+from outrider.client.valkey import EmbeddedValkey
+from outrider.errors import (
+    DataLoss,
+    DuplicateRequest,
+    Fenced,
+    InvalidArgument,
+    ModelMismatch,
+    OutriderError,
+    Overloaded,
+    RequestNotFound,
+    SessionBusy,
+    SessionNotFound,
+    Unavailable,
+)
+from outrider.parameters import AcceptanceRule, FinishReason, SamplingParameters
+
+REQUEST = NewRequest(
+    tenant="t",
+    session_id="s",
+    request_id="a",
+    fingerprint="f",
+    model="m",
+    tokenizer="k",
+    parameters=SamplingParameters(seed=2**64 - 1, logit_bias={3: -1.5}, stop=("x",), stop_token_ids=(7,)),
+    rule=AcceptanceRule.COUPLED,
+    prompt=(1, 2, 3),
+    expected_len=None,
+    takes_over=False,
+    must_exist=False,
+    max_len=1000,
+)
+
+
+@pytest.fixture(scope="module")
+def valkey() -> Iterator[EmbeddedValkey]:
+    with EmbeddedValkey() as server:
+        yield server
+
+
+@pytest.fixture
+async def store(valkey: EmbeddedValkey) -> AsyncIterator[SessionStore]:
+    raw(valkey).flushall()
+    opened = SessionStore(valkey.url, lease_s=30.0)
+    yield opened
+    await opened.close()
+
+
+def raw(valkey: EmbeddedValkey) -> redis.Redis:
+    return redis.Redis.from_url(valkey.url)
+
+
+def asked(**changes: object) -> NewRequest:
+    return dataclasses.replace(REQUEST, **changes)  # type: ignore[arg-type]
+
+
+async def leased(store: SessionStore, **changes: object) -> tuple[Begun, Lease]:
+    begun = await store.begin(asked(**changes))
+    assert begun.lease is not None
+    return begun, begun.lease
+
+
+async def test_a_session_from_begin_to_end(store: SessionStore) -> None:
+    begun, lease = await leased(store)
+    record = begun.record
+    assert begun.outcome is BeginOutcome.NEW
+    assert (record.prompt_start, record.prompt_len, record.committed_len) == (0, 3, 3)
+    assert record.parameters == REQUEST.parameters
+    assert await store.is_leased(record)
+    assert (await store.append(lease, 3, [4, 2**32 - 1])).length == 5
+    assert (await store.append(lease, 5, [6], FinishReason.STOP, "replica")).length == 6
+    assert await store.read_tokens("t", "s", 0, 99) == [1, 2, 3, 4, 2**32 - 1, 6]
+    assert await store.read_tokens("t", "s", 2, 4) == [3, 4]
+    ended = await store.get("t", "s")
+    assert ended is not None
+    assert (ended.finish_reason, ended.target) == (FinishReason.STOP, "replica")
+    assert not await store.is_leased(ended)
+
+
+async def test_the_same_request_again(store: SessionStore) -> None:
+    _, lease = await leased(store)
+    with pytest.raises(SessionBusy):
+        await store.begin(asked())
+    with pytest.raises(DuplicateRequest):
+        await store.begin(asked(fingerprint="other"))
+    await store.append(lease, 3, [4], FinishReason.LENGTH)
+    again = await store.begin(asked())
+    assert (again.outcome, again.lease) == (BeginOutcome.FINISHED, None)
+    assert again.record.committed_len == 4
+
+
+async def test_a_takeover_fences_the_older_lease(store: SessionStore) -> None:
+    _, old = await leased(store)
+    await store.append(old, 3, [4])
+    begun, new = await leased(store, takes_over=True, must_exist=True)
+    assert begun.outcome is BeginOutcome.CONTINUED
+    assert begun.record.committed_len == 4
+    assert new.fencing_token > old.fencing_token
+    for change in (store.append(old, 4, [5]), store.renew(old)):
+        with pytest.raises(Fenced):
+            await change
+    await store.release(old)
+    assert (await store.append(new, 4, [5])).length == 5
+
+
+async def test_a_released_lease_lets_the_request_go_on(store: SessionStore) -> None:
+    _, old = await leased(store)
+    await store.release(old)
+    begun, new = await leased(store)
+    assert begun.outcome is BeginOutcome.CONTINUED
+    assert new.fencing_token > old.fencing_token
+
+
+async def test_an_expired_lease_lets_the_request_go_on(valkey: EmbeddedValkey, store: SessionStore) -> None:
+    brief = SessionStore(valkey.url, lease_s=0.05)
+    _, old = await leased(brief)
+    async with asyncio.timeout(5):
+        while True:
+            try:
+                begun, _ = await leased(store)
+                break
+            except SessionBusy:
+                await asyncio.sleep(0.01)
+    assert begun.outcome is BeginOutcome.CONTINUED
+    with pytest.raises(Fenced):
+        await brief.append(old, 3, [4])
+    await brief.close()
+
+
+async def test_a_second_turn_appends_its_prompt(store: SessionStore) -> None:
+    _, lease = await leased(store)
+    with pytest.raises(SessionBusy):
+        await store.begin(asked(request_id="b"))
+    await store.append(lease, 3, [4], FinishReason.STOP)
+    with pytest.raises(SessionBusy):
+        await store.begin(asked(request_id="b", expected_len=3))
+    begun, _ = await leased(store, request_id="b", prompt=(8, 9), expected_len=4)
+    assert (begun.record.prompt_start, begun.record.prompt_len) == (4, 6)
+    assert begun.record.created == (lease.fencing_token)
+    assert await store.read_tokens("t", "s", 0, 9) == [1, 2, 3, 4, 8, 9]
+
+
+@pytest.mark.parametrize(
+    ("changes", "error"),
+    [
+        ({"request_id": "b", "must_exist": True}, RequestNotFound),
+        ({"session_id": "other", "must_exist": True}, SessionNotFound),
+        ({"model": "other"}, ModelMismatch),
+        ({"tokenizer": "other"}, ModelMismatch),
+        ({"session_id": "long", "prompt": (1,) * 1000}, InvalidArgument),
+    ],
+)
+async def test_what_cannot_begin(store: SessionStore, changes: dict[str, object], error: type[OutriderError]) -> None:
+    _, lease = await leased(store)
+    await store.release(lease)
+    with pytest.raises(error):
+        await store.begin(asked(**changes))
+
+
+async def test_tenants_do_not_meet(store: SessionStore) -> None:
+    await leased(store)
+    begun, _ = await leased(store, tenant="u")
+    assert begun.outcome is BeginOutcome.NEW
+    assert await store.get("v", "s") is None
+    with pytest.raises(SessionNotFound):
+        await store.delete("v", "s")
+    with pytest.raises(SessionNotFound):
+        await store.cancel("v", "s")
+
+
+async def test_a_repeated_append_succeeds_once(store: SessionStore) -> None:
+    _, lease = await leased(store)
+    for _ in range(3):
+        assert (await store.append(lease, 3, [4, 5])).length == 5
+    with pytest.raises(DataLoss):
+        await store.append(lease, 3, [4, 6])
+    with pytest.raises(DataLoss):
+        await store.append(lease, 9, [4])
+    assert await store.read_tokens("t", "s", 0, 9) == [1, 2, 3, 4, 5]
+
+
+async def test_a_log_that_lost_tokens_is_noticed(store: SessionStore, valkey: EmbeddedValkey) -> None:
+    _, lease = await leased(store)
+    client = raw(valkey)
+    (log,) = client.keys("*:log")
+    client.set(log, client.get(log)[:-4])
+    with pytest.raises(DataLoss):
+        await store.append(lease, 3, [4])
+    with pytest.raises(DataLoss):
+        await store.begin(asked(takes_over=True))
+
+
+async def test_cancelling(store: SessionStore) -> None:
+    _, lease = await leased(store)
+    with pytest.raises(RequestNotFound):
+        await store.cancel("t", "s", "b")
+    assert not await store.renew(lease)
+    assert await store.cancel("t", "s", "a")
+    assert await store.renew(lease)
+    assert (await store.append(lease, 3, [4])).cancelled
+    await store.append(lease, 4, [], FinishReason.CANCELLED)
+    assert not await store.cancel("t", "s")
+
+
+async def test_cancelling_what_nobody_runs_ends_it(store: SessionStore) -> None:
+    _, lease = await leased(store)
+    await store.release(lease)
+    assert await store.cancel("t", "s")
+    assert (await store.begin(asked())).outcome is BeginOutcome.FINISHED
+
+
+async def test_deleting(store: SessionStore) -> None:
+    _, lease = await leased(store)
+    assert (await store.delete("t", "s")).request_id == "a"
+    with pytest.raises(SessionNotFound):
+        await store.append(lease, 3, [4])
+    begun, _ = await leased(store)
+    assert begun.record.created > lease.fencing_token
+    assert begun.record.worker_key != dataclasses.replace(begun.record, created=lease.fencing_token).worker_key
+    with pytest.raises(Fenced):
+        await store.append(lease, 3, [4])
+
+
+async def test_losing_everything_is_noticed(store: SessionStore, valkey: EmbeddedValkey) -> None:
+    _, lease = await leased(store)
+    raw(valkey).script_flush()
+    assert (await store.append(lease, 3, [4])).length == 4
+    raw(valkey).flushall()
+    with pytest.raises(SessionNotFound):
+        await store.append(lease, 4, [5])
+
+
+async def test_sessions_expire(valkey: EmbeddedValkey, store: SessionStore) -> None:
+    brief = SessionStore(valkey.url, ttl_s=0.05)
+    _, lease = await leased(brief)
+    async with asyncio.timeout(5):
+        while await store.get("t", "s") is not None:
+            await asyncio.sleep(0.01)
+    with pytest.raises(SessionNotFound):
+        await brief.append(lease, 3, [4])
+    await brief.close()
+    await leased(store)
+    assert 86_000 < await store.expires_in_s("t", "s") <= 86_400
+
+
+async def test_ids_cannot_name_other_keys(store: SessionStore, valkey: EmbeddedValkey) -> None:
+    for session_id in ("a}:session", "{x}", "a\nb", "a:b", "*", "é" * 40):
+        await leased(store, session_id=session_id)
+    keys = [key.decode() for key in raw(valkey).scan_iter()]
+    tags = [key[key.index("{") + 1 : key.index("}")] for key in keys]
+    assert len(keys) == 12
+    assert all(len(tag) == 64 and tags.count(tag) == 2 for tag in tags)
+    assert derived_session_id("a", "b") != derived_session_id("a\0b", "")
+
+
+async def test_two_owners_racing(store: SessionStore) -> None:
+    _, first = await leased(store)
+    _, second = await leased(store, takes_over=True)
+    outcomes = await asyncio.gather(
+        *(store.append(lease, 3, [token]) for lease, token in ((first, 8), (second, 9))), return_exceptions=True
+    )
+    assert isinstance(outcomes[0], Fenced)
+    assert await store.read_tokens("t", "s", 3, 9) == [9]
+
+
+async def test_a_restart_keeps_what_was_committed(tmp_path: Path) -> None:
+    server = EmbeddedValkey(tmp_path)
+    server.start()
+    store = SessionStore(server.url, timeout_s=0.3)
+    try:
+        _, lease = await leased(store)
+        await store.append(lease, 3, [4])
+        server.stop()
+        started = time.monotonic()
+        with pytest.raises(Unavailable):
+            await store.append(lease, 4, [5])
+        assert time.monotonic() - started < 3
+        server.start()
+        assert (await store.append(lease, 4, [5])).length == 5
+    finally:
+        await store.close()
+        server.stop()
+
+
+async def test_a_full_store_is_overloaded() -> None:
+    with EmbeddedValkey(durable=False, max_memory_bytes=3_000_000) as server:
+        store = SessionStore(server.url)
+        with pytest.raises(Overloaded):
+            for number in range(1000):
+                await leased(store, session_id=f"s{number}", prompt=(1,) * 900)
+        await store.close()
