@@ -117,7 +117,8 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
     ) -> Begun:
         info = _info(link)
         checked.parameters.check_vocabulary(info.vocabulary_size)
-        if checked.parameters.max_tokens > info.max_session_len:
+        # The default is not held against a small model: the end of the context ends the output anyway.
+        if request.parameters.HasField("max_tokens") and checked.parameters.max_tokens > info.max_session_len:
             raise InvalidArgument(
                 f"max_tokens is {checked.parameters.max_tokens}, sessions have at most {info.max_session_len} tokens",
                 "max_tokens",

@@ -1,5 +1,6 @@
 """What a stack on this machine consists of, and the settings that each of its processes gets."""
 
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
@@ -91,14 +92,17 @@ class StackOptions:
 
     def draft_specs(self) -> Iterator[ProcessSpec]:
         """Yields how to start each draft."""
+        numbers: Counter[str] = Counter()
         for draft in self.drafts:
             settings = {"OUTRIDER_DRAFTER": draft.drafter, "OUTRIDER_NUM_THREADS": str(draft.num_threads)}
             if draft.drafter != "ngram":
                 settings |= {"OUTRIDER_MODEL": draft.model or self.model, **self._placement()}
             if draft.drafter == "layers":
                 settings["OUTRIDER_NUM_LAYERS"] = str(draft.num_layers)
-            for number in range(draft.num_replicas):
-                name = f"draft-{draft.drafter}-{number}"
+            for _ in range(draft.num_replicas):
+                # Two kinds of drafts may run the same drafter, on different models.
+                name = f"draft-{draft.drafter}-{numbers[draft.drafter]}"
+                numbers[draft.drafter] += 1
                 yield self._spec(name, "draft_service", {**settings, **draft.environment})
 
     def orchestrator_specs(self, addresses: Mapping[str, str]) -> Iterator[ProcessSpec]:
