@@ -1,0 +1,147 @@
+"""Sessions through the served API: turns on a warm cache, many at once, repetitions, cancellation, deletion."""
+
+import asyncio
+import dataclasses
+from collections.abc import AsyncIterator
+
+import grpc
+import pytest_asyncio
+
+from outrider.client import (
+    Delta,
+    DraftOptions,
+    Finished,
+    Generation,
+    GenerationRequest,
+    LocalStack,
+    OutriderClient,
+    Speculation,
+)
+from outrider.errors import DeadlineExceeded, DuplicateRequest, SessionBusy
+from outrider.parameters import FinishReason, SamplingParameters
+from outrider.v1 import worker_pb2
+from outrider.v1.worker_pb2_grpc import WorkerServiceStub
+from tests.served.stacks import markov_stack
+
+TARGET = "markov:vocabulary=16,order=2,seed=5,step_s=0.003"
+PARAMETERS = SamplingParameters(seed=2, max_tokens=30)
+ENDLESS = SamplingParameters(seed=2, max_tokens=20_000)
+PLAIN = Speculation(disabled=True)
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="session")
+async def stack() -> AsyncIterator[LocalStack]:
+    drafts = (DraftOptions(drafter="model", model=f"{TARGET},noise=0.2"),)
+    async with LocalStack(dataclasses.replace(markov_stack(), model=TARGET, drafts=drafts)) as running:
+        yield running
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="session")
+async def client(stack: LocalStack) -> AsyncIterator[OutriderClient]:
+    async with stack.client() as connected:
+        yield connected
+
+
+async def _load(address: str) -> worker_pb2.GetLoadResponse:
+    async with grpc.aio.insecure_channel(address) as channel:
+        return await WorkerServiceStub(channel).GetLoad(worker_pb2.GetLoadRequest(), timeout=10)
+
+
+async def _until_idle(stack: LocalStack) -> None:
+    async with asyncio.timeout(10):
+        for process in (*stack.targets, *stack.drafts):
+            while (await _load(process.address)).num_active_sessions:
+                await asyncio.sleep(0.02)
+
+
+async def test_a_second_turn_runs_only_what_is_new(stack: LocalStack, client: OutriderClient) -> None:
+    first = await client.complete(
+        GenerationRequest(token_ids=(1, 2) * 200, parameters=PARAMETERS, speculation=PLAIN), timeout_s=30
+    )
+    before = (await _load(stack.targets[0].address)).num_tokens
+    turn = GenerationRequest(token_ids=(3, 4), parameters=PARAMETERS, speculation=PLAIN, session_id=first.session_id)
+    second = await client.complete(turn, timeout_s=30)
+    # The last token of the first turn, the two new ones, and a row for each output token but the last.
+    assert (await _load(stack.targets[0].address)).num_tokens - before == 3 + 29
+    whole = GenerationRequest(
+        token_ids=((1, 2) * 200 + tuple(first.token_ids) + (3, 4)), parameters=PARAMETERS, speculation=PLAIN
+    )
+    assert (await client.complete(whole, timeout_s=30)).token_ids == second.token_ids
+
+
+async def test_many_at_once_give_what_one_at_a_time_does(client: OutriderClient) -> None:
+    requests = [
+        GenerationRequest(
+            token_ids=(number % 16, 3), parameters=dataclasses.replace(PARAMETERS, seed=number, max_tokens=12)
+        )
+        for number in range(40)
+    ]
+    together = await asyncio.gather(*(client.complete(request, timeout_s=60) for request in requests))
+    for request, generation in list(zip(requests, together, strict=True))[::8]:
+        alone = dataclasses.replace(request, request_id=f"alone-{request.request_id}", speculation=PLAIN)
+        assert (await client.complete(alone, timeout_s=30)).token_ids == generation.token_ids
+
+
+async def test_a_repeated_request_is_answered_from_the_log(stack: LocalStack, client: OutriderClient) -> None:
+    request = GenerationRequest(token_ids=(7,), parameters=PARAMETERS)
+    first = await client.complete(request, timeout_s=30)
+    before = (await _load(stack.targets[0].address)).num_passes
+    assert (await client.complete(request, timeout_s=30)).token_ids == first.token_ids
+    assert (await _load(stack.targets[0].address)).num_passes == before
+    other = dataclasses.replace(request, token_ids=(8,))
+    try:
+        await client.complete(other, timeout_s=30)
+    except DuplicateRequest:
+        return
+    raise AssertionError("another request under the same id was taken")
+
+
+async def test_the_same_request_twice_at_once_generates_once(client: OutriderClient) -> None:
+    request = GenerationRequest(token_ids=(9,), parameters=PARAMETERS)
+    outcomes = await asyncio.gather(*(client.complete(request, timeout_s=30) for _ in range(2)), return_exceptions=True)
+    done = [outcome for outcome in outcomes if isinstance(outcome, Generation)]
+    assert done
+    assert all(isinstance(outcome, Generation | SessionBusy) for outcome in outcomes)
+    session = await client.get_session(done[0].session_id, with_token_ids=True)
+    assert list(session.token_ids) == [9, *done[0].token_ids]
+
+
+async def test_cancelling_ends_the_stream_and_frees_the_workers(stack: LocalStack, client: OutriderClient) -> None:
+    token_ids: list[int] = []
+    session_id, last = "", None
+    async for event in client.generate(GenerationRequest(token_ids=(1, 2), parameters=ENDLESS), timeout_s=60):
+        last = event
+        if isinstance(event, Delta):
+            token_ids += event.token_ids
+            if len(token_ids) > 50:
+                await client.cancel(session_id)
+        elif not isinstance(event, Finished):
+            session_id = event.session_id
+    assert isinstance(last, Finished)
+    assert last.finish_reason is FinishReason.CANCELLED
+    assert last.num_output_tokens == len(token_ids)
+    await _until_idle(stack)
+
+
+async def test_a_deadline_frees_the_workers_and_leaves_the_session_resumable(
+    stack: LocalStack, client: OutriderClient
+) -> None:
+    request = GenerationRequest(token_ids=(1, 2), parameters=ENDLESS, session_id="deadline")
+    try:
+        await client.complete(request, timeout_s=0.5)
+    except DeadlineExceeded:
+        await _until_idle(stack)
+    session = await client.get_session("deadline")
+    assert not session.leased
+    assert not session.finish_reason
+    assert session.committed_len > 2
+
+
+async def test_a_deleted_session_leaves_nothing_behind(client: OutriderClient) -> None:
+    first = GenerationRequest(token_ids=(1, 2, 3), parameters=PARAMETERS, session_id="again", speculation=PLAIN)
+    await client.complete(first, timeout_s=30)
+    await client.delete_session("again")
+    second = GenerationRequest(token_ids=(4, 5, 6, 7), parameters=PARAMETERS, session_id="again", speculation=PLAIN)
+    elsewhere = dataclasses.replace(second, session_id="elsewhere", request_id="elsewhere")
+    outputs = [(await client.complete(request, timeout_s=30)).token_ids for request in (second, elsewhere)]
+    assert outputs[0] == outputs[1]
