@@ -95,12 +95,13 @@ REJECTION = Speculation(num_speculative_tokens=4, acceptance_rule=AcceptanceRule
 
 @pytest_asyncio.fixture(scope="module", loop_scope="session")
 async def client() -> AsyncIterator[OutriderClient]:
+    # A draft opens while the target decodes already: one that took no time would often be done before.
     options = StackOptions(
-        model=TARGET,
+        model=f"{TARGET},step_s=0.002",
         drafts=(DraftOptions(drafter="model", model=f"{TARGET},noise=0.2"),),
         target_threads=1,
         target_environment={"OUTRIDER_ADAPTIVE_SPECULATION": "false"},
-        orchestrator_environment={"OUTRIDER_DRAFT_MAX_WAIT_S": "5"},
+        orchestrator_environment={"OUTRIDER_DRAFT_MAX_WAIT_S": "5", "OUTRIDER_WINDOW": "5"},
     )
     async with LocalStack(options) as stack, stack.client() as client:
         yield client
@@ -175,15 +176,18 @@ async def test_tokens_are_those_of_the_law(client: OutriderClient, name: str, gr
     assert plain.statistics.num_drafts == 0
 
 
-async def test_drafted_tokens_are_accepted_in_nearly_every_case(client: OutriderClient) -> None:
-    """The cases above hold at drafted positions: without this they might hold for want of any."""
-    without = []
+async def test_drafted_tokens_are_accepted_over_the_cases(client: OutriderClient) -> None:
+    """What equals the law stood at drafted positions: counted over the very outputs that are compared."""
+    num_accepted: dict[str, int] = {}
     for name in CASES:
-        generation = await served(client, case_parameters(name), COUPLED)
-        if generation.statistics.num_accepted_tokens == 0:
-            without.append(name)
-    # The first token has no draft to wait for.
-    assert set(without) <= {"max_tokens of one"}
+        parameters = case_parameters(name)
+        generation = await served(client, parameters, COUPLED)
+        assert generation.token_ids == simulated(parameters)[0]
+        if len(generation.token_ids) == LONG:
+            num_accepted[name] = generation.statistics.num_accepted_tokens
+    assert len(num_accepted) > 20
+    assert sum(num > 0 for num in num_accepted.values()) > 0.8 * len(num_accepted), num_accepted
+    assert sum(num_accepted.values()) > 0.3 * LONG * len(num_accepted), num_accepted
 
 
 @pytest.mark.parametrize("greedy", [False, True], ids=["coupled", "greedy"])
@@ -222,7 +226,7 @@ async def test_rejection_stays_in_the_support(client: OutriderClient, name: str)
 
 
 @pytest.mark.parametrize("name", ["temperature", "top_k", "all penalties", "logit_bias", "everything"])
-@pytest.mark.parametrize("num_top", [0, 1, 5, 16, 20])
+@pytest.mark.parametrize("num_top", [0, 5, 20])
 async def test_logprobs_are_those_of_the_raw_logits(client: OutriderClient, name: str, num_top: int) -> None:
     parameters = case_parameters(name, logprobs=num_top)
     drafted = await served(client, parameters, COUPLED)
