@@ -1,4 +1,4 @@
-"""Text to token ids and back, with the tokenizer that the target serves. No model library is needed."""
+"""Prompts to token ids, with the tokenizer that the target serves. No model library is needed."""
 
 import json
 from collections.abc import Sequence
@@ -9,9 +9,10 @@ import grpc
 import jinja2
 import tokenizers
 from jinja2.sandbox import ImmutableSandboxedEnvironment
-from tokenizers.decoders import DecodeStream
 
+from orchestrator.detokenizer import Detokenizer, unsettled_tokens_of
 from outrider.errors import InvalidArgument
+from outrider.serving.status import peer_errors
 from outrider.v1 import worker_pb2
 from outrider.v1.worker_pb2_grpc import WorkerServiceStub
 
@@ -33,6 +34,9 @@ class Tokenizer:
         self._tokenizer = tokenizers.Tokenizer.from_str(definition)
         self._special_tokens = {name: token or "" for name, token in special_tokens.items()}
         self._template = None if chat_template is None else _compiled(chat_template)
+        added = self._tokenizer.get_added_tokens_decoder()
+        self._special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
+        self._unsettled_tokens = unsettled_tokens_of(self._tokenizer)
 
     def encode(self, text: str) -> list[int]:
         """Returns a prompt's token ids, with the special tokens that the tokenizer adds by itself."""
@@ -44,8 +48,7 @@ class Tokenizer:
         Args:
             messages: (role, content), oldest first; at least one.
             continues: whether a session already holds the conversation up to an answer of the assistant; then only what
-                the
-                template puts behind that answer is returned.
+                the template puts behind that answer is returned.
             last_token: the session's last token, so that an end-of-text token that stands there is not repeated.
 
         Raises:
@@ -58,13 +61,16 @@ class Tokenizer:
         if not continues:
             return list(self._tokenizer.encode(self._render(conversation), add_special_tokens=False).ids)
         before = [{"role": "user", "content": "?"}, {"role": "assistant", "content": _SENTINEL}]
-        behind = self._render(before + conversation).rpartition(_SENTINEL)[2]
+        _, sentinel, behind = self._render(before + conversation).partition(_SENTINEL)
+        if not sentinel:
+            raise InvalidArgument("the chat template hides earlier answers, so it cannot continue a session", "chat")
         token_ids = list(self._tokenizer.encode(behind, add_special_tokens=False).ids)
-        return token_ids[1:] if token_ids and token_ids[0] == last_token else token_ids
+        is_repeated = token_ids[:1] == [last_token] and last_token in self._special_ids
+        return token_ids[1:] if is_repeated else token_ids
 
     def detokenizer(self) -> "Detokenizer":
         """Returns a fresh incremental detokenizer."""
-        return Detokenizer(self._tokenizer)
+        return Detokenizer(self._tokenizer, self._unsettled_tokens)
 
     def _render(self, conversation: list[dict[str, str]]) -> str:
         if self._template is None:
@@ -73,32 +79,6 @@ class Tokenizer:
             return self._template.render(messages=conversation, add_generation_prompt=True, **self._special_tokens)
         except jinja2.TemplateError as error:
             raise InvalidArgument(f"the chat template refuses the messages: {error}", "chat") from error
-
-
-class Detokenizer:
-    """Turns output tokens into text piece by piece; a pure function of the tokens pushed so far.
-
-    A piece is given out once it is certain: no character is split, so the pieces' concatenation is the text of all
-    tokens, special tokens left out.
-    """
-
-    def __init__(self, tokenizer: tokenizers.Tokenizer) -> None:
-        self._tokenizer = tokenizer
-        self._stream = DecodeStream(skip_special_tokens=True)
-        self._token_ids: list[int] = []
-        self._length = 0
-
-    def push(self, token_id: int) -> str:
-        """Returns the text that became certain with this token."""
-        self._token_ids.append(token_id)
-        piece = self._stream.step(self._tokenizer, token_id) or ""
-        self._length += len(piece)
-        return piece
-
-    def flush(self) -> str:
-        """Returns what the end makes certain: an incomplete character becomes U+FFFD."""
-        whole = self._tokenizer.decode(self._token_ids, skip_special_tokens=True)
-        return whole[self._length :]
 
 
 def _compiled(source: str) -> jinja2.Template:
@@ -120,13 +100,14 @@ async def fetch_tokenizer(channel: grpc.aio.Channel) -> Tokenizer | None:
     """Returns the tokenizer that a target serves; None where its model has none."""
     files: dict[str, bytes] = {}
     call = WorkerServiceStub(channel).GetTokenizer(worker_pb2.GetTokenizerRequest(), timeout=_TIMEOUT_S)
-    try:
-        async for part in call:
-            files[part.name] = files.get(part.name, b"") + part.content
-    except grpc.aio.AioRpcError as error:
-        if error.code() is grpc.StatusCode.UNIMPLEMENTED:
-            return None
-        raise
+    with peer_errors():
+        try:
+            async for part in call:
+                files[part.name] = files.get(part.name, b"") + part.content
+        except grpc.aio.AioRpcError as error:
+            if error.code() in (grpc.StatusCode.UNIMPLEMENTED, grpc.StatusCode.NOT_FOUND):
+                return None
+            raise
     template = files.get("chat_template.jinja")
     special: dict[str, Any] = json.loads(files.get("special_tokens.json", b"{}"))
     return Tokenizer(files["tokenizer.json"].decode(), template.decode() if template else None, special)
