@@ -2,7 +2,7 @@
 
 import asyncio
 import logging
-from collections.abc import AsyncIterable, AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Protocol
 
@@ -20,6 +20,9 @@ _LOG: Final = logging.getLogger(__name__)
 _FIRST_BACKOFF_S: Final = 0.05
 _MAX_BACKOFF_S: Final = 1.0
 _CALL_TIMEOUT_S: Final = 5.0
+_MAX_UNANSWERED: Final = 2
+"""Looks at the load in a row without an answer, after which a worker is taken for hung: a stopped process keeps its
+connections, and pings notice it later."""
 
 
 class Receiver(Protocol):
@@ -36,7 +39,7 @@ class Receiver(Protocol):
 class StreamKind:
     """How the two kinds of streams differ."""
 
-    call: Callable[[grpc.aio.Channel], Callable[[AsyncIterator[Any]], AsyncIterable[Any]]]
+    call: "Callable[[grpc.aio.Channel], Callable[[AsyncIterator[Any]], grpc.aio.StreamStreamCall[Any, Any]]]"
     message: Callable[[Sequence[Any]], Any]
     frame: Callable[..., Any]
 
@@ -94,6 +97,8 @@ class WorkerLink:
         self._handles: dict[int, Handle] = {}
         self._next_number = 1
         self._channel: grpc.aio.Channel | None = None
+        self._call: grpc.aio.StreamStreamCall[Any, Any] | None = None
+        self._failure: OutriderError | None = None
 
     @property
     def is_up(self) -> bool:
@@ -128,7 +133,7 @@ class WorkerLink:
         try:
             self._outbox.put(frame)
         except Overloaded as error:
-            self._outbox.close(error)
+            self._give_up(error)
 
     def forget(self, handle: Handle) -> bool:
         """Ends the delivery of frames to a handle; returns whether it was open."""
@@ -138,15 +143,24 @@ class WorkerLink:
         """Connects, serves the stream, and connects again when it breaks, until cancelled."""
         backoff_s = _FIRST_BACKOFF_S
         while True:
-            try:
-                await self._connect_and_serve()
-                error: OutriderError = Unavailable(f"{self.address} ended the stream")
+            error = await self._attempt()
+            if self.is_up:
                 backoff_s = _FIRST_BACKOFF_S
-            except OutriderError as caught:
-                error = caught
             self._lose(error)
             await asyncio.sleep(backoff_s)
             backoff_s = min(2 * backoff_s, _MAX_BACKOFF_S)
+
+    async def _attempt(self) -> OutriderError:
+        """Connects and serves until that fails; returns why."""
+        try:
+            await self._connect_and_serve()
+        except OutriderError as error:
+            return error
+        except Exception:
+            # Nothing that a peer can provoke may end the link for good.
+            _LOG.exception("stream failed", extra={"worker": self.address})
+            return Unavailable(f"{self.address}: the stream failed")
+        return Unavailable(f"{self.address} ended the stream")
 
     async def _connect_and_serve(self) -> None:
         settings = self._settings
@@ -160,40 +174,73 @@ class WorkerLink:
             with peer_errors():
                 await wait_connected(channel, self.address, settings.connect_timeout_s)
                 worker = WorkerServiceStub(channel)
-                self.info = await worker.GetInfo(worker_pb2.GetInfoRequest(), timeout=_CALL_TIMEOUT_S)
+                self._know(await worker.GetInfo(worker_pb2.GetInfoRequest(), timeout=_CALL_TIMEOUT_S))
                 self._channel = channel
                 await self._serve(channel)
+
+    def _know(self, info: worker_pb2.GetInfoResponse) -> None:
+        if self.info is not None and self.info.incarnation != info.incarnation:
+            _LOG.info("worker restarted", extra={"worker": self.address})
+        # What was said of the load belongs to the stream before; above all, whoever is back does not drain.
+        self.info, self.load = info, worker_pb2.GetLoadResponse()
 
     async def _serve(self, channel: grpc.aio.Channel) -> None:
         outbox: FrameOutbox[Any, Any] = FrameOutbox(self.kind.message)
         looking = asyncio.create_task(self._look_at_load(channel))
         try:
-            call = self.kind.call(channel)(outbox.messages())
+            self._failure = None
+            self._call = self.kind.call(channel)(outbox.messages())
             self._outbox, self.problem = outbox, ""
             self.changed.set()
             _LOG.info("connected", extra={"worker": self.address})
-            async for message in call:
+            async for message in self._call:
                 for frame in message.frames:
-                    handle = self._handles.get(frame.handle)
-                    if handle is not None:
-                        handle.receiver.on_frame(frame)
+                    self._deliver(frame)
+        except asyncio.CancelledError:
+            # Raised too when `_give_up` cancelled the call; only a task that is being cancelled may let it out.
+            task = asyncio.current_task()
+            if task is None or task.cancelling():
+                raise
+            raise self._failure or Unavailable(f"{self.address}: the stream was cancelled") from None
         finally:
             looking.cancel()
             outbox.close()
 
+    def _deliver(self, frame: Any) -> None:
+        handle = self._handles.get(frame.handle)
+        if handle is None:
+            return
+        try:
+            handle.receiver.on_frame(frame)
+        except Exception:
+            # What one session cannot take must not cost the others their stream.
+            _LOG.exception("frame not understood", extra={"worker": self.address})
+            handle.receiver.on_lost(Unavailable(f"{self.address} sent a frame that makes no sense"))
+
+    def _give_up(self, error: OutriderError) -> None:
+        """Breaks the stream from this side. A worker that reads nothing would not notice the end of the outbox."""
+        self._failure = error
+        if self._call is not None:
+            self._call.cancel()
+
     async def _look_at_load(self, channel: grpc.aio.Channel) -> None:
         worker = WorkerServiceStub(channel)
-        while True:
+        num_unanswered = 0
+        while num_unanswered < _MAX_UNANSWERED:
             try:
                 self.load = await worker.GetLoad(worker_pb2.GetLoadRequest(), timeout=_CALL_TIMEOUT_S)
+                num_unanswered = 0
             except grpc.aio.AioRpcError as error:
                 _LOG.debug("no load", extra={"worker": self.address, "code": error.code().name})
+                # Any other status is an answer: the worker lives.
+                num_unanswered += error.code() is grpc.StatusCode.DEADLINE_EXCEEDED
             await asyncio.sleep(self._settings.load_interval_s)
+        self._give_up(Unavailable(f"{self.address} does not answer"))
 
     def _lose(self, error: OutriderError) -> None:
         if self.is_up:
             _LOG.warning("stream lost", extra={"worker": self.address, "reason": error.reason})
-        self._outbox = self._channel = None
+        self._outbox = self._channel = self._call = None
         self.problem = error.message
         self.changed.set()
         handles, self._handles = self._handles, {}
