@@ -29,6 +29,7 @@ async def serve(settings: OrchestratorSettings) -> None:
     try:
         await server.run()
     finally:
+        await servicer.settle()
         await replicas.stop()
         await store.close()
 

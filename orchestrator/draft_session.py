@@ -2,12 +2,16 @@
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from typing import Final
 
 from orchestrator.links import Handle, WorkerLink
 from outrider import wire
 from outrider.errors import KVCacheMiss, OutriderError
 from outrider.tokens import Base, TokenSpan
 from outrider.v1 import draft_pb2, tokens_pb2
+
+_MAX_MISSES: Final = 3
+"""Misses of the KV cache without a proposal between them, after which a draft is taken for broken."""
 
 
 class DraftSession:
@@ -42,6 +46,7 @@ class DraftSession:
         self._fencing_token = 0
         self._trusted_len = 0
         self._known_len = 0
+        self._num_misses = 0
         self._replay: asyncio.Task[None] | None = None
 
     def open(self, message: draft_pb2.DraftOpen, committed_len: int) -> None:
@@ -71,16 +76,24 @@ class DraftSession:
             return
         self._ask(TokenSpan(self._known_len, known.token_ids[skipped:]))
 
+    def repeat(self, known: TokenSpan) -> None:
+        """Asks once more for what continues the session, for a target that did not get the last proposal."""
+        if self.is_ready and self._replay is None and known.token_ids:
+            self._known_len = min(self._known_len, known.start)
+            self.advance(known)
+
     def on_frame(self, frame: draft_pb2.DraftResponseFrame) -> None:
         """Takes a frame; see `Receiver`."""
         match frame.WhichOneof("frame"):
             case "proposal":
+                self._num_misses = 0
                 self._on_proposal(frame.proposal)
             case "opened":
                 self._catch_up(min(frame.opened.cached_len, self._trusted_len))
             case "refusal":
                 error = wire.refusal_from_message(frame.refusal)
-                if isinstance(error, KVCacheMiss):
+                self._num_misses += 1
+                if isinstance(error, KVCacheMiss) and self._num_misses <= _MAX_MISSES:
                     self._catch_up(min(error.cached_len, self._known_len))
                 else:
                     self._lose(error)

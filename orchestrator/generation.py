@@ -7,27 +7,41 @@ coroutine (`events`) takes the verdicts that have come, commits their tokens tog
 import asyncio
 import logging
 import time
-from collections import Counter
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 from dataclasses import dataclass, field
 from typing import Final
 
 from orchestrator.draft_session import DraftSession
 from orchestrator.output import OutputText
+from orchestrator.renewal import LeaseRenewal
 from orchestrator.replicas import Replicas
-from orchestrator.sessions import Lease, SessionRecord
+from orchestrator.session_tokens import SessionTokens
+from orchestrator.sessions import Committed, Lease, SessionRecord
 from orchestrator.settings import OrchestratorSettings
 from orchestrator.store import SessionStore
+from orchestrator.tally import Tally
 from orchestrator.target_session import TargetSession
 from outrider import wire
-from outrider.errors import Fenced, InvalidArgument, OutriderError, SessionNotFound, Unavailable
+from outrider.errors import (
+    DataLoss,
+    Fenced,
+    InvalidArgument,
+    ModelMismatch,
+    OutriderError,
+    SessionNotFound,
+    Unavailable,
+)
 from outrider.parameters import FinishReason
-from outrider.statistics import SpeculationStatistics
-from outrider.tokens import TokenSpan
+from outrider.serving.frames import MAX_FRAME_BYTES_PER_MESSAGE
 from outrider.v1 import draft_pb2, generation_pb2, target_pb2, tokens_pb2
 
 _LOG: Final = logging.getLogger(__name__)
-_MAX_FAILOVERS: Final = 8
+_FINAL: Final = (DataLoss, Fenced, InvalidArgument, ModelMismatch, SessionNotFound)
+"""Errors that another target would give too."""
+_FIRST_PAUSE_S: Final = 0.05
+_MAX_PAUSE_S: Final = 1.0
+_STALL_S: Final = 300.0
+"""Silence of a target that owes a verdict, after which another one goes on; a long prompt's prefill takes minutes."""
 _TRIAL_STRIDE: Final = 8
 """Tokens between the proposals that a session asks for while its target does not wait for them."""
 
@@ -59,47 +73,6 @@ class _Batch:
     text: str = ""
     finish_reason: FinishReason | None = None
     stopped: bool = False
-
-
-class SessionTokens:
-    """A session's tokens from some position on; earlier ones are read from the log when they are needed.
-
-    Args:
-        store: has the log.
-        record: the session.
-        start: position of the first of `token_ids`.
-        token_ids: tokens up to the session's end.
-    """
-
-    def __init__(self, store: SessionStore, record: SessionRecord, start: int, token_ids: list[int]) -> None:
-        self._store = store
-        self._record = record
-        self._start = start
-        self._token_ids = token_ids
-
-    @property
-    def end(self) -> int:
-        """The session's length, uncommitted tokens included."""
-        return self._start + len(self._token_ids)
-
-    def append(self, token_ids: list[int]) -> None:
-        """Adds output."""
-        self._token_ids += token_ids
-
-    def since(self, start: int) -> TokenSpan:
-        """Returns what is at hand from a position on; begins later where earlier tokens are not at hand."""
-        start = max(start, self._start)
-        return TokenSpan(start, tuple(self._token_ids[start - self._start :]))
-
-    async def read_from(self, start: int) -> tuple[int, ...]:
-        """Returns all tokens from a position on."""
-        if start < self._start:
-            record = self._record
-            earlier = await self._store.read_tokens(record.tenant, record.session_id, start, self._start)
-            if len(earlier) != self._start - start:
-                raise Unavailable("the token log could not be read")
-            self._start, self._token_ids = start, earlier + self._token_ids
-        return tuple(self._token_ids[start - self._start :])
 
 
 class Generation:
@@ -136,21 +109,19 @@ class Generation:
         self._target: TargetSession | None = None
         self._target_error: OutriderError | None = None
         self._failed_targets: list[str] = []
+        self._failing_since: float | None = None
         self._draft: DraftSession | None = None
         self._draft_retry_at = 0.0
+        self._draft_is_proved = False
         self._verdicts: list[target_pb2.Verdict] = []
         self._wake = asyncio.Event()
         self._is_over = False
         self._is_finished = False
-        self._started = time.monotonic()
-        self._first_token_s = 0.0
-        self._target_time_s = 0.0
-        self._wait_time_s = 0.0
-        self._num_emitted = 0
-        self._statistics = SpeculationStatistics()
-        self._fallbacks: Counter[str] = Counter()
+        self._tally = Tally()
+        self._end: OutriderError | None = None
+        self._renewal = LeaseRenewal(self._store, lease, self._settings.lease_s / 3, self.cancel, self._on_lease_lost)
 
-    async def events(self) -> AsyncIterator[generation_pb2.GenerateResponse]:
+    async def events(self) -> AsyncGenerator[generation_pb2.GenerateResponse, None]:
         """Yields deltas, then the terminal event.
 
         Raises:
@@ -158,6 +129,7 @@ class Generation:
             Unavailable: Redis or every target is out of reach; the session is resumable.
             OutriderError: what else ends the stream; the session is resumable.
         """
+        self._renewal.start()
         while not self._is_finished:
             batch = await self._next_batch()
             if batch is None:
@@ -169,18 +141,30 @@ class Generation:
                 self._is_finished = True
                 yield self._finished(batch)
 
+    @property
+    def request_id(self) -> str:
+        """The request."""
+        return self._record.request_id
+
+    def cancel(self) -> None:
+        """Ends the request behind what has come so far; its stream gets the terminal event."""
+        self._verdicts.append(target_pb2.Verdict(finish_reason=tokens_pb2.FINISH_REASON_CANCELLED))
+        self._wake.set()
+
     def close(self) -> "asyncio.Task[None] | None":
         """Frees both workers; the task gives back the lease of a request that has not ended."""
         self._is_over = True
+        self._renewal.stop()
         if self._draft is not None:
             self._draft.close()
         if self._target is not None:
-            self._target.close(self._committed_len)
+            self._target.close(self._committed_len, drop=isinstance(self._end, SessionNotFound))
         return None if self._is_finished else asyncio.create_task(self._release())
 
     async def _release(self) -> None:
         try:
-            await self._store.release(self._lease)
+            async with self._renewal.turn:
+                await self._store.release(self._lease)
         except OutriderError as error:
             # The lease ends by itself.
             _LOG.warning("lease not given back", extra={"reason": error.reason})
@@ -188,7 +172,9 @@ class Generation:
     # Commit before emit.
 
     async def _next_batch(self) -> _Batch | None:
-        """Returns output to commit; None when there is none yet. Attaches targets, renews the lease."""
+        """Returns output to commit; None when there is none yet. Attaches targets and drafts."""
+        if self._end is not None:
+            raise self._end
         if self._verdicts:
             return self._absorb()
         if self._target_error is not None:
@@ -196,18 +182,18 @@ class Generation:
         if self._target is None:
             await self._attach_target()
         self._attach_draft()
-        if not self._verdicts and not self._target_error:
+        if not self._verdicts and not self._target_error and not self._end:
             await self._wait()
         return None
 
     async def _wait(self) -> None:
+        """Returns when something has come, or is overdue."""
         self._wake.clear()
         try:
-            async with asyncio.timeout(self._settings.lease_s / 3):
+            async with asyncio.timeout(_STALL_S):
                 await self._wake.wait()
         except TimeoutError:
-            if await self._store.renew(self._lease):
-                self._verdicts.append(_cancellation())
+            self._on_target_error(Unavailable(f"the target gave nothing for {_STALL_S:g} s"))
 
     def _absorb(self) -> _Batch:
         verdicts, self._verdicts = self._verdicts, []
@@ -219,7 +205,10 @@ class Generation:
             batch.origins += verdict.origins[:num]
             batch.logprobs += verdict.logprobs[:num]
             batch.text += absorbed.text
-            self._count(verdict, num)
+            if num:
+                self._tally.verdict(verdict, num)
+            if num and self._draft is not None and self._draft.is_ready and verdict.num_nodes == 0:
+                self._tally.fallback("no_proposal")
             batch.stopped = absorbed.stopped
             batch.finish_reason = (
                 FinishReason.STOP if absorbed.stopped else wire.finish_from_number(verdict.finish_reason)
@@ -229,28 +218,27 @@ class Generation:
         return batch
 
     async def _commit(self, batch: _Batch) -> None:
-        if self._first_token_s == 0.0 and batch.token_ids:
-            self._first_token_s = time.monotonic() - self._started
         replica = self._target.replica if self._target else ""
-        committed = await self._store.append(
-            self._lease, self._committed_len, batch.token_ids, batch.finish_reason, replica
-        )
-        self._committed_len = committed.length
-        if committed.cancelled and batch.finish_reason is None:
-            batch.finish_reason = FinishReason.CANCELLED
-            await self._store.append(self._lease, self._committed_len, (), FinishReason.CANCELLED, replica)
+        async with self._renewal.turn:
+            if batch.finish_reason is not None:
+                self._renewal.stop()
+            committed = await self._append(batch.token_ids, batch.finish_reason, replica)
+            if committed.cancelled and batch.finish_reason is None:
+                self._renewal.stop()
+                batch.finish_reason = FinishReason.CANCELLED
+                await self._append([], FinishReason.CANCELLED, replica)
         if self._target is not None and batch.finish_reason is None:
             self._target.move_window(self._committed_len, self._committed_len + self._settings.window)
 
-    def _count(self, verdict: target_pb2.Verdict, num_tokens: int) -> None:
-        if not verdict.token_ids:
-            return
-        num_accepted = min(verdict.num_accepted_tokens, num_tokens)
-        self._statistics.record(verdict.num_draft_tokens, num_accepted, num_tokens)
-        self._target_time_s += verdict.model_time_s
-        self._wait_time_s += verdict.wait_time_s
-        if self._draft is not None and self._draft.is_ready and verdict.num_nodes == 0:
-            self._fallbacks["no_proposal"] += 1
+    async def _append(self, token_ids: list[int], reason: FinishReason | None, replica: str) -> Committed:
+        try:
+            committed = await self._store.append(self._lease, self._committed_len, token_ids, reason, replica)
+        except SessionNotFound as error:
+            self._end = error
+            raise
+        self._committed_len = committed.length
+        self._renewal.committed()
+        return committed
 
     # What workers say; called in the event loop, never waits.
 
@@ -258,6 +246,8 @@ class Generation:
         base = verdict.base
         if self._is_over or base.fencing_token != self._lease.fencing_token or base.len != self._tokens.end:
             return
+        self._failing_since = None
+        self._failed_targets.clear()
         self._tokens.append(list(verdict.token_ids))
         self._verdicts.append(verdict)
         if self._draft is not None and not verdict.finish_reason:
@@ -269,22 +259,35 @@ class Generation:
         if awaited or self._tokens.end - draft.known_len >= _TRIAL_STRIDE:
             draft.advance(self._tokens.since(draft.known_len))
 
+    def _on_lease_lost(self, error: OutriderError) -> None:
+        self._end = error
+        self._wake.set()
+
     def _on_target_error(self, error: OutriderError) -> None:
         self._target_error = error
         self._wake.set()
 
     def _on_proposal(self, proposal: tokens_pb2.Proposal) -> None:
+        if not self._draft_is_proved and self._draft is not None:
+            self._draft_is_proved = True
+            self._replicas.proved(self._draft.link)
         # Late ones are forwarded too: the target learns from them whether waiting would pay.
-        if self._target is not None and proposal.base.fencing_token == self._lease.fencing_token:
-            self._target.propose(proposal)
+        if self._target is None or proposal.base.fencing_token != self._lease.fencing_token:
+            return
+        if proposal.ByteSize() > MAX_FRAME_BYTES_PER_MESSAGE:
+            # It could break the limit on messages, and with it the target's stream for all sessions.
+            self._tally.fallback("proposal_too_large")
+            return
+        self._target.propose(proposal)
 
     def _on_draft_ready(self) -> None:
         if self._target is not None:
             self._target.speculate(self._choice.num_speculative_tokens, self._settings.draft_max_wait_s)
 
     def _on_draft_lost(self, draft: DraftSession, error: OutriderError) -> None:
-        self._fallbacks[f"draft_{error.reason.lower()}"] += 1
-        self._replicas.rest(draft.link)
+        self._tally.fallback(f"draft_{error.reason.lower()}")
+        if not isinstance(error, Fenced):
+            self._replicas.failed(draft.link)
         self._draft = None
         self._draft_retry_at = time.monotonic() + self._settings.draft_retry_s
         if self._target is not None:
@@ -295,21 +298,30 @@ class Generation:
     async def _attach_target(self) -> None:
         """Opens the request on a target; on a failure the next call tries another one."""
         link = await self._replicas.target(self._record.target, self._failed_targets)
+        num_failures = self._failed_targets.count(link.address)
+        if num_failures:
+            # No other one is there; it is not worth asking as fast as it refuses.
+            await asyncio.sleep(min(_FIRST_PAUSE_S * 2 ** (num_failures - 1), _MAX_PAUSE_S))
         target = TargetSession(link, self._on_verdict, self._on_target_error, self._tokens.read_from)
         self._target, self._target_error = target, None
         try:
             await target.open(self._verify_open())
         except OutriderError as error:
             self._target_error = error
+            return
+        if self._draft is not None:
+            self._draft.repeat(self._tokens.since(self._tokens.end - 1))
 
     def _drop_target(self, error: OutriderError) -> None:
-        """Decides whether another target may go on; raises the error where none may."""
+        """Decides whether another target may go on; raises the error where none may, or none has for too long."""
         self._target_error = None
         if self._target is not None:
             self._failed_targets.append(self._target.link.address)
             self._target.close(self._committed_len)
             self._target = None
-        if isinstance(error, Fenced | InvalidArgument | SessionNotFound) or len(self._failed_targets) > _MAX_FAILOVERS:
+        now = time.monotonic()
+        self._failing_since = self._failing_since or now
+        if isinstance(error, _FINAL) or now - self._failing_since > self._settings.failover_timeout_s:
             raise error
         _LOG.warning("target lost, going on elsewhere", extra={"reason": error.reason})
 
@@ -335,9 +347,9 @@ class Generation:
         if not self._choice.num_speculative_tokens or self._draft or time.monotonic() < self._draft_retry_at:
             return
         self._draft_retry_at = time.monotonic() + self._settings.draft_retry_s
-        link = self._replicas.draft(self._choice.drafter)
+        link = self._replicas.draft(self._choice.drafter, self._record.rule)
         if link is None:
-            self._fallbacks["no_draft"] += 1
+            self._tally.fallback("no_draft")
             return
         draft = DraftSession(
             link,
@@ -350,9 +362,9 @@ class Generation:
         try:
             draft.open(self._draft_open(), self._committed_len)
         except Unavailable:
-            self._fallbacks["no_draft"] += 1
+            self._tally.fallback("no_draft")
             return
-        self._draft = draft
+        self._draft, self._draft_is_proved = draft, False
 
     def _draft_open(self) -> draft_pb2.DraftOpen:
         target = self._target.link.info if self._target else None
@@ -370,7 +382,6 @@ class Generation:
 
     def _delta(self, batch: _Batch) -> generation_pb2.GenerateResponse:
         offset = self._committed_len - len(batch.token_ids) - self._record.prompt_len
-        self._num_emitted += len(batch.token_ids)
         return generation_pb2.GenerateResponse(
             delta=generation_pb2.Delta(
                 offset=offset,
@@ -382,30 +393,11 @@ class Generation:
         )
 
     def _finished(self, batch: _Batch) -> generation_pb2.GenerateResponse:
-        duration_s = time.monotonic() - self._started
-        decoding_s = duration_s - self._first_token_s
-        statistics = self._statistics
         return generation_pb2.GenerateResponse(
             finished=generation_pb2.Finished(
                 finish_reason=wire.finish_to_number(batch.finish_reason),
                 num_output_tokens=self._committed_len - self._record.prompt_len,
                 text=self._output.finish(stopped=batch.stopped),
-                statistics=generation_pb2.GenerationStatistics(
-                    num_drafts=statistics.num_drafts,
-                    num_draft_tokens=statistics.num_draft_tokens,
-                    num_accepted_tokens=statistics.num_accepted_tokens,
-                    num_accepted_tokens_per_pos=statistics.num_accepted_tokens_per_pos,
-                    num_target_passes=statistics.num_target_passes,
-                    time_to_first_token_s=self._first_token_s,
-                    duration_s=duration_s,
-                    target_time_s=self._target_time_s,
-                    wait_time_s=self._wait_time_s,
-                    num_fallbacks=self._fallbacks,
-                    tokens_per_second=(self._num_emitted - 1) / decoding_s if self._num_emitted > 1 else 0.0,
-                ),
+                statistics=self._tally.message(),
             )
         )
-
-
-def _cancellation() -> target_pb2.Verdict:
-    return target_pb2.Verdict(finish_reason=tokens_pb2.FINISH_REASON_CANCELLED)

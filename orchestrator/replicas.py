@@ -2,12 +2,17 @@
 
 import asyncio
 from collections.abc import Iterable
+from typing import Final
 
+from orchestrator.breaker import Breaker
 from orchestrator.links import DRAFT, TARGET, WorkerLink
 from orchestrator.settings import OrchestratorSettings
 from orchestrator.tokenizer import Tokenizer, fetch_tokenizer
 from outrider.errors import Unavailable
+from outrider.parameters import AcceptanceRule
 from outrider.v1 import generation_pb2
+
+_LOOK_S: Final = 0.5
 
 
 class Replicas:
@@ -15,7 +20,7 @@ class Replicas:
 
     A target is in rotation when it is reached and hosts the same model as the first one reached; a draft, when it is
     reached and shares the target's tokenizer. Whoever is not is listed with the reason, and looked at again when its
-    stream comes back, so a worker that returns is a circuit that closes by itself.
+    stream comes back. A draft that failed rests first; see `Breaker`.
     """
 
     def __init__(self, settings: OrchestratorSettings) -> None:
@@ -23,7 +28,8 @@ class Replicas:
         self.targets = [WorkerLink(address, TARGET, settings) for address in settings.targets]
         self.drafts = [WorkerLink(address, DRAFT, settings) for address in settings.drafts]
         self._tokenizers: dict[str, Tokenizer | None] = {}
-        self._resting: dict[str, float] = {}
+        self._fetching = asyncio.Lock()
+        self._breakers = {link.address: Breaker(settings.draft_retry_s) for link in self.drafts}
         self._tasks: list[asyncio.Task[None]] = []
 
     def start(self) -> None:
@@ -58,13 +64,17 @@ class Replicas:
         expected = first.info.tokenizer_fingerprint if first and first.info else ""
         if own and expected and own != expected:
             return f"FAILED_PRECONDITION: its tokenizer {own} is not the target's {expected}"
-        if self._resting.get(link.address, 0) > asyncio.get_running_loop().time():
+        if self._breakers[link.address].is_open:
             return "it failed and rests"
         return ""
 
-    def rest(self, link: WorkerLink) -> None:
-        """Keeps a worker that failed out of rotation for a while."""
-        self._resting[link.address] = asyncio.get_running_loop().time() + self._settings.draft_retry_s
+    def failed(self, draft: WorkerLink) -> None:
+        """Keeps a draft that failed out of rotation for a while, which grows from failure to failure."""
+        self._breakers[draft.address].fail()
+
+    def proved(self, draft: WorkerLink) -> None:
+        """Notes that a draft proposes: earlier failures are forgotten."""
+        self._breakers[draft.address].succeed()
 
     async def target(self, warm: str, avoided: Iterable[str] = ()) -> WorkerLink:
         """Returns the target for a session, waiting for one within the failover bound.
@@ -82,25 +92,35 @@ class Replicas:
                     ready = [link for link in self.targets if not self.target_problem(link)]
                     if ready:
                         return _preferred(ready, warm, set(avoided))
+                    if not self.targets:
+                        raise TimeoutError
                     await self._change(self.targets)
         except TimeoutError:
             problems = "; ".join(f"{link.address}: {self.target_problem(link)}" for link in self.targets)
             raise Unavailable(f"no target is available ({problems or 'none is configured'})") from None
 
-    def draft(self, drafter: str) -> WorkerLink | None:
-        """Returns the least loaded draft in rotation, of that drafter where one is named; None where there is none."""
-        ready = [
-            link
-            for link in self.drafts
-            if not self.draft_problem(link) and (not drafter or (link.info and link.info.drafter == drafter))
-        ]
-        return min(ready, key=_load, default=None)
+    def draft(self, drafter: str, rule: AcceptanceRule) -> WorkerLink | None:
+        """Returns the least loaded draft in rotation that suits the request; None where there is none.
+
+        One that failed before is given to a single session, whose luck decides about the others.
+
+        Args:
+            drafter: the drafter it must be; empty for any.
+            rule: the rule that will judge its proposals.
+        """
+        ready = [link for link in self.drafts if not self.draft_problem(link) and _suits(link, drafter, rule)]
+        permitted = [link for link in ready if self._breakers[link.address].permits]
+        chosen = min(permitted, key=_load, default=None)
+        if chosen is not None:
+            self._breakers[chosen.address].enter()
+        return chosen
 
     async def tokenizer(self, link: WorkerLink) -> Tokenizer | None:
-        """Returns a target's tokenizer, fetched once; None where its model has none."""
+        """Returns a target's tokenizer, fetched once; None where its model has none. Raises `Unavailable`."""
         fingerprint = link.info.tokenizer_fingerprint if link.info else ""
-        if fingerprint not in self._tokenizers:
-            self._tokenizers[fingerprint] = await fetch_tokenizer(link.channel)
+        async with self._fetching:
+            if fingerprint not in self._tokenizers:
+                self._tokenizers[fingerprint] = await fetch_tokenizer(link.channel)
         return self._tokenizers[fingerprint]
 
     def statuses(self) -> list[generation_pb2.WorkerStatus]:
@@ -123,10 +143,20 @@ class Replicas:
         waits = [asyncio.create_task(link.changed.wait()) for link in links]
         try:
             # Load and draining are polled, so that a change of theirs is noticed too.
-            await asyncio.wait([*waits, asyncio.create_task(asyncio.sleep(0.5))], return_when=asyncio.FIRST_COMPLETED)
+            async with asyncio.timeout(_LOOK_S):
+                await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+        except TimeoutError:
+            pass
         finally:
             for wait in waits:
                 wait.cancel()
+
+
+def _suits(link: WorkerLink, drafter: str, rule: AcceptanceRule) -> bool:
+    info = link.info
+    if info is None or (drafter and info.drafter != drafter):
+        return False
+    return not info.acceptance_rules or rule.value in info.acceptance_rules
 
 
 def _load(link: WorkerLink) -> tuple[int, int]:

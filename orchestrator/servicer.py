@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import aclosing
 from typing import Final
 
 import grpc
 
 from orchestrator.admission import Admission
-from orchestrator.generation import Generation, Services, SessionTokens, SpeculationChoice
+from orchestrator.generation import Generation, Services, SpeculationChoice
 from orchestrator.links import WorkerLink
 from orchestrator.output import OutputText
 from orchestrator.requests import CheckedRequest, check_id, check_request, prompt_tokens
+from orchestrator.session_tokens import SessionTokens
 from orchestrator.sessions import Begun, NewRequest, SessionRecord
 from orchestrator.tokenizer import Tokenizer
 from outrider import wire
@@ -30,11 +32,16 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         self._services = services
         self._store = services.store
         self._admission = admission
+        self._running: dict[str, Generation] = {}
         self._releases: set[asyncio.Task[None]] = set()
 
     async def drain(self) -> None:
         """Admits nothing more; running streams go on within the drain budget."""
         self._admission.close()
+
+    async def settle(self) -> None:
+        """Returns when the leases of all streams that have ended are given back."""
+        await asyncio.gather(*self._releases, return_exceptions=True)
 
     async def Generate(
         self,
@@ -47,8 +54,10 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
             link = await self._services.replicas.target("")
             tokenizer = await self._services.replicas.tokenizer(link)
             begun = await self._begin(request, checked, link, tokenizer)
-            async for event in self._stream(begun, checked, link, tokenizer):
-                yield event
+            # Closed here and now, not when the garbage collector finds it: the lease waits for it.
+            async with aclosing(self._stream(begun, checked, link, tokenizer)) as events:
+                async for event in events:
+                    yield event
 
     async def CancelGeneration(
         self,
@@ -60,6 +69,9 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         """Ends a running request."""
         check_id("session_id", request.session_id)
         cancelled = await self._store.cancel(_TENANT, request.session_id, request.request_id)
+        running = self._running.get(request.session_id)
+        if cancelled and running is not None and request.request_id in ("", running.request_id):
+            running.cancel()
         return generation_pb2.CancelGenerationResponse(cancelled=cancelled)
 
     async def GetSession(
@@ -128,7 +140,11 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         is_known = record is not None and record.request_id == checked.request_id
         prompt: tuple[int, ...] = ()
         if not is_known and checked.resume_offset is None:
-            prompt = prompt_tokens(request, tokenizer, record, await self._last_token(record), info.vocabulary_size)
+            last_token = await self._last_token(record)
+            # In a thread, because a long text takes a second, during which no other stream would go on.
+            prompt = await asyncio.to_thread(
+                prompt_tokens, request, tokenizer, record, last_token, info.vocabulary_size
+            )
         return await self._store.begin(
             NewRequest(
                 tenant=_TENANT,
@@ -156,7 +172,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
 
     async def _stream(
         self, begun: Begun, checked: CheckedRequest, link: WorkerLink, tokenizer: Tokenizer | None
-    ) -> AsyncIterator[generation_pb2.GenerateResponse]:
+    ) -> AsyncGenerator[generation_pb2.GenerateResponse, None]:
         record = begun.record
         generation: Generation | None = None
         try:
@@ -187,13 +203,18 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
             if generation is None:
                 yield _ended(record, output.finish(stopped=stopped))
                 return
-            async for event in generation.events():
-                yield event
+            self._running[record.session_id] = generation
+            async with aclosing(generation.events()) as events:
+                async for event in events:
+                    yield event
         finally:
             self._close(begun, generation)
 
     def _close(self, begun: Begun, generation: Generation | None) -> None:
         if generation is not None:
+            # A later request of the session may run here already.
+            if self._running.get(begun.record.session_id) is generation:
+                del self._running[begun.record.session_id]
             task = generation.close()
         elif begun.lease is not None:
             task = asyncio.create_task(self._store.release(begun.lease))

@@ -11,6 +11,8 @@ from outrider.tokens import TokenSpan
 from outrider.v1 import target_pb2, tokens_pb2
 
 _ANSWER_S: Final = 10.0
+_MAX_SPAN_LEN: Final = 16384
+"""Tokens in one span frame, so that a frame stays far below the limit on messages."""
 
 
 class TargetSession:
@@ -38,6 +40,7 @@ class TargetSession:
         self._handle: Handle | None = None
         self._replays: set[asyncio.Task[None]] = set()
         self._has_failed = False
+        self._span_start = 0
 
     @property
     def replica(self) -> str:
@@ -69,10 +72,11 @@ class TargetSession:
                     self._opened.set_result(frame.opened.cached_len)
             case "refusal":
                 error = wire.refusal_from_message(frame.refusal)
-                if isinstance(error, KVCacheMiss) and self._opened.done():
-                    self._replay(error.cached_len)
-                else:
+                if not isinstance(error, KVCacheMiss):
                     self._fail(error)
+                elif error.cached_len < self._span_start:
+                    # Each replay begins earlier, so there is a last one. Any other miss is about a span it replaced.
+                    self._replay(error.cached_len)
 
     def on_lost(self, error: OutriderError) -> None:
         """Learns that the stream is broken; see `Receiver`."""
@@ -105,11 +109,15 @@ class TargetSession:
             self._handle = None
 
     async def _send_span(self, start: int) -> None:
+        self._span_start = start
         token_ids = await self._tokens_from(start)
-        if self._handle is not None:
-            self._handle.send(span=wire.span_to_message(TokenSpan(start, token_ids)))
+        for first in range(0, len(token_ids), _MAX_SPAN_LEN):
+            span = TokenSpan(start + first, token_ids[first : first + _MAX_SPAN_LEN])
+            if self._handle is not None:
+                self._handle.send(span=wire.span_to_message(span))
 
     def _replay(self, cached_len: int) -> None:
+        self._span_start = cached_len
         task = asyncio.create_task(self._send_span(cached_len))
         self._replays.add(task)
         task.add_done_callback(self._end_replay)

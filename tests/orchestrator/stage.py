@@ -1,0 +1,129 @@
+"""An orchestrator in this process, behind its real server, with everything around it real but the workers."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import grpc
+
+from orchestrator.admission import Admission
+from orchestrator.generation import Services
+from orchestrator.replicas import Replicas
+from orchestrator.servicer import GenerationServicer
+from orchestrator.settings import OrchestratorSettings
+from orchestrator.store import SessionStore
+from outrider.serving.server import Server
+from outrider.serving.status import peer_errors
+from outrider.v1 import generation_pb2 as pb
+from outrider.v1 import generation_pb2_grpc
+from tests.orchestrator.scripted import ScriptedDraft, ScriptedTarget
+
+PROMPT = [5, 6, 7]
+
+
+class Orchestrator:
+    """A running orchestrator, and a stub to call it."""
+
+    def __init__(self, replicas: Replicas, store: SessionStore, channel: grpc.aio.Channel) -> None:
+        self.replicas = replicas
+        self.store = store
+        self.stub = generation_pb2_grpc.GenerationServiceStub(channel)
+
+    async def events(self, request: pb.GenerateRequest) -> list[pb.GenerateResponse]:
+        """Returns all events of a request; raises the error that ends it."""
+        with peer_errors():
+            return [event async for event in self.stub.Generate(request, timeout=20)]
+
+    async def session(self, session_id: str) -> pb.GetSessionResponse:
+        """Returns a session with its log."""
+        with peer_errors():
+            return await self.stub.GetSession(pb.GetSessionRequest(session_id=session_id, with_token_ids=True))
+
+    async def until_drafts(self, num: int) -> None:
+        """Returns once so many drafts are in rotation."""
+        async with asyncio.timeout(10):
+            while sum(not self.replicas.draft_problem(link) for link in self.replicas.drafts) != num:
+                await asyncio.sleep(0.01)
+
+
+@asynccontextmanager
+async def orchestrating(
+    redis_url: str,
+    targets: tuple[ScriptedTarget, ...],
+    drafts: tuple[ScriptedDraft, ...] = (),
+    **more: object,
+) -> AsyncIterator[Orchestrator]:
+    """Runs an orchestrator whose drafts are connected."""
+    settings = OrchestratorSettings(
+        **{
+            "targets": tuple(target.address for target in targets),
+            "drafts": tuple(draft.address for draft in drafts),
+            "redis_url": redis_url,
+            "failover_timeout_s": 2.0,
+            "draft_retry_s": 0.1,
+            "load_interval_s": 0.1,
+            "num_speculative_tokens": 3,
+            "window": 16,
+            "drain_budget_s": 2.0,
+            **more,
+        }  # type: ignore[arg-type]
+    )
+    store = SessionStore(redis_url, lease_s=settings.lease_s, ttl_s=settings.session_ttl_s)
+    replicas = Replicas(settings)
+    replicas.start()
+    admission = Admission(settings.max_active_requests, settings.max_queued_requests, settings.max_queue_s)
+    servicer = GenerationServicer(Services(store, replicas, settings), admission)
+    server = Server(settings, name="orchestrator", drain=servicer.drain)
+    server.register(
+        generation_pb2_grpc.add_GenerationServiceServicer_to_server, servicer, "outrider.v1.GenerationService"
+    )
+    address = await server.start()
+    try:
+        async with grpc.aio.insecure_channel(address) as channel:
+            orchestrator = Orchestrator(replicas, store, channel)
+            await orchestrator.until_drafts(sum(draft.info.tokenizer_fingerprint == "t" for draft in drafts))
+            yield orchestrator
+    finally:
+        await server.stop()
+        await servicer.settle()
+        await replicas.stop()
+        await store.close()
+
+
+def asking(
+    prompt: list[int] | None = None,
+    *,
+    request_id: str = "",
+    session_id: str = "",
+    resume_offset: int | None = None,
+    plain: bool = False,
+    **parameters: object,
+) -> pb.GenerateRequest:
+    """A request for a continuation of token ids, of 20 tokens unless said otherwise."""
+    request = pb.GenerateRequest(request_id=request_id, session_id=session_id, resume_offset=resume_offset)
+    request.token_ids.token_ids.extend(PROMPT if prompt is None else prompt)
+    request.speculation.disabled = plain
+    for name, value in ({"max_tokens": 20} | parameters).items():
+        if isinstance(value, list):
+            getattr(request.parameters, name).extend(value)
+        else:
+            setattr(request.parameters, name, value)
+    return request
+
+
+def tokens_of(events: list[pb.GenerateResponse]) -> list[int]:
+    """Returns the output's tokens; their offsets must follow each other."""
+    tokens: list[int] = []
+    start: int | None = None
+    for event in events:
+        if event.HasField("delta"):
+            start = event.delta.offset if start is None else start
+            if event.delta.offset != start + len(tokens):
+                raise AssertionError(f"offset {event.delta.offset} behind {len(tokens)} tokens from {start}")
+            tokens += event.delta.token_ids
+    return tokens
+
+
+def text_of(events: list[pb.GenerateResponse]) -> str:
+    """Returns the text of all deltas and of the end."""
+    return "".join(event.delta.text + event.finished.text for event in events)
