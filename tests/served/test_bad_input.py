@@ -145,7 +145,7 @@ async def test_a_draft_with_another_tokenizer_is_kept_out_and_named(stack: Local
         assert other.info.tokenizer_fingerprint in other.reason
         assert target.tokenizer_fingerprint in other.reason
         request = GenerationRequest(token_ids=(1, 2), parameters=SamplingParameters(max_tokens=60, seed=1))
-        assert (await client.complete(request, timeout_s=30)).statistics.num_draft_tokens >= 0
+        assert len((await client.complete(request, timeout_s=30)).token_ids) == 60
 
 
 async def test_a_draft_refuses_another_tokenizer_at_the_handshake(stack: LocalStack) -> None:

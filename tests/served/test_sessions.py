@@ -5,6 +5,7 @@ import dataclasses
 from collections.abc import AsyncIterator
 
 import grpc
+import pytest
 import pytest_asyncio
 
 from outrider.client import (
@@ -77,7 +78,7 @@ async def test_many_at_once_give_what_one_at_a_time_does(client: OutriderClient)
         for number in range(40)
     ]
     together = await asyncio.gather(*(client.complete(request, timeout_s=60) for request in requests))
-    for request, generation in list(zip(requests, together, strict=True))[::8]:
+    for request, generation in zip(requests, together, strict=True):
         alone = dataclasses.replace(request, request_id=f"alone-{request.request_id}", speculation=PLAIN)
         assert (await client.complete(alone, timeout_s=30)).token_ids == generation.token_ids
 
@@ -88,12 +89,8 @@ async def test_a_repeated_request_is_answered_from_the_log(stack: LocalStack, cl
     before = (await _load(stack.targets[0].address)).num_passes
     assert (await client.complete(request, timeout_s=30)).token_ids == first.token_ids
     assert (await _load(stack.targets[0].address)).num_passes == before
-    other = dataclasses.replace(request, token_ids=(8,))
-    try:
-        await client.complete(other, timeout_s=30)
-    except DuplicateRequest:
-        return
-    raise AssertionError("another request under the same id was taken")
+    with pytest.raises(DuplicateRequest):
+        await client.complete(dataclasses.replace(request, token_ids=(8,)), timeout_s=30)
 
 
 async def test_the_same_request_twice_at_once_generates_once(client: OutriderClient) -> None:
@@ -127,10 +124,9 @@ async def test_a_deadline_frees_the_workers_and_leaves_the_session_resumable(
     stack: LocalStack, client: OutriderClient
 ) -> None:
     request = GenerationRequest(token_ids=(1, 2), parameters=ENDLESS, session_id="deadline")
-    try:
+    with pytest.raises(DeadlineExceeded):
         await client.complete(request, timeout_s=0.5)
-    except DeadlineExceeded:
-        await _until_idle(stack)
+    await _until_idle(stack)
     session = await client.get_session("deadline")
     assert not session.leased
     assert not session.finish_reason
