@@ -1,6 +1,7 @@
 """Starts a draft: `python -m draft_service --help`."""
 
 import asyncio
+from concurrent.futures import ThreadPoolExecutor
 
 from draft_service.drafters.loading import load_drafter
 from draft_service.engine import Engine, EngineLimits
@@ -19,8 +20,10 @@ _DRAIN_SHARE = 0.5
 
 async def serve(settings: DraftSettings) -> None:
     """Loads the drafter, then serves until SIGTERM."""
-    drafter = await asyncio.to_thread(load_drafter, settings)
     loop = asyncio.get_running_loop()
+    # In a thread that ends, so that the engine's is the only one for which OpenMP keeps workers.
+    with ThreadPoolExecutor(max_workers=1) as loader:
+        drafter = await loop.run_in_executor(loader, load_drafter, settings)
     engine = Engine(drafter, _limits(settings), lambda: loop.call_soon_threadsafe(server.request_stop))
     servicer = DraftServicer(engine, drafter.info)
     server = Server(settings, name="draft", drain=lambda: servicer.drain(_DRAIN_SHARE * settings.drain_budget_s))
