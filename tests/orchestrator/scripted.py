@@ -164,6 +164,7 @@ class _Request:
     open: target_pb2.VerifyOpen
     window_end: int
     speculates: int
+    waits: bool = False
     proposals: dict[int, list[int]] = field(default_factory=dict)
     started: bool = False
 
@@ -242,9 +243,8 @@ class ScriptedTarget(ScriptedWorker, target_pb2_grpc.TargetServiceServicer):
                 del self._requests[older]
                 self._refuse(request.outbox, request.handle, Fenced("a newer lease is here"))
         settings = message.speculation
-        self._requests[key] = _Request(
-            outbox, frame.handle, message, message.window_end, settings.num_speculative_tokens
-        )
+        num = settings.num_speculative_tokens
+        self._requests[key] = _Request(outbox, frame.handle, message, message.window_end, num, num > 0)
         cached_len = min(len(self.caches.setdefault(message.session_id, [])), message.committed_len - 1)
         opened = target_pb2.VerifyOpened(cached_len=cached_len)
         outbox.put(target_pb2.VerifyResponseFrame(handle=frame.handle, opened=opened))
@@ -274,7 +274,7 @@ class ScriptedTarget(ScriptedWorker, target_pb2_grpc.TargetServiceServicer):
 
     def _is_ready(self, request: _Request) -> bool:
         proposed = request.proposals.get(len(self.caches[request.open.session_id]), [])
-        return len(proposed) >= request.speculates or VOCABULARY_SIZE in proposed
+        return not (request.waits and request.speculates) or VOCABULARY_SIZE in proposed
 
     def _pass(self, request: _Request) -> None:
         message, cache = request.open, self.caches[request.open.session_id]
@@ -299,6 +299,8 @@ class ScriptedTarget(ScriptedWorker, target_pb2_grpc.TargetServiceServicer):
         if self.run_len is not None:
             self.run_len -= len(output)
         request.started = not finish
+        # Decided once for each round, and told by its verdict; what comes later counts from the next round on.
+        request.waits = request.speculates > 0
         verdict = target_pb2.Verdict(
             base=tokens_pb2.Base(len=base, fencing_token=message.fencing_token),
             token_ids=output,
@@ -308,7 +310,7 @@ class ScriptedTarget(ScriptedWorker, target_pb2_grpc.TargetServiceServicer):
             num_accepted_tokens=num_accepted,
             num_nodes=len(proposed),
             finish_reason=finish,
-            awaits_proposal=request.speculates > 0,
+            awaits_proposal=request.waits,
         )
         request.outbox.put(target_pb2.VerifyResponseFrame(handle=request.handle, verdict=verdict))
 
