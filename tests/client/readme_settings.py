@@ -3,9 +3,8 @@
 import re
 from pathlib import Path
 
-from orchestrator.settings import OrchestratorSettings
-
 from draft_service.settings import DraftSettings
+from orchestrator.settings import OrchestratorSettings
 from outrider.serving.settings import settings_table
 from target_service.settings import TargetSettings
 
