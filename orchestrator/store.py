@@ -7,7 +7,7 @@ keys.
 
 import hashlib
 import secrets
-from array import array
+import struct
 from collections.abc import Awaitable, Callable, Sequence
 from importlib import resources
 from typing import Any, Final, NoReturn, TypeVar, cast
@@ -45,6 +45,8 @@ _SCRIPTS: Final = ("begin", "append", "renew", "cancel", "delete")
 _BEGUN: Final = {outcome.value for outcome in BeginOutcome}
 _RETRIES: Final = 2
 _MAX_CONNECTIONS: Final = 64
+_NOT_SERVING: Final = ("READONLY", "MASTERDOWN", "NOREPLICAS", "MISCONF", "CLUSTERDOWN", "TRYAGAIN", "LOADING", "BUSY")
+"""Answers of a server that takes no writes now: a demoted primary, a full disk, a script that does not end."""
 
 T = TypeVar("T")
 
@@ -140,7 +142,7 @@ class SessionStore:
         """Commits tokens behind `expected_len`; with a reason, the request ends and the lease is given back.
 
         Raises:
-            Fenced: a newer lease exists.
+            Fenced: a newer lease exists, or the request has ended in another way.
             SessionNotFound: the session expired or was deleted.
             DataLoss: the log is not what this lease committed.
             Overloaded: Redis is out of memory.
@@ -212,12 +214,22 @@ class SessionStore:
         return max(0, milliseconds) / 1e3
 
     async def read_tokens(self, tenant: str, session_id: str, start: int, end: int) -> list[int]:
-        """Returns the committed tokens from position `start` up to `end`, exclusive."""
+        """Returns the committed tokens from position `start` up to `end`, exclusive; none where there is no log.
+
+        Raises:
+            DataLoss: the log is shorter than `end`.
+            Unavailable: Redis does not answer within the bound.
+        """
         if end <= start:
             return []
         key = _keys(tenant, session_id)[1]
         read = lambda: cast("Awaitable[bytes]", self._redis.getrange(key, 4 * start, 4 * end - 1))  # noqa: E731
-        return _unpacked(await _bounded(read))
+        data = await _bounded(read)
+        if not data and not await _bounded(lambda: self._redis.exists(key)):
+            return []
+        if len(data) != 4 * (end - start):
+            raise DataLoss("the token log is not what was committed")
+        return list(struct.unpack(f"<{end - start}I", data))
 
     async def _run(self, name: str, keys: tuple[str, str], *arguments: Any) -> Any:
         return await _bounded(lambda: self._scripts[name](keys=keys, args=arguments))
@@ -232,24 +244,22 @@ async def _bounded(call: Callable[[], Awaitable[T]]) -> T:
     except (exceptions.ConnectionError, exceptions.TimeoutError, OSError) as error:
         raise Unavailable("the session store does not answer") from error
     except exceptions.ResponseError as error:
+        # Redis 6.2 wraps what a command inside a script answered in a sentence of its own.
         if "OOM" in str(error):
             raise Overloaded("the session store is out of memory", retry_after_s=5.0) from error
+        if isinstance(error, exceptions.ReadOnlyError) or any(word in str(error).split() for word in _NOT_SERVING):
+            raise Unavailable("the session store takes no writes") from error
         raise
 
 
 def _keys(tenant: str, session_id: str) -> tuple[str, str]:
-    tag = hashlib.sha256(f"{tenant}\0{session_id}".encode()).hexdigest()
+    # With the length in front, no other pair of ids has the same text.
+    tag = hashlib.sha256(f"{len(tenant)}:{tenant}{session_id}".encode()).hexdigest()
     return f"outrider:{{{tag}}}:session", f"outrider:{{{tag}}}:log"
 
 
 def _packed(token_ids: Sequence[int]) -> bytes:
-    return array("I", token_ids).tobytes()
-
-
-def _unpacked(data: bytes) -> list[int]:
-    tokens = array("I")
-    tokens.frombytes(data)
-    return tokens.tolist()
+    return struct.pack(f"<{len(token_ids)}I", *token_ids)
 
 
 def _pairs(flat: Sequence[bytes]) -> dict[bytes, bytes]:
@@ -258,7 +268,7 @@ def _pairs(flat: Sequence[bytes]) -> dict[bytes, bytes]:
 
 def _check_lease(outcome: bytes, lease: Lease) -> None:
     if outcome == b"fenced":
-        raise Fenced(f"fencing token {lease.fencing_token} is no longer the highest")
+        raise Fenced(f"fencing token {lease.fencing_token} is no longer in force")
     if outcome == b"gone":
         raise SessionNotFound("the session expired or was deleted")
     if outcome == b"data_loss":

@@ -3,11 +3,21 @@
 -- ARGV: 1 fencing token, 2 expected length, 3 tokens (4 bytes each, little endian), 4 lease in microseconds,
 --       5 TTL in milliseconds, 6 finish reason or '', 7 target replica that is warm, or ''
 -- Returns {outcome, committed length, '1' when the request was cancelled}; outcome: 'ok', 'fenced', 'gone', 'data_loss'.
-local known = redis.call('HMGET', KEYS[1], 'fencing_token', 'committed_len', 'cancelled', 'state')
+local known = redis.call('HMGET', KEYS[1], 'fencing_token', 'committed_len', 'cancelled', 'state', 'finish_reason')
 if known[1] == false then return {'gone', 0, '0'} end
-if tonumber(known[1]) ~= tonumber(ARGV[1]) then return {'fenced', tonumber(known[2]), '0'} end
+if tonumber(known[1]) > tonumber(ARGV[1]) then return {'fenced', tonumber(known[2]), '0'} end
+-- A token that is not on record was granted by writes that a failover lost.
+if tonumber(known[1]) < tonumber(ARGV[1]) then return {'data_loss', tonumber(known[2]), '0'} end
 local length, expected, num = tonumber(known[2]), tonumber(ARGV[2]), #ARGV[3] / 4
 if redis.call('STRLEN', KEYS[2]) ~= 4 * length then return {'data_loss', length, '0'} end
+if known[4] == 'finished' then
+  -- Ended by this lease, or cancelled while it had run out: the client may have seen the end, so nothing may follow it.
+  -- A repetition whose first reply was lost changes nothing.
+  local same_end = ARGV[6] == '' or ARGV[6] == known[5]
+  local same_log = num == 0 and length == expected or num > 0 and length == expected + num
+    and redis.call('GETRANGE', KEYS[2], 4 * expected, 4 * length - 1) == ARGV[3]
+  return {same_end and same_log and 'ok' or 'fenced', length, known[3]}
+end
 if length == expected then
   if num > 0 then redis.call('APPEND', KEYS[2], ARGV[3]) end
   length = length + num

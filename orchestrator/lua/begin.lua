@@ -56,11 +56,13 @@ end
 if ARGV[14] ~= '' and tonumber(ARGV[14]) ~= length then return reply('other_length') end
 local prompt_len = length + #ARGV[13] / 4
 if prompt_len >= tonumber(ARGV[17]) then return reply('too_long') end
+-- A log without its record (evicted, removed by hand) is not this session's. This is the first write on purpose: Redis
+-- refuses for want of memory only the first one of a script, and only one that can grow.
+redis.call(exists and 'APPEND' or 'SET', KEYS[2], ARGV[13])
 if not exists then
   redis.call('HSET', KEYS[1], 'tenant', ARGV[1], 'session_id', ARGV[2], 'model', ARGV[3], 'tokenizer', ARGV[4],
     'created', fencing_token, 'target', '')
 end
-redis.call('APPEND', KEYS[2], ARGV[13])
 redis.call('HSET', KEYS[1], 'request_id', ARGV[5], 'request_fingerprint', ARGV[6], 'parameters', ARGV[10], 'seed', ARGV[11],
   'rule', ARGV[12], 'state', 'running', 'finish_reason', '', 'cancelled', '0', 'prompt_start', length,
   'prompt_len', prompt_len, 'committed_len', prompt_len, unpack(lease))

@@ -1,10 +1,14 @@
 -- Renews a lease, or ends it while the request stays resumable.
 -- KEYS[1] session hash  KEYS[2] token log
 -- ARGV: 1 fencing token, 2 lease in microseconds (0 releases), 3 TTL in milliseconds
--- Returns {outcome, '1' when the request was cancelled}; outcome: 'ok', 'fenced', 'gone'.
-local known = redis.call('HMGET', KEYS[1], 'fencing_token', 'cancelled')
+-- Returns {outcome, '1' when the request was cancelled}; outcome: 'ok', 'fenced', 'gone', 'data_loss'.
+local known = redis.call('HMGET', KEYS[1], 'fencing_token', 'cancelled', 'state')
 if known[1] == false then return {'gone', '0'} end
-if tonumber(known[1]) ~= tonumber(ARGV[1]) then return {'fenced', '0'} end
+if tonumber(known[1]) > tonumber(ARGV[1]) then return {'fenced', '0'} end
+-- A token that is not on record was granted by writes that a failover lost.
+if tonumber(known[1]) < tonumber(ARGV[1]) then return {'data_loss', '0'} end
+-- A renewal that comes after the end must not keep the next request waiting for a lease that nobody needs.
+if known[3] == 'finished' then return {'ok', known[2]} end
 local deadline = 0
 if tonumber(ARGV[2]) > 0 then
   local clock = redis.call('TIME')
