@@ -123,10 +123,12 @@ class EmbeddedValkey:
     def _answers(self) -> bool:
         try:
             with socket.create_connection(("127.0.0.1", self.port), timeout=1) as connection:
-                connection.sendall(b"PING\r\n")
-                return connection.recv(64).startswith(b"+PONG")
+                connection.sendall(b"PING\r\nINFO server\r\nQUIT\r\n")
+                answer = b"".join(iter(lambda: connection.recv(4096), b""))
         except OSError:
             return False
+        # Whatever else listens on this port answers too; it would be taken for ours while ours fails to start.
+        return answer.startswith(b"+PONG") and f"process_id:{self.pid}\r\n".encode() in answer
 
 
 def _executable() -> Path:
