@@ -32,6 +32,9 @@ class DraftSettings(ServingSettings):
         None, description='A transformers quantisation config as JSON, such as {"quant_method": "torchao", ...}.'
     )
     num_threads: int = Field(0, ge=0, le=1024, description="CPU threads of the model; 0 takes one per core.")
+    compile: bool = Field(
+        True, description="Compile the model's layers where there is a C++ compiler; the first start takes longer."
+    )
     num_layers: int | None = Field(
         None, ge=1, le=1024, description="First layers of the model that draft; needed by the layers drafter."
     )

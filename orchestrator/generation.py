@@ -340,6 +340,7 @@ class Generation:
                 max_wait_s=self._settings.draft_max_wait_s,
             ),
             window_end=self._tokens.end + self._settings.window,
+            cache_salt=self._record.cache_salt,
         )
 
     def _attach_draft(self) -> None:

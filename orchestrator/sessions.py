@@ -55,6 +55,11 @@ class SessionRecord:
         """The name under which workers know the session: unique over tenants, and over sessions of the same name."""
         return hashlib.sha256(f"{self.tenant}\0{self.session_id}\0{self.created}".encode()).hexdigest()
 
+    @property
+    def cache_salt(self) -> bytes:
+        """Keeps tenants from sharing, and so from probing, each other's KV cache."""
+        return hashlib.sha256(f"salt\0{self.tenant}".encode()).digest()
+
     @classmethod
     def from_hash(cls, fields: Mapping[bytes, bytes]) -> "SessionRecord":
         """Returns the record of a Redis hash."""

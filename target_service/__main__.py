@@ -33,6 +33,8 @@ async def serve(settings: TargetSettings) -> None:
             dtype=settings.dtype,
             device=settings.device,
             quantization=settings.quantization,
+            kv_budget_bytes=settings.kv_budget_bytes,
+            compiles=settings.compile,
         )
         loaded = await asyncio.get_running_loop().run_in_executor(loader, load)
     # Without its engine the process can only hold sessions up: gone at once, they go on elsewhere.

@@ -1,9 +1,8 @@
 """The target's engine: one thread that owns the model and all sessions, and runs pass after pass.
 
-A pass takes every session that is ready, within a budget of rows: prompts still to be prefilled (a chunk each), and
-rounds whose proposal is whole, or whose wait for it is over. While any session is ready the engine does not wait for
-the others. Commands come from the event loop through a queue; what the engine has to say goes out through each stream's
-`emit`.
+A pass takes every session that is ready (see `scheduling`): rounds whose proposal is whole, or whose wait for it is
+over, and chunks of prompts. While any session is ready the engine does not wait for the others. Commands come from the
+event loop through a queue; what the engine has to say goes out through each stream's `emit`.
 """
 
 import logging
@@ -12,16 +11,17 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Final
 
 from outrider.errors import Draining, Fenced, InvalidArgument, OutriderError, Overloaded
-from outrider.lm.model import LanguageModel, SessionStep
+from outrider.lm.model import LanguageModel
 from outrider.policy import PassTimes, SpeculationPolicy
 from outrider.randomness import KeyedSource
 from outrider.tokens import Base, ProposalNode, ProposalTree, TokenSpan
 from target_service.results import RoundResult
 from target_service.rounds import decide
+from target_service.scheduling import Scheduler, Share
 from target_service.sessions import FencingTokens, Request, Resident, Residents
 from target_service.settings import TargetSettings
 from target_service.stream import OpenCommand, Stream
@@ -36,24 +36,12 @@ class EngineLoad:
 
     num_active_sessions: int = 0
     num_cached_sessions: int = 0
-    kv_used_bytes: int = 0
+    num_preemptions: int = 0
     num_passes: int = 0
     num_tokens: int = 0
     model_time_s: float = 0.0
     num_stale_messages: int = 0
     num_invalid_proposals: int = 0
-
-
-@dataclass(slots=True)
-class _Share:
-    """One request's part of a pass."""
-
-    request: Request
-    step: SessionStep
-    tree: ProposalTree = field(default_factory=ProposalTree)
-    wait_s: float = 0.0
-    waited: bool = False
-    is_prefill: bool = False
 
 
 class Engine:
@@ -71,8 +59,11 @@ class Engine:
         self._model = model
         self._settings = settings
         self._on_failure = on_failure
-        self._max_len = min(model.info.max_session_len, settings.max_session_len)
-        self._residents = Residents(settings.kv_budget_bytes, settings.max_cached_sessions)
+        self.max_len = min(model.info.max_session_len, settings.max_session_len, model.kv_usage.max_len)
+        """Longest session in tokens: what the model, the settings and the KV cache allow."""
+        self._residents = Residents(settings.max_cached_sessions)
+        self._scheduler = Scheduler(settings.max_pass_rows, settings.prefill_chunk_len, settings.max_decode_slowdown)
+        self._num_opened = 0
         self._fencing = FencingTokens()
         self._requests: dict[tuple[int, int], Request] = {}
         self._times = PassTimes()
@@ -133,8 +124,10 @@ class Engine:
             raise Overloaded(f"{len(self._requests)} sessions are generating, the limit", retry_after_s=1.0)
         command.parameters.check_vocabulary(self._model.info.vocabulary_size)
         self._fencing.check(command.session_id, command.fencing_token)
-        resident = self._take_over(command.session_id)
+        resident = self._take_over(command.session_id, command.cache_salt)
+        self._num_opened += 1
         self._requests[stream.key, handle] = Request(
+            number=self._num_opened,
             stream=stream,
             handle=handle,
             resident=resident,
@@ -158,7 +151,7 @@ class Engine:
         request = self._request(stream, handle)
         if request is None:
             return
-        request.resident.apply(span, self._model.info.vocabulary_size, self._max_len)
+        request.resident.apply(span, self._model.info.vocabulary_size, self.max_len)
         request.resident.committed_len = max(request.resident.committed_len, min(span.end, request.start_len))
         request.begin_round(time.monotonic())
 
@@ -210,7 +203,7 @@ class Engine:
         request = self._requests.pop((stream.key, handle), None)
         if request is None:
             return
-        request.resident.truncate(committed_len)
+        request.resident.rest(committed_len)
         if drop:
             self._residents.drop(request.resident.session_id)
         self._residents.evict(self._busy())
@@ -220,7 +213,7 @@ class Engine:
         """Ends all requests of a stream that has ended."""
         for key in [key for key in self._requests if key[0] == stream.key]:
             request = self._requests.pop(key)
-            request.resident.truncate(request.resident.committed_len)
+            request.resident.rest(request.resident.committed_len)
         self._residents.evict(self._busy())
         self._notice_idle()
 
@@ -229,19 +222,17 @@ class Engine:
         if error.reason != "KV_CACHE_MISS":
             request = self._requests.pop((stream.key, handle), None)
             if request is not None:
-                request.resident.truncate(request.resident.committed_len)
+                request.resident.rest(request.resident.committed_len)
             self._notice_idle()
         stream.refused(handle, error)
 
-    def _take_over(self, session_id: str) -> Resident:
+    def _take_over(self, session_id: str, salt: bytes) -> Resident:
         """Returns the session's resident; a request that still runs on it is fenced off."""
         resident = self._residents.get(session_id)
         if resident is None:
-            resident = Resident(session_id, self._model.new_cache())
+            resident = Resident(session_id, self._model.new_cache(salt))
             self._residents.add(resident)
-            if not self._residents.evict(self._busy() | {session_id}):
-                self._residents.drop(session_id)
-                raise Overloaded("the KV cache is full of sessions that are generating", retry_after_s=1.0)
+            self._residents.evict(self._busy() | {session_id})
         for request in [item for item in self._requests.values() if item.resident is resident]:
             stream = request.stream
             self.refuse(stream, request.handle, Fenced("a newer request took the session over"))
@@ -287,7 +278,7 @@ class Engine:
     def _turn_until_stopped(self) -> None:
         while not self._stopping:
             self._run_commands()
-            shares = self._ready(time.monotonic())
+            shares = self._scheduler.shares(self._requests.values(), time.monotonic())
             if shares:
                 self._run_pass(shares)
             else:
@@ -309,37 +300,7 @@ class Engine:
             if not self._commands and not self._stopping:
                 self._wake.wait(timeout)
 
-    def _ready(self, now: float) -> list[_Share]:
-        """Returns the shares of the next pass; requests that waited longest first, within the budget of rows."""
-        budget = self._settings.max_pass_rows
-        shares: list[_Share] = []
-        for request in sorted(self._requests.values(), key=lambda item: item.round_started):
-            share = self._share(request, now, budget) if request.can_run else None
-            if share is not None:
-                shares.append(share)
-                budget -= share.step.num_rows
-            if budget <= 0:
-                break
-        return shares
-
-    def _share(self, request: Request, now: float, budget: int) -> _Share | None:
-        resident = request.resident
-        start = resident.cache.cached_len
-        chunk = min(budget, self._settings.prefill_chunk_len)
-        if request.num_uncached > chunk:
-            span = TokenSpan(start, tuple(resident.token_ids[start : start + chunk]))
-            return _Share(request, SessionStep(resident.cache, span, wants_logits=False), is_prefill=True)
-        is_round = request.num_uncached == 1
-        if is_round and request.num_speculative_tokens and not request.has_whole_proposal and now < request.wait_until:
-            return None
-        span = TokenSpan(start, tuple(resident.token_ids[start:]))
-        tree = request.tree if len(request.tree) + len(span.token_ids) <= budget else ProposalTree()
-        waited = is_round and request.wait_until > request.round_started
-        # What came after the wait was over (a closed window, another session's pass) is not the draft's doing.
-        wait_s = min(now, request.wait_until) - request.round_started if waited else 0.0
-        return _Share(request, SessionStep(resident.cache, span, tree), tree, wait_s, waited, not is_round)
-
-    def _run_pass(self, shares: list[_Share]) -> None:
+    def _run_pass(self, shares: list[Share]) -> None:
         started = time.perf_counter()
         try:
             outputs = self._model.forward([share.step for share in shares])
@@ -350,13 +311,11 @@ class Engine:
         self._account(shares, duration_s)
         for share, logits in zip(shares, outputs, strict=True):
             if share.step.wants_logits:
-                self._conclude(share, decide(share.request, logits, share.tree, self._max_len), duration_s)
+                self._conclude(share, decide(share.request, logits, share.tree, self.max_len), duration_s)
             else:
                 share.request.round_started = time.monotonic()
-        if not self._residents.evict(self._busy()):
-            self._preempt()
 
-    def _conclude(self, share: _Share, result: RoundResult, duration_s: float) -> None:
+    def _conclude(self, share: Share, result: RoundResult, duration_s: float) -> None:
         """Applies a round's result to the session, and sends the verdict."""
         request, resident = share.request, share.request.resident
         base = request.base
@@ -368,7 +327,7 @@ class Engine:
         awaits = request.wait_until > request.round_started
         request.stream.verdict(request.handle, base, result, (duration_s, share.wait_s), awaits_proposal=awaits)
 
-    def _inform_policy(self, share: _Share, result: RoundResult) -> None:
+    def _inform_policy(self, share: Share, result: RoundResult) -> None:
         request, policy = share.request, share.request.policy
         if share.is_prefill or not request.num_speculative_tokens:
             return
@@ -382,25 +341,19 @@ class Engine:
                 policy.observe_late(_num_matching(tree, known[base_len:]))
                 del request.late_trees[base_len]
 
-    def _account(self, shares: list[_Share], duration_s: float) -> None:
+    def _account(self, shares: list[Share], duration_s: float) -> None:
         load = self.load
         load.num_passes += 1
         load.model_time_s += duration_s
         load.num_tokens += sum(share.step.num_rows for share in shares)
         load.num_active_sessions = len(self._requests)
         load.num_cached_sessions = len(self._residents)
-        load.kv_used_bytes = self._residents.num_bytes
+        load.num_preemptions = self._scheduler.num_preemptions
+        self._scheduler.budget.observe(sum(share.step.num_rows for share in shares), duration_s)
         if not any(share.is_prefill for share in shares):
             self._times.observe(duration_s, with_proposals=any(share.tree for share in shares))
 
-    def _preempt(self) -> None:
-        """Frees memory when generating sessions alone exceed the budget: the newest request has to go elsewhere."""
-        newest = max(self._requests.values(), key=lambda item: item.fencing_token)
-        stream = newest.stream
-        self.refuse(stream, newest.handle, Overloaded("the KV cache is full", retry_after_s=1.0))
-        self._residents.drop(newest.resident.session_id)
-
-    def _fail(self, shares: list[_Share], error: Exception) -> None:
+    def _fail(self, shares: list[Share], error: Exception) -> None:
         """Ends the requests of a pass that failed, whose caches can no longer be trusted; the process lives on."""
         _LOG.error("a pass failed", exc_info=error)
         for share in shares:

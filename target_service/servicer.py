@@ -127,6 +127,7 @@ def _open_command(message: target_pb2.VerifyOpen) -> OpenCommand:
         stop_token_ids=frozenset(message.stop_token_ids),
         num_speculative_tokens=message.speculation.num_speculative_tokens,
         max_wait_s=_wait_s(message.speculation),
+        cache_salt=message.cache_salt,
     )
 
 
@@ -164,7 +165,7 @@ class TargetWorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
             tokenizer_fingerprint=info.tokenizer_fingerprint,
             numerics=info.numerics,
             vocabulary_size=info.vocabulary_size,
-            max_session_len=min(info.max_session_len, settings.max_session_len),
+            max_session_len=self._engine.max_len,
             max_sessions=settings.max_sessions,
             max_proposal_nodes=settings.max_proposal_nodes,
             kv_budget_bytes=settings.kv_budget_bytes,
@@ -179,17 +180,21 @@ class TargetWorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
         context: grpc.aio.ServicerContext[worker_pb2.GetLoadRequest, worker_pb2.GetLoadResponse],
     ) -> worker_pb2.GetLoadResponse:
         """Returns how busy the engine is."""
-        load = self._engine.load
+        load, usage = self._engine.load, self._loaded.model.kv_usage
         return worker_pb2.GetLoadResponse(
             num_active_sessions=self._engine.num_requests,
             num_cached_sessions=load.num_cached_sessions,
-            kv_used_bytes=load.kv_used_bytes,
+            kv_used_bytes=usage.used_bytes,
             num_passes=load.num_passes,
             model_time_s=load.model_time_s,
             num_tokens=load.num_tokens,
             draining=self._engine.draining,
             num_stale_messages=load.num_stale_messages,
             num_invalid_proposals=load.num_invalid_proposals,
+            kv_reusable_bytes=usage.num_reusable * usage.page_bytes,
+            num_prefix_hit_tokens=usage.num_hit_tokens,
+            num_evicted_pages=usage.num_evicted_pages,
+            num_preemptions=load.num_preemptions,
         )
 
     async def GetTokenizer(

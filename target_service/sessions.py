@@ -55,10 +55,11 @@ class Resident:
         self.token_ids += span.token_ids[same:]
         self.cache.truncate(min(span.start + same, len(self.token_ids) - 1))
 
-    def truncate(self, length: int) -> None:
-        """Drops tokens and KV from position `length` on."""
+    def rest(self, length: int) -> None:
+        """Keeps the tokens up to position `length` until the next request, and holds no KV: it may be found again."""
         del self.token_ids[length:]
         self.cache.truncate(length)
+        self.cache.release()
 
 
 @dataclass(slots=True, eq=False)
@@ -66,6 +67,7 @@ class Request:
     """A request that runs on a resident session, from `open` to `close`.
 
     Attributes:
+        number: grows with every request of this target.
         stream: identity of the stream it came on.
         handle: its name on that stream.
         start_len: session length at which generation starts.
@@ -76,6 +78,7 @@ class Request:
         late_trees: proposals that came too late, with the length they continued; see `SpeculationPolicy`.
     """
 
+    number: int
     stream: Stream
     handle: int
     resident: Resident
@@ -149,11 +152,10 @@ class FencingTokens:
 
 
 class Residents:
-    """All resident sessions, least recently used first, within a budget of KV cache bytes and a number."""
+    """All resident sessions, least recently used first, up to a number."""
 
-    def __init__(self, budget_bytes: int, max_residents: int) -> None:
+    def __init__(self, max_residents: int) -> None:
         self._residents: OrderedDict[str, Resident] = OrderedDict()
-        self._budget_bytes = budget_bytes
         self._max_residents = max_residents
 
     def __len__(self) -> int:
@@ -172,19 +174,14 @@ class Residents:
         self._residents[resident.session_id] = resident
 
     def drop(self, session_id: str) -> None:
-        """Forgets a session and its KV cache."""
-        self._residents.pop(session_id, None)
+        """Forgets a session and gives back the memory of its KV cache."""
+        resident = self._residents.pop(session_id, None)
+        if resident is not None:
+            resident.cache.release()
 
-    @property
-    def num_bytes(self) -> int:
-        """KV cache bytes of all sessions."""
-        return sum(resident.cache.num_bytes for resident in self._residents.values())
-
-    def evict(self, busy: set[str], reserve_bytes: int = 0) -> bool:
-        """Drops idle sessions, least recently used first, until budget and number hold; returns whether they do."""
-        num_bytes = self.num_bytes + reserve_bytes
-        for session_id in [name for name in self._residents if name not in busy]:
-            if num_bytes <= self._budget_bytes and len(self._residents) <= self._max_residents:
-                break
-            num_bytes -= self._residents.pop(session_id).cache.num_bytes
-        return num_bytes <= self._budget_bytes and len(self._residents) <= self._max_residents
+    def evict(self, busy: set[str]) -> None:
+        """Forgets idle sessions, least recently used first, until the number holds."""
+        excess = len(self._residents) - self._max_residents
+        idle = [session_id for session_id in self._residents if session_id not in busy]
+        for session_id in idle[: max(0, excess)]:
+            self.drop(session_id)

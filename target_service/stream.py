@@ -27,6 +27,7 @@ class OpenCommand:
     stop_token_ids: frozenset[int]
     num_speculative_tokens: int
     max_wait_s: float
+    cache_salt: bytes = b""
 
 
 class Stream:

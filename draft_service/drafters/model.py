@@ -52,6 +52,10 @@ class CachedTokens:
         """Memory held, in bytes."""
         return self.kv_cache.num_bytes
 
+    def release(self) -> None:
+        """Gives the KV cache's memory back."""
+        self.kv_cache.release()
+
     def disagree(self, length: int) -> None:
         """Learns that the session's tokens from position `length` on may be others than these."""
         self._agreed_len = min(self._agreed_len, length)
@@ -164,8 +168,9 @@ class ModelDrafter:
         return admitted
 
     def _missing_bytes(self, branch: Branch) -> int:
-        wanted = (len(branch.token_ids) + branch.num_speculative_tokens) * self._model.info.kv_token_bytes
-        return max(0, wanted - self._caches.num_bytes(branch.session_id))
+        cached = self._caches.find(branch.session_id)
+        cache = cached.kv_cache if cached else self._model.new_cache()
+        return cache.missing_bytes(len(branch.token_ids) + branch.num_speculative_tokens)
 
 
 def share_rows(wanted: Sequence[int], num_rows: int) -> list[int]:
@@ -199,6 +204,8 @@ def load_model_drafter(settings: DraftSettings) -> ModelDrafter:
         device=settings.device,
         quantization=settings.quantization,
         num_layers=settings.num_layers,
+        kv_budget_bytes=settings.kv_budget_bytes,
+        compiles=settings.compile,
     )
     options = ModelDrafterOptions(
         kv_budget_bytes=settings.kv_budget_bytes,

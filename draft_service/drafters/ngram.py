@@ -45,6 +45,10 @@ class NgramIndex:
         """Memory held, in bytes, about."""
         return len(self._latest) * _ENTRY_BYTES + len(self) * _TOKEN_BYTES * (1 + len(self._sizes))
 
+    def release(self) -> None:
+        """Drops everything."""
+        self.truncate(0)
+
     def extend(self, token_ids: Sequence[int]) -> None:
         """Adds tokens at the end, in O(tokens added)."""
         for token_id in token_ids:

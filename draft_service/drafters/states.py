@@ -8,6 +8,9 @@ from typing import Generic, Protocol, TypeVar
 class State(Protocol):
     """What a drafter keeps of one session."""
 
+    def release(self) -> None:
+        """Gives back what it holds; it is not used again."""
+
     @property
     def num_bytes(self) -> int:
         """Memory held, in bytes."""
@@ -62,7 +65,9 @@ class BoundedStates(Generic[StateT]):
 
     def forget(self, session_id: str) -> None:
         """Drops the session's state, if there is one."""
-        self._states.pop(session_id, None)
+        state = self._states.pop(session_id, None)
+        if state is not None:
+            state.release()
         self._used_bytes -= self._bytes.pop(session_id, 0)
 
     def make_room(self, num_bytes: int, in_use: Collection[str]) -> bool:

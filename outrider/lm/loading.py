@@ -13,7 +13,7 @@ from outrider.lm import attention, embedded
 from outrider.lm.markov import MarkovModel
 from outrider.lm.model import LanguageModel
 from outrider.lm.tokenizer import TokenizerFiles, tokenizer_files
-from outrider.lm.transformer import TransformersModel
+from outrider.lm.transformer import EngineOptions, TransformersModel
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +31,8 @@ def load_model(
     device: str = "auto",
     quantization: Mapping[str, Any] | None = None,
     num_layers: int | None = None,
+    kv_budget_bytes: int = 1 << 30,
+    compiles: bool = False,
 ) -> LoadedModel:
     """Loads a causal language model and probes that it can be served exactly.
 
@@ -40,13 +42,15 @@ def load_model(
         device: `auto` (a GPU where there is one), `cpu`, `cuda`, `cuda:1`, ...
         quantization: a transformers quantisation config as a mapping with `quant_method`.
         num_layers: loads only the first layers, with the final norm and the head; None for all.
+        kv_budget_bytes: memory of the KV cache of all sessions, at most.
+        compiles: whether to compile the layers, where that can be done.
 
     Raises:
         InvalidArgument: a value is not understood.
         ModelUnsupported: the model cannot be loaded, or cannot be served exactly.
     """
     if name.startswith("markov:"):
-        return LoadedModel(MarkovModel.from_name(name), None)
+        return LoadedModel(MarkovModel.from_name(name, kv_budget_bytes), None)
     source = str(embedded.ensure_embedded()) if name == embedded.NAME else name
     try:
         config = AutoConfig.from_pretrained(source)
@@ -63,7 +67,8 @@ def load_model(
         raise ModelUnsupported(f"cannot load {name}: {str(error).splitlines()[0]}") from error
     label = name if num_layers is None else f"{name}[:{num_layers}]"
     fingerprint = tokenizer.fingerprint if tokenizer else ""
-    ready = TransformersModel(label, model, fingerprint, pack=not quantization)
+    options = EngineOptions(kv_budget_bytes, compiles=compiles, packs=not quantization)
+    ready = TransformersModel(label, model, fingerprint, options)
     return LoadedModel(ready, tokenizer)
 
 

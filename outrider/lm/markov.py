@@ -15,11 +15,13 @@ from dataclasses import dataclass, fields
 import torch
 
 from outrider.errors import InvalidArgument
+from outrider.lm.kv_cache import PagedKVCache
 from outrider.lm.model import ModelInfo, SessionStep
-from outrider.tokens import ProposalTree
+from outrider.lm.pages import KVUsage, PagePool
 
 _PREFIX = "markov:"
 _TOKEN_BYTES = 4
+_PAGE_LEN = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,44 +59,10 @@ class MarkovOptions:
             raise InvalidArgument("noise must be in [0, 1], step_s and row_s at least 0", "model")
 
 
-class MarkovKVCache:
-    """The tokens themselves stand for keys and values."""
-
-    def __init__(self) -> None:
-        self.token_ids: list[int] = []
-        self._cached_len = 0
-        self._tree = ProposalTree()
-
-    @property
-    def cached_len(self) -> int:
-        """Tokens cached."""
-        return self._cached_len
-
-    @property
-    def num_bytes(self) -> int:
-        """Memory held, in bytes."""
-        return _TOKEN_BYTES * len(self.token_ids)
-
-    def truncate(self, length: int) -> None:
-        """Drops everything from position `length` on."""
-        self._cached_len = min(self._cached_len, length)
-        self._tree = ProposalTree()
-
-    def append(self, token_ids: Sequence[int], tree: ProposalTree) -> None:
-        """Adds a span and holds a tree until `keep`."""
-        self.token_ids[self._cached_len :] = token_ids
-        self._cached_len += len(token_ids)
-        self._tree = tree
-
-    def keep(self, path: Sequence[int]) -> None:
-        """Keeps the branch through these nodes."""
-        self.append([self._tree.node(number).token_id for number in path], ProposalTree())
-
-
 class MarkovModel:
     """A `LanguageModel` whose law is a table; see the module."""
 
-    def __init__(self, options: MarkovOptions, name: str) -> None:
+    def __init__(self, options: MarkovOptions, name: str, kv_budget_bytes: int = 1 << 30) -> None:
         self.options = options
         size = (options.vocabulary**options.order, options.vocabulary)
         law = torch.softmax(_table(options.seed, size) * options.scale, dim=-1)
@@ -111,9 +79,13 @@ class MarkovModel:
             eos_token_ids=() if options.eos is None else (options.eos,),
             kv_token_bytes=_TOKEN_BYTES,
         )
+        page_bytes = _PAGE_LEN * _TOKEN_BYTES
+        self._pool = PagePool(kv_budget_bytes // page_bytes, _PAGE_LEN, page_bytes, self._info.fingerprint.encode())
+        # Tokens stand for keys and values; the pages, tables and branches are those of every model.
+        self._slots: dict[int, int] = {}
 
     @classmethod
-    def from_name(cls, name: str) -> "MarkovModel":
+    def from_name(cls, name: str, kv_budget_bytes: int = 1 << 30) -> "MarkovModel":
         """Returns the model of a name such as `markov:vocabulary=16,seed=7`."""
         kinds = {item.name: float if item.type in (float, "float") else int for item in fields(MarkovOptions)}
         given: dict[str, float] = {}
@@ -123,7 +95,7 @@ class MarkovModel:
                 given[key] = kinds[key](value)
             except (KeyError, ValueError) as error:
                 raise InvalidArgument(f"{part!r} is no option of a Markov model", "model") from error
-        return cls(MarkovOptions(**given), name)  # type: ignore[arg-type]
+        return cls(MarkovOptions(**given), name, kv_budget_bytes)  # type: ignore[arg-type]
 
     @property
     def info(self) -> ModelInfo:
@@ -141,9 +113,14 @@ class MarkovModel:
         recent = token_ids[-self.options.order :]
         return sum(token * size**age for age, token in enumerate(reversed(recent)))
 
-    def new_cache(self) -> MarkovKVCache:
+    @property
+    def kv_usage(self) -> KVUsage:
+        """How full the KV cache is."""
+        return self._pool.usage
+
+    def new_cache(self, salt: bytes = b"") -> PagedKVCache:
         """Returns an empty cache for one session."""
-        return MarkovKVCache()
+        return PagedKVCache(self._pool, salt)
 
     def forward(self, steps: Sequence[SessionStep]) -> list[torch.Tensor]:
         """Looks the rows up; takes as long as the options say. Logits are float64."""
@@ -156,15 +133,33 @@ class MarkovModel:
 
     def _run(self, step: SessionStep) -> torch.Tensor:
         cache = step.cache
-        if not isinstance(cache, MarkovKVCache):
+        if not isinstance(cache, PagedKVCache):
             raise TypeError("the cache was made by another model class")
-        cache.append(step.span.token_ids, step.tree)
-        if not step.wants_logits:
-            return self._logits[:0]
-        history = cache.token_ids[max(0, cache.cached_len - self.options.order) : cache.cached_len]
-        paths = [step.tree.path(number) for number in range(len(step.tree) + 1)]
-        branches = [[*history, *(step.tree.node(node).token_id for node in path)] for path in paths]
-        return self._logits[[self.context(branch) for branch in branches]]
+        layout = cache.lay_out(step.span, step.tree)
+        self._copy(layout.copies)
+        token_ids = [*step.span.token_ids, *(node.token_id for node in step.tree.nodes)]
+        contexts = [0] * len(token_ids)
+        for branch in layout.branches:
+            for row, position in branch.writes:
+                self._slots[_slot(branch.table, position)] = token_ids[row]
+            for row, position in zip(branch.rows, branch.positions, strict=True):
+                contexts[row] = self._context_at(branch.table, position)
+        cache.note_run()
+        return self._logits[contexts[len(step.span.token_ids) - 1 :] if step.wants_logits else []]
+
+    def _context_at(self, table: Sequence[int], position: int) -> int:
+        first = max(0, position + 1 - self.options.order)
+        return self.context([self._slots[_slot(table, at)] for at in range(first, position + 1)])
+
+    def _copy(self, copies: Sequence[tuple[int, int]]) -> None:
+        for source, target in copies:
+            for offset in range(_PAGE_LEN):
+                if (slot := source * _PAGE_LEN + offset) in self._slots:
+                    self._slots[target * _PAGE_LEN + offset] = self._slots[slot]
+
+
+def _slot(table: Sequence[int], position: int) -> int:
+    return table[position // _PAGE_LEN] * _PAGE_LEN + position % _PAGE_LEN
 
 
 def _table(seed: int, size: tuple[int, int]) -> torch.Tensor:

@@ -6,6 +6,7 @@ from typing import Protocol
 
 import torch
 
+from outrider.lm.pages import KVUsage
 from outrider.tokens import ProposalTree, TokenSpan
 
 
@@ -43,10 +44,25 @@ class KVCache(Protocol):
 
     @property
     def num_bytes(self) -> int:
-        """Memory held, in bytes."""
+        """Memory held, in bytes; what is shared with other sessions in full."""
+
+    def missing_bytes(self, length: int) -> int:
+        """Returns the memory that caching `length` tokens would take beyond what is held."""
 
     def truncate(self, length: int) -> None:
         """Drops everything from position `length` on, in O(1); no-op where less is cached."""
+
+    def release(self) -> None:
+        """Drops everything; what can be found again is, by `adopt`, until its memory is needed."""
+
+    def adopt(self, token_ids: Sequence[int]) -> int:
+        """Takes what is cached, by whichever session, of these tokens (but for the last); returns the tokens gained."""
+
+    def next_page(self, token_ids: Sequence[int]) -> bytes | None:
+        """Returns the identity of what caching these tokens would make findable next; None where it is too little."""
+
+    def reserve(self, span: TokenSpan, tree: ProposalTree) -> bool:
+        """Takes the memory that a step needs; False, and nothing is taken, where too little is left."""
 
     def keep(self, path: Sequence[int]) -> None:
         """Keeps, of the tree that the last pass ran, the branch through these node numbers; drops the rest."""
@@ -84,8 +100,12 @@ class LanguageModel(Protocol):
     def info(self) -> ModelInfo:
         """Identity and limits."""
 
-    def new_cache(self) -> KVCache:
-        """Returns an empty KV cache for one session."""
+    @property
+    def kv_usage(self) -> KVUsage:
+        """How full the KV cache is."""
+
+    def new_cache(self, salt: bytes = b"") -> KVCache:
+        """Returns an empty KV cache for one session, which shares memory with sessions of the same salt only."""
 
     def forward(self, steps: Sequence[SessionStep]) -> list[torch.Tensor]:
         """Runs one pass over all steps.

@@ -1,23 +1,48 @@
 """Any `transformers` causal LM as an Outrider `LanguageModel`."""
 
 import hashlib
+import logging
+import warnings
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from typing import Final
 
 import torch
 from transformers import PreTrainedModel
 
 from outrider.errors import ModelUnsupported
 from outrider.lm import attention
-from outrider.lm.kv_cache import BLOCK_LEN, BlockKVCache
+from outrider.lm.attention.flex import FlexPasses
+from outrider.lm.compilation import can_compile, compile_layers, find_layers
+from outrider.lm.kv_cache import PagedKVCache
+from outrider.lm.kv_storage import KVStorage
 from outrider.lm.model import ModelInfo, SessionStep
 from outrider.lm.packed_linear import pack_linears
+from outrider.lm.pages import KVUsage, PagePool
 from outrider.tokens import NodeKind, ProposalNode, ProposalTree, TokenSpan
 
-_SAMPLE_LEN = 64
-_UNBOUNDED_LEN = 1 << 20
-_PROBE_LEN = 12
-_PROBE_TOLERANCE = 0.05
+_LOG: Final = logging.getLogger(__name__)
+_PAGE_LEN: Final = 32
+_MIN_PAGES: Final = 4
+_SAMPLE_LEN: Final = 64
+_UNBOUNDED_LEN: Final = 1 << 20
+_PROBE_LEN: Final = 12
+_PROBE_TOLERANCE: Final = 0.05
+
+
+@dataclass(frozen=True, slots=True)
+class EngineOptions:
+    """How a model is run.
+
+    Attributes:
+        kv_budget_bytes: memory of the KV cache of all sessions, at most.
+        compiles: whether to compile the layers, where that can be done.
+        packs: whether to lay out bfloat16 weights for the CPU, where that is supported.
+    """
+
+    kv_budget_bytes: int = 1 << 30
+    compiles: bool = False
+    packs: bool = True
 
 
 class TransformersModel:
@@ -31,52 +56,125 @@ class TransformersModel:
         name: as configured.
         model: in evaluation mode, its weights where they shall stay.
         tokenizer_fingerprint: see `ModelInfo`.
-        pack: whether to lay out bfloat16 weights for the CPU where that is supported.
+        options: how it is run.
 
     Raises:
-        ModelUnsupported: the model cannot be served exactly; the message says why.
+        ModelUnsupported: the model cannot be served exactly, or the budget holds no session; the message says why.
     """
 
-    def __init__(self, name: str, model: PreTrainedModel, tokenizer_fingerprint: str, *, pack: bool = True) -> None:
+    def __init__(
+        self, name: str, model: PreTrainedModel, tokenizer_fingerprint: str, options: EngineOptions | None = None
+    ) -> None:
+        options = options or EngineOptions()
         self._model = model
         self._device = model.device
         self._num_layers: int = model.config.get_text_config().num_hidden_layers
         info = self._describe(name, tokenizer_fingerprint)
         # After the fingerprint, which reads the weights as they were loaded.
-        num_packed = pack_linears(model) if pack else 0
-        numerics = f"{info.numerics} linear-{'packed' if num_packed else 'plain'}"
-        self._info = self._probe(replace(info, numerics=numerics))
+        num_packed = pack_linears(model) if options.packs else 0
+        shapes = self._find_shapes()
+        # float32 on a CPU: products of 16-bit keys are slower there and vary with the number of rows.
+        kv_dtype = torch.float32 if self._device.type == "cpu" else model.dtype
+        token_bytes = sum(shape.num_values for shape in shapes.shapes) * kv_dtype.itemsize
+        num_pages = options.kv_budget_bytes // (_PAGE_LEN * token_bytes)
+        if num_pages < _MIN_PAGES:
+            raise ModelUnsupported(
+                f"the KV cache budget of {options.kv_budget_bytes} bytes holds {num_pages} pages of {_PAGE_LEN} "
+                f"tokens, {_PAGE_LEN * token_bytes} bytes each; at least {_MIN_PAGES} are needed"
+            )
+        self._storage = KVStorage(shapes.shapes, num_pages + 1, _PAGE_LEN, kv_dtype, self._device)
+        shapes.attach(self._storage)
+        self._pool = PagePool(num_pages, _PAGE_LEN, _PAGE_LEN * token_bytes)
+        self._flex = self._compile() if options.compiles and can_compile(self._device) else None
+        kernel = f"flex-pages-{_PAGE_LEN}" if self._flex else f"blocks-{attention.BLOCK_LEN}"
+        numerics = f"{info.numerics} attention-{kernel}-{str(kv_dtype).removeprefix('torch.')}"
+        info = replace(info, numerics=f"{numerics} linear-{'packed' if num_packed else 'plain'}")
+        self._info = self._probe(replace(info, kv_token_bytes=token_bytes))
+        self._pool = PagePool(num_pages, _PAGE_LEN, _PAGE_LEN * token_bytes, self._digest_root())
 
     @property
     def info(self) -> ModelInfo:
         """Identity and limits."""
         return self._info
 
-    def new_cache(self) -> BlockKVCache:
-        """Returns an empty KV cache for one session."""
-        return BlockKVCache()
+    @property
+    def kv_usage(self) -> KVUsage:
+        """How full the KV cache is."""
+        return self._pool.usage
+
+    def new_cache(self, salt: bytes = b"") -> PagedKVCache:
+        """Returns an empty KV cache for one session, which shares pages with others of the same salt."""
+        return PagedKVCache(self._pool, salt)
 
     @torch.no_grad()
     def forward(self, steps: Sequence[SessionStep]) -> list[torch.Tensor]:
         """Runs one pass over all steps; see `LanguageModel.forward`."""
-        layout = attention.plan(steps, self._device)
+        layouts = [_paged(step).lay_out(step.span, step.tree) for step in steps]
+        self._storage.prepare(layouts)
+        rows = attention.lay_out_rows(layouts, _PAGE_LEN)
+        made = self._flex.make(rows) if self._flex else attention.BlockPass(rows, self._storage)
         token_ids, positions, wanted = _pack(steps)
+        logits = self._run(token_ids, positions, wanted or [0], made)
+        for step in steps:
+            _paged(step).note_run()
+        return _split(logits, steps)
+
+    def _run(
+        self,
+        token_ids: list[int],
+        positions: list[int],
+        wanted: list[int],
+        made: attention.BlockPass | attention.FlexPass | attention.ShapePass,
+    ) -> torch.Tensor:
         output = self._model(
             input_ids=self._row(token_ids),
             position_ids=self._row(positions),
             use_cache=False,
-            logits_to_keep=torch.tensor(_pad(wanted or [0]), device=self._device),
-            outrider_pass=layout,
+            logits_to_keep=torch.tensor(_pad(wanted), device=self._device),
+            outrider_pass=made,
         )
-        if len(layout.layers_seen) != self._num_layers:
-            missing = self._num_layers - len(layout.layers_seen)
-            raise ModelUnsupported(
-                f"{missing} of {self._num_layers} layers do not use the attention interface; they cannot roll back"
-            )
-        return _split(output.logits[0], steps)
+        logits: torch.Tensor = output.logits[0]
+        return logits
 
     def _row(self, values: list[int]) -> torch.Tensor:
         return torch.tensor([_pad(values)], device=self._device)
+
+    @torch.no_grad()
+    def _find_shapes(self) -> attention.ShapePass:
+        shapes = attention.ShapePass()
+        try:
+            self._run([3], [0], [0], shapes)
+        except TypeError as error:
+            raise ModelUnsupported(f"the model does not take Outrider's attention: {error}") from error
+        missing = self._num_layers - len(set(shapes.modules))
+        if missing:
+            raise ModelUnsupported(
+                f"{missing} of {self._num_layers} layers do not use the attention interface; they cannot roll back"
+            )
+        return shapes
+
+    def _compile(self) -> FlexPasses | None:
+        """Compiles the layers and runs them once; None, and they stay as they are, where that fails."""
+        layers = find_layers(self._model, self._num_layers)
+        if not layers:
+            _LOG.warning("the model has no list of layers: it runs uncompiled")
+            return None
+        compile_layers(layers)
+        self._flex = FlexPasses(self._storage)
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # the compiler's, about its own code
+                # More writes than rows: what differs in the first pass is a symbol of its own.
+                self._run_as_branch(tuple(range(3, 3 + _PROBE_LEN)))
+        except RuntimeError as error:
+            _LOG.warning("the model runs uncompiled: %s", str(error).strip().splitlines()[0])
+            for layer in layers:
+                layer._compiled_call_impl = None
+            return None
+        return self._flex
+
+    def _digest_root(self) -> bytes:
+        return hashlib.sha256(f"{self._info.fingerprint} {self._info.numerics}".encode()).digest()
 
     def _describe(self, name: str, tokenizer_fingerprint: str) -> ModelInfo:
         config = self._model.config.get_text_config()
@@ -86,7 +184,7 @@ class TransformersModel:
             tokenizer_fingerprint=tokenizer_fingerprint,
             numerics=(
                 f"{self._device.type} {str(self._model.dtype).removeprefix('torch.')} torch-{torch.__version__} "
-                f"threads-{torch.get_num_threads()} attention-float32-blocks-{BLOCK_LEN}"
+                f"threads-{torch.get_num_threads()}"
             ),
             vocabulary_size=config.vocab_size,
             max_session_len=getattr(config, "max_position_embeddings", None) or _UNBOUNDED_LEN,
@@ -98,19 +196,13 @@ class TransformersModel:
         """Runs tokens at once, in parts behind dropped proposals, and as a kept side branch; compares the results."""
         span = tuple(3 + index % (info.vocabulary_size - 3) for index in range(_PROBE_LEN))
         cache = self.new_cache()
-        try:
-            whole = self.forward([SessionStep(cache, TokenSpan(0, span))])[0][0]
-        except TypeError as error:
-            raise ModelUnsupported(f"the model does not take Outrider's attention: {error}") from error
+        whole = self.forward([SessionStep(cache, TokenSpan(0, span))])[0][0]
+        cache.release()
         others = (self._run_in_parts(span), self._run_as_branch(span))
         if any((other - whole).abs().max() > _PROBE_TOLERANCE * whole.abs().max() for other in others):
             raise ModelUnsupported("the model keeps state that does not roll back with its KV cache")
         is_invariant = all(torch.equal(other, whole) for other in others)
-        return replace(
-            info,
-            numerics=f"{info.numerics} {'invariant' if is_invariant else 'varying'}",
-            kv_token_bytes=cache.num_bytes // BLOCK_LEN,
-        )
+        return replace(info, numerics=f"{info.numerics} {'invariant' if is_invariant else 'varying'}")
 
     def _run_in_parts(self, span: tuple[int, ...]) -> torch.Tensor:
         cache = self.new_cache()
@@ -118,6 +210,7 @@ class TransformersModel:
             dropped = _tree([(0, 1), (1, 2), (0, 2)])
             logits = self.forward([SessionStep(cache, TokenSpan(start, span[start:end]), dropped)])[0]
             cache.keep(())
+        cache.release()
         return logits[0]
 
     def _run_as_branch(self, span: tuple[int, ...]) -> torch.Tensor:
@@ -127,7 +220,14 @@ class TransformersModel:
         cache.keep((2, 4))
         cache.truncate(len(span) - 1)
         again = self.forward([SessionStep(cache, TokenSpan(len(span) - 1, span[-1:]))])[0][0]
+        cache.release()
         return logits[4] if torch.equal(logits[4], again) else again
+
+
+def _paged(step: SessionStep) -> PagedKVCache:
+    if not isinstance(step.cache, PagedKVCache):
+        raise TypeError("the cache was made by another model class")
+    return step.cache
 
 
 def _tree(edges: list[tuple[int, int]]) -> ProposalTree:
@@ -155,11 +255,7 @@ def _pack(steps: Sequence[SessionStep]) -> tuple[list[int], list[int], list[int]
 
 
 def _pad(values: list[int]) -> list[int]:
-    """Repeats the last value up to a multiple of `MIN_ROWS`.
-
-    Measured with float32 linear layers on 2 threads: 1 to 3, 5 to 7 and 9 to 11 rows give other bits than 4, 8 and 12,
-    because the rows are split between threads down to fewer than 4; bfloat16 differed for 1 row only.
-    """
+    """Repeats the last value up to a multiple of `attention.MIN_ROWS`."""
     return values + [values[-1]] * (-len(values) % attention.MIN_ROWS)
 
 

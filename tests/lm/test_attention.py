@@ -3,8 +3,7 @@
 import pytest
 import torch
 
-from outrider.lm.attention import block_attention
-from outrider.lm.kv_cache import BLOCK_LEN
+from outrider.lm.attention.blocks import BLOCK_LEN, block_attention
 
 HEADS, DIM = 3, 64
 

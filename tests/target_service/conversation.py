@@ -56,6 +56,7 @@ class Caller:
         window: int = 10_000,
         prompt_len: int | None = None,
         stop_token_ids: Sequence[int] = (11,),
+        cache_salt: bytes = b"",
     ) -> pb.VerifyResponseFrame:
         message = pb.VerifyOpen(
             session_id=session or f"session-{handle}",
@@ -67,6 +68,7 @@ class Caller:
             stop_token_ids=stop_token_ids,
             window_end=len(prompt) + window,
             speculation=pb.SpeculationSettings(num_speculative_tokens=num_speculative_tokens, max_wait_s=max_wait_s),
+            cache_salt=cache_salt,
         )
         await self.send(handle, open=message)
         return await self.receive(handle)
@@ -107,8 +109,8 @@ class Caller:
         await self._reader
 
 
-def model() -> MarkovModel:
-    loaded = load_model(MODEL).model
+def model(kv_budget_bytes: int = 1 << 20) -> MarkovModel:
+    loaded = load_model(MODEL, kv_budget_bytes=kv_budget_bytes).model
     assert isinstance(loaded, MarkovModel)
     return loaded
 
@@ -116,7 +118,8 @@ def model() -> MarkovModel:
 @asynccontextmanager
 async def target(**settings: object) -> AsyncIterator[tuple[Engine, Caller]]:
     """Serves a target in this process and connects to it."""
-    engine = Engine(model(), TargetSettings(**settings))  # type: ignore[arg-type]
+    chosen = TargetSettings(**settings)  # type: ignore[arg-type]
+    engine = Engine(model(chosen.kv_budget_bytes), chosen)
     engine.start()
     server = grpc.aio.server()
     target_pb2_grpc.add_TargetServiceServicer_to_server(TargetServicer(engine), server)

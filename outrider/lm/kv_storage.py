@@ -1,0 +1,93 @@
+"""The memory of a pool of pages: keys and values of every position on every layer."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from outrider.lm.kv_cache import StepLayout
+
+
+@dataclass(frozen=True, slots=True)
+class LayerShape:
+    """What a layer caches of one position: [num_heads, key_dim] keys and [num_heads, value_dim] values."""
+
+    num_heads: int
+    key_dim: int
+    value_dim: int
+
+    @property
+    def num_values(self) -> int:
+        """Numbers a position."""
+        return self.num_heads * (self.key_dim + self.value_dim)
+
+
+class KVStorage:
+    """Tensors over all slots (a slot is a position of a page): slot = page * page_len + offset.
+
+    Args:
+        shapes: of every layer.
+        num_pages: including the scratch page 0.
+        page_len: positions a page.
+        dtype: of keys and values.
+        device: where they are.
+    """
+
+    def __init__(
+        self, shapes: Sequence[LayerShape], num_pages: int, page_len: int, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        self.page_len = page_len
+        self.num_pages = num_pages
+        self._planes: dict[tuple[int, int], torch.Tensor] = {}
+        numbers: dict[tuple[int, int], int] = {}
+        places = []
+        for shape in shapes:
+            for dim in (shape.key_dim, shape.value_dim):
+                kind = (shape.num_heads, dim)
+                places.append((kind, numbers.get(kind, 0)))
+                numbers[kind] = numbers.get(kind, 0) + 1
+        for (num_heads, dim), num in numbers.items():
+            # Zeros, because masked slots are multiplied by 0.
+            size = (num, num_pages * page_len, num_heads, dim)
+            self._planes[num_heads, dim] = lazy_zeros(size, dtype, device)
+        self.tensors = [self._planes[kind][number] for kind, number in places]
+        """Keys and values of every layer in turn."""
+        offsets = torch.arange(page_len, dtype=torch.int32, device=device)
+        self._offsets = offsets
+        self.positions = offsets.repeat(num_pages)
+        """Position of each slot in the sessions that hold its page: int32 [num_slots]."""
+
+    def layer(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Returns a layer's keys [num_slots, num_heads, key_dim] and values [num_slots, num_heads, value_dim]."""
+        return self.tensors[2 * index], self.tensors[2 * index + 1]
+
+    def prepare(self, layouts: Sequence[StepLayout]) -> None:
+        """Readies new pages for their place, then copies what is needed in two pages."""
+        new_pages = [item for layout in layouts for item in layout.new_pages]
+        if new_pages:
+            self._clear(torch.tensor(new_pages, device=self.positions.device))
+        copies = [item for layout in layouts for item in layout.copies]
+        if copies:
+            source, target = torch.tensor(copies, device=self.positions.device).unbind(1)
+            for pages in self._pages():
+                pages[:, target] = pages[:, source]
+
+    def _clear(self, new_pages: torch.Tensor) -> None:
+        page, index = new_pages.unbind(1)
+        starts = (index * self.page_len).to(torch.int32)
+        self.positions.view(-1, self.page_len)[page] = starts[:, None] + self._offsets
+        # Whatever stood there is masked, but 0 times NaN is NaN: a session that failed must not spoil another.
+        for pages in self._pages():
+            pages[:, page] = 0
+
+    def _pages(self) -> list[torch.Tensor]:
+        return [plane.view(plane.shape[0], self.num_pages, -1) for plane in self._planes.values()]
+
+
+def lazy_zeros(size: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Returns zeros that take memory on a CPU only where they are written to, unlike `torch.zeros`."""
+    if device.type != "cpu":
+        return torch.zeros(size, dtype=dtype, device=device)
+    return torch.from_numpy(np.zeros(math.prod(size) * dtype.itemsize, np.uint8)).view(dtype).view(*size)

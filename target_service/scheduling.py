@@ -1,0 +1,136 @@
+"""Which sessions take part in the next pass, with which rows, and who gives way where memory is short."""
+
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass, field
+from typing import Final
+
+from outrider.lm.model import SessionStep
+from outrider.tokens import ProposalTree, TokenSpan
+from target_service.pass_budget import PassBudget
+from target_service.sessions import Request
+
+_NO_TREE: Final = ProposalTree()
+
+
+@dataclass(slots=True)
+class Share:
+    """One request's part of a pass.
+
+    Attributes:
+        request: the request.
+        step: its rows; their memory is reserved.
+        tree: the proposal that is verified; empty where there is none, or no room for it.
+        wait_s: seconds that the round waited for it.
+        waited: whether the round waited.
+        is_prefill: whether these are tokens of a prompt or a replay, more than the one that each round adds.
+    """
+
+    request: Request
+    step: SessionStep
+    tree: ProposalTree = field(default_factory=ProposalTree)
+    wait_s: float = 0.0
+    waited: bool = False
+    is_prefill: bool = False
+
+
+class Scheduler:
+    """Fills passes. Sessions that decode come first, those that waited longest before others; then prompts.
+
+    Prompts get what the budget leaves, so that they hold nobody up for long, and at least a few rows, so that each
+    advances. Memory is taken when a share is made. Where too little is left, the newest request that holds any gives
+    its pages back and is run again from its tokens later: the oldest always advances, so all do in their turn.
+
+    Args:
+        max_rows: rows of a pass, at most.
+        prefill_chunk_len: prompt tokens of a session in one pass, at most.
+        max_slowdown: see `PassBudget`.
+    """
+
+    def __init__(self, max_rows: int, prefill_chunk_len: int, max_slowdown: float) -> None:
+        self._max_rows = max_rows
+        self._prefill_chunk_len = prefill_chunk_len
+        self.budget = PassBudget(max_slowdown, max_rows)
+        self.num_preemptions = 0
+
+    def shares(self, requests: Collection[Request], now: float) -> list[Share]:
+        """Returns the shares of the next pass; none where nobody is ready at the time `now` (monotonic, seconds)."""
+        runnable = sorted((item for item in requests if item.can_run), key=lambda item: item.round_started)
+        shares: list[Share] = []
+        num_rows = 0
+        for request in runnable:
+            if request.num_uncached == 1 and num_rows < self._max_rows:
+                share = self._round(request, now, self._max_rows - num_rows, requests, shares)
+                num_rows += self._add(share, shares)
+        room = self.budget.prefill_rows(num_rows)
+        pages: set[bytes] = set()
+        for request in runnable:
+            if request.num_uncached > 1 and room > 0:
+                room -= self._add(self._prefill(request, room, pages, requests, shares), shares)
+        return shares
+
+    def _add(self, share: Share | None, shares: list[Share]) -> int:
+        if share is None:
+            return 0
+        shares.append(share)
+        return share.step.num_rows
+
+    def _round(
+        self, request: Request, now: float, room: int, requests: Collection[Request], shares: list[Share]
+    ) -> Share | None:
+        if request.num_speculative_tokens and not request.has_whole_proposal and now < request.wait_until:
+            return None
+        tree = request.tree if len(request.tree) < room else _NO_TREE
+        waited = request.wait_until > request.round_started
+        # What came after the wait was over (a closed window, another session's pass) is not the draft's doing.
+        wait_s = min(now, request.wait_until) - request.round_started if waited else 0.0
+        step = self._reserved(request, request.num_uncached, tree, requests, shares)
+        return None if step is None else Share(request, step, step.tree, wait_s, waited)
+
+    def _prefill(
+        self, request: Request, room: int, pages: set[bytes], requests: Collection[Request], shares: list[Share]
+    ) -> Share | None:
+        resident = request.resident
+        resident.cache.adopt(resident.token_ids)
+        page = resident.cache.next_page(resident.token_ids)
+        if page in pages:
+            # Another session computes this page in this very pass; after it, it is there to be taken.
+            return None
+        num = min(request.num_uncached, room, self._prefill_chunk_len)
+        tree = request.tree if num == request.num_uncached and num + len(request.tree) <= room else _NO_TREE
+        step = self._reserved(request, num, tree, requests, shares)
+        if step is None:
+            return None
+        if page is not None:
+            pages.add(page)
+        return Share(request, step, step.tree, is_prefill=True)
+
+    def _reserved(
+        self,
+        request: Request,
+        num_tokens: int,
+        tree: ProposalTree,
+        requests: Collection[Request],
+        shares: list[Share],
+    ) -> SessionStep | None:
+        """Returns the step with its memory taken; without its tree, or None, where there is too little."""
+        cache, token_ids = request.resident.cache, request.resident.token_ids
+        start = cache.cached_len
+        span = TokenSpan(start, tuple(token_ids[start : start + num_tokens]))
+        while not cache.reserve(span, tree):
+            if tree:
+                tree = _NO_TREE
+            elif not self._preempt(request, requests, shares):
+                return None
+        return SessionStep(cache, span, tree, wants_logits=span.end == len(token_ids))
+
+    def _preempt(self, request: Request, requests: Iterable[Request], shares: list[Share]) -> bool:
+        """Takes the memory of the newest request, if it is newer than this one and not in the pass."""
+        in_pass = {id(share.request) for share in shares}
+        newer = (item for item in requests if item.number > request.number and id(item) not in in_pass)
+        holding = (item for item in newer if item.resident.cache.num_bytes)
+        victim = max(holding, key=lambda item: item.number, default=None)
+        if victim is None:
+            return False
+        victim.resident.cache.release()
+        self.num_preemptions += 1
+        return True

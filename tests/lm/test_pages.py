@@ -1,0 +1,90 @@
+"""The pool of pages: sharing by digest, reuse, eviction."""
+
+import pytest
+
+from outrider.lm.pages import SCRATCH_PAGE, PagePool, page_digest
+
+
+def _pool(num_pages: int = 4) -> PagePool:
+    return PagePool(num_pages, page_len=2, page_bytes=10, root=b"model")
+
+
+def test_pages_are_handed_out_once_and_come_back() -> None:
+    pool = _pool()
+    pages = pool.take(4)
+    assert pages is not None
+    assert len(set(pages)) == 4
+    assert SCRATCH_PAGE not in pages
+    assert pool.take(1) is None
+    assert (pool.usage.num_held, pool.usage.used_bytes, pool.usage.max_len) == (4, 40, 8)
+    pool.drop(pages[:1])
+    assert pool.take(1) == pages[:1]
+
+
+def test_a_refused_taking_changes_nothing() -> None:
+    pool = _pool()
+    assert pool.take(5) is None
+    assert pool.usage.num_held == 0
+    assert pool.take(4) is not None
+
+
+def test_published_pages_are_shared_and_outlive_their_holders() -> None:
+    pool = _pool()
+    (page,) = pool.take(1) or []
+    digest = page_digest(pool.root(b""), [1, 2])
+    pool.publish(page, digest)
+    assert pool.hold(digest) == page
+    assert pool.usage.num_held == 1
+    assert not pool.make_private(page)
+    pool.drop([page])
+    pool.drop([page])
+    assert (pool.usage.num_held, pool.usage.num_reusable) == (0, 1)
+    assert pool.hold(digest) == page
+    assert (pool.usage.num_held, pool.usage.num_reusable, pool.usage.num_hit_tokens) == (1, 0, 4)
+
+
+def test_a_private_page_cannot_be_found() -> None:
+    pool = _pool()
+    (page,) = pool.take(1) or []
+    pool.publish(page, b"digest")
+    assert pool.make_private(page)
+    assert pool.hold(b"digest") is None
+    pool.drop([page])
+    assert pool.usage.num_reusable == 0
+
+
+def test_memory_is_taken_from_the_least_recently_held_and_from_tails_first() -> None:
+    pool = _pool()
+    old, new = pool.take(2) or [], pool.take(2) or []
+    for name, pages in (("old", old), ("new", new)):
+        for index, page in enumerate(pages):
+            pool.publish(page, f"{name}{index}".encode())
+    pool.drop(old)
+    pool.drop(new)
+    assert pool.take(3) == [old[1], old[0], new[1]]
+    assert pool.usage.num_evicted_pages == 3
+    assert pool.hold(b"old0") is None
+    assert pool.hold(b"new0") == new[0]
+
+
+def test_equal_pages_are_published_once() -> None:
+    pool = _pool()
+    first, second = pool.take(2) or []
+    pool.publish(first, b"same")
+    pool.publish(second, b"same")
+    pool.drop([second])
+    assert pool.hold(b"same") == first
+    assert pool.usage.num_reusable == 0
+
+
+def test_digests_tell_models_salts_and_prefixes_apart() -> None:
+    pool, other = _pool(), PagePool(4, 2, 10, root=b"other model")
+    roots = {pool.root(b""), pool.root(b"a"), pool.root(b"b"), other.root(b""), other.root(b"a")}
+    assert len(roots) == 5
+    digests = {page_digest(root, tokens) for root in roots for tokens in ([1, 2], [2, 1], [1])}
+    assert len(digests) == 15
+
+
+def test_a_pool_needs_a_page() -> None:
+    with pytest.raises(ValueError, match="0 pages"):
+        PagePool(0, 2, 10)
