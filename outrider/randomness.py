@@ -203,7 +203,8 @@ def vocabulary_exponential(vocabulary_size: int, words: Words, key: Key, device:
     Returns:
         float64 [R, V]; [1, V] where all is ints.
     """
-    blocks = torch.arange((vocabulary_size + 1) // 2, device=device).unsqueeze(0)
+    rows = torch.broadcast_shapes((1, 1), *(word.shape for word in (*words, *key) if isinstance(word, Tensor)))
+    blocks = torch.arange((vocabulary_size + 1) // 2, device=device).expand(rows[0], -1)
     bits = torch.stack(_pairs(blocks, words, key), dim=-1).flatten(1)
     return _exponential(bits[:, :vocabulary_size])
 
@@ -219,8 +220,11 @@ def _pairs(blocks: Tensor, words: Words, key: Key) -> tuple[Tensor, Tensor]:
 
 
 def _mix(product: Word, word: Word, key: Word) -> Word:
-    # Any may be the largest: until the blocks' numbers have spread to a word, one of it stands for a row.
-    mixed = (product >> 32) ^ key
-    mixed = mixed ^ word
+    mixed = product >> 32
+    mixed ^= key
+    if isinstance(word, Tensor) and isinstance(mixed, Tensor) and word.numel() > mixed.numel():
+        # Until the numbers of blocks have spread to a word, one of it stands for all of a row.
+        mixed = mixed.expand_as(word).clone()
+    mixed ^= word
     mixed &= _MASK
     return mixed
