@@ -203,8 +203,8 @@ def vocabulary_exponential(vocabulary_size: int, words: Words, key: Key, device:
     Returns:
         float64 [R, V]; [1, V] where all is ints.
     """
-    rows = torch.broadcast_shapes((1, 1), *(word.shape for word in (*words, *key) if isinstance(word, Tensor)))
-    blocks = torch.arange((vocabulary_size + 1) // 2, device=device).expand(rows[0], -1)
+    num_rows = max(word.numel() if isinstance(word, Tensor) else 1 for word in (*words, *key))
+    blocks = torch.arange((vocabulary_size + 1) // 2, device=device).expand(num_rows, -1)
     bits = torch.stack(_pairs(blocks, words, key), dim=-1).flatten(1)
     return _exponential(bits[:, :vocabulary_size])
 
