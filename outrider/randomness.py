@@ -14,7 +14,13 @@ import torch
 from torch import Tensor
 
 Word: TypeAlias = int | Tensor
-"""A word of 32 bits in an int, or one in each element of an int64 tensor [N], N the same throughout a computation."""
+"""A word of 32 bits in an int, or one in each element of an int64 tensor; tensors of a computation broadcast."""
+
+Words: TypeAlias = tuple[Word, Word, Word]
+"""The three upper words of Philox counters; the lowest one is free for an index."""
+
+Key: TypeAlias = tuple[Word, Word]
+"""The two words of a Philox key."""
 
 _MASK: Final = 0xFFFFFFFF
 _MULTIPLIERS: Final = (0xD2511F53, 0xCD9E8D57)
@@ -61,12 +67,12 @@ class Counter:
             raise ValueError(f"{self} is out of range")
 
     @property
-    def words(self) -> tuple[int, int, int]:
-        """The three upper words of its Philox counters; the lowest one is free for an index."""
+    def words(self) -> Words:
+        """The three upper words of its Philox counters."""
         return self.position, self.base_len, self.purpose | self.segment << 8
 
 
-def philox4x32(index: Word, words: tuple[int, int, int], key: tuple[int, int]) -> tuple[Word, Word, Word, Word]:
+def philox4x32(index: Word, words: Words, key: Key) -> tuple[Word, Word, Word, Word]:
     """Returns Philox4x32-10 of the counters (index, *words).
 
     Args:
@@ -75,7 +81,7 @@ def philox4x32(index: Word, words: tuple[int, int, int], key: tuple[int, int]) -
         key: two words.
 
     Returns:
-        Four words, each in [0, 2**32): ints for an int, int64 tensors [N] for a tensor [N].
+        Four words, each in [0, 2**32): ints for ints, int64 tensors of the common shape where there is a tensor.
     """
     state: tuple[Word, Word, Word, Word] = (index, *words)
     word_0, word_1, word_2, word_3 = state
@@ -106,6 +112,11 @@ class KeyedSource:
         if not 0 <= seed < 2**64:
             raise ValueError(f"seed is {seed}, must be in [0, 2**64)")
         self._key = (seed & _MASK, seed >> 32)
+
+    @property
+    def key(self) -> tuple[int, int]:
+        """The two words of the seed, low and high."""
+        return self._key
 
     def pick(self, weights: Tensor, counter: Counter) -> int:
         """Returns a token drawn with probability proportional to `weights`, by the Gumbel-max trick.
@@ -148,19 +159,10 @@ class KeyedSource:
         return float(high << 21 | low >> 11) * 2.0**-53
 
     def exponential(self, token_ids: Tensor, counter: Counter) -> Tensor:
-        """Returns standard exponential noise, float64 [N], positive and finite, of ascending token ids, int64 [N].
-
-        Block v // 2 gives the noise of tokens v and v + 1 (v even), two words each, of which 52 bits are used: then
-        (bits + 1/2) / 2**52 is exact and lies strictly between 0 and 1. So a token's noise is the same whichever others
-        are asked for.
-        """
+        """Returns standard exponential noise, float64 [N], positive and finite, of ascending token ids, int64 [N]."""
         if token_ids[-1] == len(token_ids) - 1:  # ascending, so these are all ids from 0 on
-            blocks = torch.arange((len(token_ids) + 1) // 2, device=token_ids.device)
-            bits = torch.stack(self._pairs(blocks, counter), dim=1).view(-1)[: len(token_ids)]
-        else:
-            even, odd = self._pairs(token_ids >> 1, counter)
-            bits = torch.where((token_ids & 1).bool(), odd, even)
-        return bits.double().add_(0.5).mul_(2.0**-52).log_().neg_()
+            return vocabulary_exponential(len(token_ids), counter.words, self._key, token_ids.device).view(-1)
+        return token_exponential(token_ids, counter.words, self._key)
 
     def gumbel(self, token_ids: Tensor, counter: Counter) -> Tensor:
         """Returns standard Gumbel noise, float64 [N], of ascending token ids: -log of their exponential noise."""
@@ -169,15 +171,60 @@ class KeyedSource:
     def _race(self, weights: Tensor, token_ids: Tensor, counter: Counter) -> Tensor:
         return self.exponential(token_ids, counter).reciprocal_().mul_(weights)
 
-    def _pairs(self, blocks: Tensor, counter: Counter) -> tuple[Tensor, Tensor]:
-        """Returns 52 bits of each half of the blocks: those of the even token id, and of the odd one."""
-        words = [torch.as_tensor(word) for word in philox4x32(blocks, counter.words, self._key)]
-        return words[0] << 20 | words[1] >> 12, words[2] << 20 | words[3] >> 12
+
+def token_exponential(token_ids: Tensor, words: Words, key: Key) -> Tensor:
+    """Returns standard exponential noise of tokens, each under the counter and key that stand beside it.
+
+    Block v // 2 gives the noise of tokens v and v + 1 (v even), two words each, of which 52 bits are used: then
+    (bits + 1/2) / 2**52 is exact and lies strictly between 0 and 1. So a token's noise is the same whichever others
+    are asked for.
+
+    Args:
+        token_ids: int64 [N].
+        words: ints, or int64 [N].
+        key: ints, or int64 [N].
+
+    Returns:
+        float64 [N], positive and finite.
+    """
+    even, odd = _pairs(token_ids >> 1, words, key)
+    return _exponential(torch.where((token_ids & 1).bool(), odd, even))
 
 
-def _mix(product: Word, word: Word, key: int) -> Word:
+def vocabulary_exponential(vocabulary_size: int, words: Words, key: Key, device: torch.device) -> Tensor:
+    """Returns the noise of `token_exponential` for all token ids of several rows.
+
+    Args:
+        vocabulary_size: V, at least 1.
+        words: ints, or int64 [R, 1].
+        key: ints, or int64 [R, 1].
+        device: of the result, and of all tensors given.
+
+    Returns:
+        float64 [R, V]; [1, V] where all is ints.
+    """
+    num_rows = max(word.numel() if isinstance(word, Tensor) else 1 for word in (*words, *key))
+    blocks = torch.arange((vocabulary_size + 1) // 2, device=device).expand(num_rows, -1)
+    bits = torch.stack(_pairs(blocks, words, key), dim=-1).flatten(1)
+    return _exponential(bits[:, :vocabulary_size])
+
+
+def _exponential(bits: Tensor) -> Tensor:
+    return bits.double().add_(0.5).mul_(2.0**-52).log_().neg_()
+
+
+def _pairs(blocks: Tensor, words: Words, key: Key) -> tuple[Tensor, Tensor]:
+    """Returns 52 bits of each half of the blocks: those of the even token id, and of the odd one."""
+    mixed = [torch.as_tensor(word) for word in philox4x32(blocks, words, key)]
+    return (mixed[0] << 20).bitwise_or_(mixed[1] >> 12), (mixed[2] << 20).bitwise_or_(mixed[3] >> 12)
+
+
+def _mix(product: Word, word: Word, key: Word) -> Word:
     mixed = product >> 32
-    mixed ^= word
     mixed ^= key
+    if isinstance(word, Tensor) and isinstance(mixed, Tensor) and word.numel() > mixed.numel():
+        # Until the numbers of blocks have spread to a word, one of it stands for all of a row.
+        mixed = mixed.expand_as(word).clone()
+    mixed ^= word
     mixed &= _MASK
     return mixed

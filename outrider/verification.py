@@ -71,10 +71,23 @@ def verify_coupled(tree: ProposalTree, law: TargetLaw, base_len: int, source: De
         base_len: length of the session that the proposal continues.
         source: decides.
     """
+    return follow_draws(
+        tree, lambda number: source.pick(law(number), Counter(Purpose.TARGET, base_len + tree.depth(number)))
+    )
+
+
+def follow_draws(tree: ProposalTree, draw: Callable[[int], int]) -> Outcome:
+    """Verifies a proposal by the `coupled` rule, given the target's own token after each node.
+
+    Args:
+        tree: the proposal.
+        draw: returns the target's token after a node, at position base.len + the node's depth; called once for each
+            accepted node, and for `ROOT`.
+    """
     path: list[int] = []
     while True:
         number = path[-1] if path else ROOT
-        token_id = source.pick(law(number), Counter(Purpose.TARGET, base_len + len(path)))
+        token_id = draw(number)
         child = tree.child(number, token_id)
         if child is None:
             return _outcome(tree, path, token_id)

@@ -1,67 +1,123 @@
-"""The outcome of one session's round: the acceptance rule applied to the target's logits, then the stop conditions."""
+"""The outcome of sessions' rounds: the acceptance rule applied to the target's logits, then the stop conditions."""
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
+from outrider.draws import Draw, target_draws
+from outrider.logprobs import token_logprobs
 from outrider.parameters import AcceptanceRule, FinishReason
-from outrider.sampling import TokenHistory, target_distribution, token_logprobs
+from outrider.sampling import LawTerms, TokenHistory, target_distribution
 from outrider.tokens import ROOT, ProposalTree, TokenLogprobs, TokenOrigin
-from outrider.verification import Outcome, verify_coupled, verify_rejection
+from outrider.verification import Outcome, follow_draws, verify_rejection
 from target_service.results import RoundResult
 from target_service.sessions import Request
 
 
-def decide(request: Request, logits: torch.Tensor, tree: ProposalTree, max_len: int) -> RoundResult:
-    """Judges a session's proposal.
+class Round(NamedTuple):
+    """One session's part of a pass, to be judged.
+
+    Attributes:
+        request: the session's request, as it was before the pass.
+        first_row: of the pass's logits: the row after the session's last token; row `first_row` + n follows node n.
+        tree: the proposal.
+    """
+
+    request: Request
+    first_row: int
+    tree: ProposalTree
+
+
+def decide_all(rounds: Sequence[Round], logits: torch.Tensor, max_len: int) -> list[RoundResult]:
+    """Judges the proposals of all sessions of a pass; each result is the same whichever sessions are beside it.
 
     Args:
-        request: the session's request, as it was before the pass.
-        logits: [1 + len(tree), V]: row 0 follows the session's last token, row n follows node n.
-        tree: the proposal.
+        rounds: of different sessions.
+        logits: [N, V], the rows of all sessions.
         max_len: longest session, in tokens.
     """
-    base_len = len(request.resident.token_ids)
-    law = _law(request, logits, tree)
-    verify = verify_coupled if request.rule is AcceptanceRule.COUPLED else verify_rejection
-    outcome = verify(tree, law, base_len, request.source)
-    num, finish_reason = _cut(request, outcome.token_ids, max_len)
+    outcomes = _outcomes(rounds, logits)
+    cuts = [_cut(item.request, outcome.token_ids, max_len) for item, outcome in zip(rounds, outcomes, strict=True)]
+    logprobs = _logprobs(rounds, outcomes, [num for num, _ in cuts], logits)
+    return [_result(*parts) for parts in zip(rounds, outcomes, cuts, logprobs, strict=True)]
+
+
+def decide(request: Request, logits: torch.Tensor, tree: ProposalTree, max_len: int) -> RoundResult:
+    """Judges one session's proposal, as `decide_all` does; its logits are [1 + len(tree), V]."""
+    return decide_all([Round(request, 0, tree)], logits, max_len)[0]
+
+
+def _result(
+    item: Round, outcome: Outcome, cut: tuple[int, FinishReason | None], logprobs: tuple[TokenLogprobs, ...]
+) -> RoundResult:
+    num, finish_reason = cut
     origins = outcome.origins[:num]
     return RoundResult(
         token_ids=outcome.token_ids[:num],
         origins=origins,
         kept_path=outcome.path[: num - 1],
-        logprobs=_logprobs(request, logits, outcome, num),
-        num_draft_tokens=tree.max_depth,
+        logprobs=logprobs,
+        num_draft_tokens=item.tree.max_depth,
         num_accepted=origins.count(TokenOrigin.ACCEPTED),
-        num_nodes=len(tree),
+        num_nodes=len(item.tree),
         finish_reason=finish_reason,
     )
 
 
-def _law(request: Request, logits: torch.Tensor, tree: ProposalTree) -> "_TargetLaw":
-    tokens = request.resident.token_ids
+def _outcomes(rounds: Sequence[Round], logits: torch.Tensor) -> list[Outcome]:
+    coupled = [item for item in rounds if item.request.rule is AcceptanceRule.COUPLED]
+    draws = iter(target_draws(logits, [draw for item in coupled for draw in _draws(item)]))
+    return [
+        _follow(item.tree, draws) if item.request.rule is AcceptanceRule.COUPLED else _reject(item, logits)
+        for item in rounds
+    ]
+
+
+def _draws(item: Round) -> Iterator[Draw]:
+    """Yields the draws of the target's own tokens, after the base and after each node."""
+    request, base_len = item.request, len(item.request.resident.token_ids)
+    for number, history in enumerate(_histories(item)):
+        terms = LawTerms(request.parameters, history, request.stop_token_ids)
+        yield Draw(item.first_row + number, terms, request.source.key, base_len + item.tree.depth(number))
+
+
+def _follow(tree: ProposalTree, draws: Iterator[int]) -> Outcome:
+    """Verifies by the next 1 + len(tree) draws."""
+    own = [next(draws) for _ in range(1 + len(tree))]
+    return follow_draws(tree, own.__getitem__)
+
+
+def _reject(item: Round, logits: torch.Tensor) -> Outcome:
+    law = _TargetLaw(item, logits, _histories(item))
+    return verify_rejection(item.tree, law, len(item.request.resident.token_ids), item.request.source)
+
+
+def _histories(item: Round) -> list[TokenHistory]:
+    """Returns what came before the token after the base, and after each node."""
+    request, tokens = item.request, item.request.resident.token_ids
     # Histories are long; only penalties read them.
     needs = request.parameters.needs_history
     prompt = tokens[: request.prompt_len] if needs else ()
     output = tokens[request.prompt_len :] if needs else range(request.num_output)
-    return _TargetLaw(request, logits, tree, TokenHistory(prompt, output, request.parameters))
+    histories = [TokenHistory(prompt, output, request.parameters)]
+    for node in item.tree.nodes:
+        histories.append(histories[node.parent].extended([node.token_id]))
+    return histories
 
 
 @dataclass(frozen=True, slots=True)
 class _TargetLaw:
     """The target's law after a node, computed when asked for."""
 
-    request: Request
+    item: Round
     logits: torch.Tensor
-    tree: ProposalTree
-    history: TokenHistory
+    histories: list[TokenHistory]
 
     def __call__(self, number: int) -> torch.Tensor:
-        branch = [self.tree.node(node).token_id for node in self.tree.path(number)]
-        history = self.history.extended(branch) if branch else self.history
-        request = self.request
-        return target_distribution(self.logits[number], request.parameters, history, request.stop_token_ids)
+        request, row = self.item.request, self.logits[self.item.first_row + number]
+        return target_distribution(row, request.parameters, self.histories[number], request.stop_token_ids)
 
 
 def _cut(request: Request, token_ids: tuple[int, ...], max_len: int) -> tuple[int, FinishReason | None]:
@@ -77,10 +133,22 @@ def _cut(request: Request, token_ids: tuple[int, ...], max_len: int) -> tuple[in
     return min(len(token_ids), request.window_end - length), None
 
 
-def _logprobs(request: Request, logits: torch.Tensor, outcome: Outcome, num: int) -> tuple[TokenLogprobs, ...]:
-    num_top = request.parameters.logprobs
-    if num_top is None:
-        return ()
-    rows = (ROOT, *outcome.path)
-    pairs = zip(rows[:num], outcome.token_ids[:num], strict=True)
-    return tuple(token_logprobs(logits[row], token_id, num_top) for row, token_id in pairs)
+def _logprobs(
+    rounds: Sequence[Round], outcomes: Sequence[Outcome], nums: Sequence[int], logits: torch.Tensor
+) -> list[tuple[TokenLogprobs, ...]]:
+    """Returns the log-probabilities of the first `nums` output tokens of each round; none for who asks for none."""
+    asked = [item.request.parameters.logprobs is not None for item in rounds]
+    places = [
+        (item.first_row + row, token_id, item.request.parameters.logprobs or 0)
+        for item, outcome, num, is_asked in zip(rounds, outcomes, nums, asked, strict=True)
+        for row, token_id in list(zip((ROOT, *outcome.path), outcome.token_ids, strict=True))[: num * is_asked]
+    ]
+    results = iter(_logprobs_at(places, logits))
+    return [tuple(next(results) for _ in range(num * is_asked)) for num, is_asked in zip(nums, asked, strict=True)]
+
+
+def _logprobs_at(places: Sequence[tuple[int, int, int]], logits: torch.Tensor) -> list[TokenLogprobs]:
+    if not places:
+        return []
+    rows, token_ids, nums_top = zip(*places, strict=True)
+    return token_logprobs(logits[torch.tensor(rows, device=logits.device)], token_ids, nums_top)

@@ -18,7 +18,7 @@ from transformers import (
 )
 
 from outrider.parameters import SamplingParameters
-from outrider.sampling import TokenHistory, target_distribution, token_logprobs
+from outrider.sampling import TokenHistory, target_distribution
 from tests.oracle import reference_distribution
 
 V = 40
@@ -183,17 +183,3 @@ def test_a_law_does_not_depend_on_what_else_is_in_memory() -> None:
     for row in rows:
         for values in ({}, {"top_k": 5}, {"top_p": 0.9}, {"temperature": 0}):
             assert torch.equal(law_of(row, **values), law_of(row.clone(), **values))
-
-
-@pytest.mark.parametrize("num_top", [0, 1, 5, V])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_logprobs_are_of_the_raw_logits(num_top: int, dtype: torch.dtype) -> None:
-    logits = random_logits(5).to(dtype)
-    logprobs = logits.double().log_softmax(-1).tolist()
-    order = sorted(range(V), key=lambda token_id: (-logprobs[token_id], token_id))
-    for token_id in range(V):
-        result = token_logprobs(logits, token_id, num_top)
-        assert result.logprob == pytest.approx(logprobs[token_id])
-        assert order[result.rank - 1] == token_id
-        assert list(result.top_token_ids) == order[:num_top]
-        assert list(result.top_logprobs) == pytest.approx([logprobs[top_id] for top_id in order[:num_top]])
