@@ -14,13 +14,15 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Final
 
+import torch
+
 from outrider.errors import Draining, Fenced, InvalidArgument, OutriderError, Overloaded
 from outrider.lm.model import LanguageModel
 from outrider.policy import PassTimes, SpeculationPolicy
 from outrider.randomness import KeyedSource
 from outrider.tokens import Base, ProposalNode, ProposalTree, TokenSpan
 from target_service.results import RoundResult
-from target_service.rounds import decide
+from target_service.rounds import Round, decide_all
 from target_service.scheduling import Scheduler, Share
 from target_service.sessions import FencingTokens, Request, Resident, Residents
 from target_service.settings import TargetSettings
@@ -309,11 +311,29 @@ class Engine:
             return
         duration_s = time.perf_counter() - started
         self._account(shares, duration_s)
-        for share, logits in zip(shares, outputs, strict=True):
-            if share.step.wants_logits:
-                self._conclude(share, decide(share.request, logits, share.tree, self.max_len), duration_s)
-            else:
+        judged = [(share, logits) for share, logits in zip(shares, outputs, strict=True) if share.step.wants_logits]
+        for share, result in self._judge(judged):
+            self._conclude(share, result, duration_s)
+        for share in shares:
+            if not share.step.wants_logits:
                 share.request.round_started = time.monotonic()
+
+    def _judge(self, judged: list[tuple[Share, torch.Tensor]]) -> list[tuple[Share, RoundResult]]:
+        """Returns the results of all shares together; where that fails, of those that do not fail by themselves."""
+        if not judged:
+            return []
+        try:
+            rounds, first = [], 0
+            for share, logits in judged:
+                rounds.append(Round(share.request, first, share.tree))
+                first += len(logits)
+            results = decide_all(rounds, torch.cat([logits for _, logits in judged]), self.max_len)
+            return list(zip((share for share, _ in judged), results, strict=True))
+        except ValueError as error:
+            if len(judged) == 1:
+                self._fail([judged[0][0]], error)
+                return []
+        return [result for one in judged for result in self._judge([one])]
 
     def _conclude(self, share: Share, result: RoundResult, duration_s: float) -> None:
         """Applies a round's result to the session, and sends the verdict."""
