@@ -7,12 +7,33 @@ from pathlib import Path
 from typing import Final
 
 import torch
-from torch import nn
+from torch import fx, nn
+from torch._inductor.custom_graph_pass import CustomGraphPass
 
 from outrider.lm.embedded import cache_dir
 
 _LOG: Final = logging.getLogger(__name__)
 _MAX_VARIANTS: Final = 32
+_MIN_CHUNK: Final = 16384
+
+
+class _OneProductEach(CustomGraphPass):
+    """Keeps one of the equal calls of `packed_linear` in a graph, which the compiler takes for different ones."""
+
+    def __call__(self, graph: fx.Graph) -> None:
+        """Changes the graph in place."""
+        kept: dict[tuple[object, ...], fx.Node] = {}
+        for node in list(graph.nodes):
+            if node.target is not torch.ops.outrider.packed_linear.default:
+                continue
+            same = kept.setdefault(node.args, node)
+            if same is not node:
+                node.replace_all_uses_with(same)
+                graph.erase_node(node)
+
+    def uuid(self) -> str:
+        """Names this pass among what compiled code on disk depends on."""
+        return "outrider-one-product-each-1"
 
 
 def find_layers(model: nn.Module, num_layers: int) -> list[nn.Module]:
@@ -56,6 +77,9 @@ def _use_disk_cache() -> None:
     torch._inductor.config.compile_threads = 1
     # Kinds of layers (with a window, without) are variants of one code.
     torch._dynamo.config.recompile_limit = _MAX_VARIANTS
+    torch._inductor.config.post_grad_custom_pre_pass = _OneProductEach()
+    # A loop over a few rows is done before a second thread has woken up.
+    torch._inductor.config.cpp.min_chunk_size = _MIN_CHUNK
     # A scale or a bound of scores is a number of the model, not a symbol.
     torch._dynamo.config.specialize_float = True
 

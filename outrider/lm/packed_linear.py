@@ -10,6 +10,8 @@ import torch
 from torch import nn
 
 _ROWS_HINT: Final = 8
+_SIBLINGS: Final = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
+"""Layers that transformers' models apply to the same input."""
 
 # A packed weight is opaque to the compiler, which can neither trace nor copy it. So the operator takes its number, as a
 # tensor: an int would be part of the compiled code, and every layer would be compiled anew.
@@ -39,20 +41,44 @@ _packed_linear: Final = torch.ops.outrider.packed_linear.default
 
 
 class PackedLinear(nn.Module):
-    """A bfloat16 linear layer on the CPU, frozen in oneDNN's layout; bit-equal to the `nn.Linear` it replaces."""
+    """bfloat16 linear layers on the CPU with one input, frozen in oneDNN's layout as one; bit-equal to each alone.
 
-    def __init__(self, linear: nn.Linear) -> None:
+    Args:
+        linears: layers of the same number of inputs, all with a bias or none; usually one.
+    """
+
+    def __init__(self, *linears: nn.Linear) -> None:
         super().__init__()
-        self.in_features = linear.in_features
-        self.out_features = linear.out_features
+        self.out_features = sum(linear.out_features for linear in linears)
         self._number = torch.tensor(len(_weights))
-        _weights.append(torch.ops.mkldnn._reorder_linear_weight(linear.weight.detach(), _ROWS_HINT))
-        self._bias = None if linear.bias is None else linear.bias.detach()
+        weight = torch.cat([linear.weight.detach() for linear in linears])
+        _weights.append(torch.ops.mkldnn._reorder_linear_weight(weight, _ROWS_HINT))
+        biases = [linear.bias.detach() for linear in linears if linear.bias is not None]
+        self._bias = torch.cat(biases) if biases else None
 
     def forward(self, rows: torch.Tensor) -> torch.Tensor:
         """Returns rows [..., in_features] times the weights: [..., out_features], bfloat16."""
         output: torch.Tensor = _packed_linear(rows, self._number, self._bias, self.out_features)
         return output
+
+
+class PackedPart(nn.Module):
+    """One of several layers that are packed as one.
+
+    Each part asks for the whole product and takes its columns; of equal products compiled code keeps one
+    (`compilation`).
+    """
+
+    def __init__(self, whole: PackedLinear, first: int, out_features: int) -> None:
+        super().__init__()
+        self._whole = whole
+        self._first = first
+        self._last = first + out_features
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        """Returns rows [..., in_features] times this part's weights: [..., out_features], bfloat16."""
+        whole: torch.Tensor = self._whole(rows)
+        return whole[..., self._first : self._last]
 
 
 def is_supported() -> bool:
@@ -61,16 +87,39 @@ def is_supported() -> bool:
     return hasattr(torch.ops.mkldnn, "_linear_pointwise") and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
 
-def pack_linears(model: nn.Module) -> int:
-    """Replaces every bfloat16 CPU `nn.Linear` (exactly that class) by its packed form; returns how many it could."""
+def pack_linears(model: nn.Module, *, joins: bool) -> int:
+    """Replaces every bfloat16 CPU `nn.Linear` (exactly that class) by its packed form; returns how many it could.
+
+    Args:
+        model: changed in place.
+        joins: whether layers that are known to have the same input become one; only of use in compiled layers.
+    """
     if not is_supported():
         return 0
-    found = [
-        (parent, name, child)
-        for parent in model.modules()
+    parents = [(parent, _linears(parent)) for parent in model.modules()]
+    for parent, linears in parents:
+        for names in _SIBLINGS if joins else ():
+            if len(siblings := [linears[name] for name in names if name in linears]) == len(names):
+                _join(parent, names, siblings)
+        for name, linear in linears.items():
+            if getattr(parent, name) is linear:
+                setattr(parent, name, PackedLinear(linear))
+    return sum(len(linears) for _, linears in parents)
+
+
+def _linears(parent: nn.Module) -> dict[str, nn.Linear]:
+    return {
+        name: child
         for name, child in parent.named_children()
         if type(child) is nn.Linear and child.weight.dtype == torch.bfloat16 and child.weight.device.type == "cpu"
-    ]
-    for parent, name, child in found:
-        setattr(parent, name, PackedLinear(child))
-    return len(found)
+    }
+
+
+def _join(parent: nn.Module, names: tuple[str, ...], linears: list[nn.Linear]) -> None:
+    if len({(linear.in_features, linear.bias is None) for linear in linears}) > 1:
+        return
+    whole = PackedLinear(*linears)
+    first = 0
+    for name, linear in zip(names, linears, strict=True):
+        setattr(parent, name, PackedPart(whole, first, linear.out_features))
+        first += linear.out_features

@@ -71,7 +71,8 @@ class TransformersModel:
         self._num_layers: int = model.config.get_text_config().num_hidden_layers
         info = self._describe(name, tokenizer_fingerprint)
         # After the fingerprint, which reads the weights as they were loaded.
-        num_packed = pack_linears(model) if options.packs else 0
+        compiles = options.compiles and can_compile(self._device)
+        num_packed = pack_linears(model, joins=compiles) if options.packs else 0
         shapes = self._find_shapes()
         # float32 on a CPU: products of 16-bit keys are slower there and vary with the number of rows.
         kv_dtype = torch.float32 if self._device.type == "cpu" else model.dtype
@@ -85,7 +86,7 @@ class TransformersModel:
         self._storage = KVStorage(shapes.shapes, num_pages + 1, _PAGE_LEN, kv_dtype, self._device)
         shapes.attach(self._storage)
         self._pool = PagePool(num_pages, _PAGE_LEN, _PAGE_LEN * token_bytes)
-        self._flex = self._compile() if options.compiles and can_compile(self._device) else None
+        self._flex = self._compile() if compiles else None
         kernel = f"flex-pages-{_PAGE_LEN}" if self._flex else f"blocks-{attention.BLOCK_LEN}"
         numerics = f"{info.numerics} attention-{kernel}-{str(kv_dtype).removeprefix('torch.')}"
         info = replace(info, numerics=f"{numerics} linear-{'packed' if num_packed else 'plain'}")

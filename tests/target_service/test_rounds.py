@@ -33,6 +33,7 @@ def request_of(draw: random.Random) -> Request:
     # Judging a round touches neither the stream nor the cache.
     resident = Resident("", cast(KVCache, None), [draw.randrange(V) for _ in range(10)])
     return Request(
+        number=1,
         stream=cast(Stream, None),
         handle=0,
         resident=resident,

@@ -14,12 +14,13 @@ from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
 from outrider.lm.attention.rows import MIN_ROWS, PassRows
 from outrider.lm.kv_storage import KVStorage, lazy_zeros
+from outrider.lm.pages import SCRATCH_PAGE
 
 _NUM_ROWS: Final = 4096
 
 
 class FlexPass(NamedTuple):
-    """One pass; N rows, filled up to a multiple of `MIN_ROWS` with repetitions of the last.
+    """One pass; N rows, filled up to a multiple of `MIN_ROWS`.
 
     Attributes:
         write_rows: int64 [W].
@@ -58,12 +59,12 @@ class FlexPasses:
             index = torch.tensor(branch.rows)
             positions[index] = torch.tensor(branch.positions, dtype=torch.int32)
             pages[index, : len(branch.table)] = torch.tensor(branch.table, dtype=torch.int32)
-        last = rows.num_rows - 1
-        positions[last + 1 :] = positions[last].clone()
-        pages[last + 1 :] = pages[last]
+        # Rows that fill the pass up look at one slot that nobody uses.
+        positions[rows.num_rows :] = 0
+        pages[rows.num_rows :, 0] = SCRATCH_PAGE
         return FlexPass(
-            write_rows=torch.tensor(rows.write_rows),
-            write_slots=torch.tensor(rows.write_slots),
+            write_rows=_filled_up(rows.write_rows),
+            write_slots=_filled_up(rows.write_slots),
             row_positions=self._positions,
             slot_positions=self._storage.positions,
             num_pages=(positions // self._storage.page_len + 1).view(1, 1, -1),
@@ -74,6 +75,11 @@ class FlexPasses:
         self._positions = torch.zeros(num_rows, dtype=torch.int32)
         self._pages = lazy_zeros((num_rows, self._storage.num_pages), torch.int32, torch.device("cpu"))
         _mark_static(self._positions)
+
+
+def _filled_up(values: list[int]) -> torch.Tensor:
+    # A repeated write changes nothing, and a size of 1 would be compiled by itself.
+    return torch.tensor(values + [values[-1]] * (-len(values) % MIN_ROWS))
 
 
 def _mark_static(tensor: torch.Tensor) -> None:
