@@ -1,4 +1,4 @@
-"""Names to models: a folder, a hub id, the embedded model, or a Markov model of known law."""
+"""Names to models: a folder, a hub id, the embedded model, a Markov model of known law, or one of a planted pair."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -12,6 +12,7 @@ from outrider.errors import InvalidArgument, ModelUnsupported
 from outrider.lm import attention, embedded
 from outrider.lm.markov import MarkovModel
 from outrider.lm.model import LanguageModel
+from outrider.lm.planted import PREFIX, PlantedModel, PlantedOptions
 from outrider.lm.tokenizer import TokenizerFiles, tokenizer_files
 from outrider.lm.transformer import EngineOptions, TransformersModel
 
@@ -37,7 +38,7 @@ def load_model(
     """Loads a causal language model and probes that it can be served exactly.
 
     Args:
-        name: a folder, a hub id, `embedded`, or `markov:` with options (see `markov`).
+        name: a folder, a hub id, `embedded`, `markov:` or `planted:` with options (see `markov`, `planted`).
         dtype: `auto` (the checkpoint's), `bfloat16`, `float16` or `float32`.
         device: `auto` (a GPU where there is one), `cpu`, `cuda`, `cuda:1`, ...
         quantization: a transformers quantisation config as a mapping with `quant_method`.
@@ -49,6 +50,18 @@ def load_model(
         InvalidArgument: a value is not understood.
         ModelUnsupported: the model cannot be loaded, or cannot be served exactly.
     """
+    if name.startswith(PREFIX):
+        planted = PlantedOptions.from_name(name)
+        base = load_model(
+            planted.base,
+            dtype=dtype,
+            device=device,
+            quantization=quantization,
+            num_layers=planted.num_layers or num_layers,
+            kv_budget_bytes=kv_budget_bytes,
+            compiles=compiles,
+        )
+        return LoadedModel(PlantedModel(base.model, planted), base.tokenizer)
     if name.startswith("markov:"):
         return LoadedModel(MarkovModel.from_name(name, kv_budget_bytes), None)
     source = str(embedded.ensure_embedded()) if name == embedded.NAME else name
