@@ -22,3 +22,20 @@ def bars(path: Path, labels: Sequence[str], series: Mapping[str, Sequence[float]
     axes.legend()
     figure.savefig(path, dpi=120)
     pyplot.close(figure)
+
+
+def lines(path: Path, series: Mapping[str, Sequence[tuple[float, float]]], label: str, title: str) -> None:
+    """Writes lines through points to a PNG file, over an axis with this label that doubles from mark to mark."""
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(figsize=(7.0, 4.0), layout="constrained")
+    for name, points in series.items():
+        axes.plot([x for x, _ in points], [y for _, y in points], marker="o", label=name)
+    axes.set_xscale("log", base=2)
+    axes.xaxis.set_major_formatter("{x:g}")
+    axes.set_ylim(bottom=0)
+    axes.set_xlabel(label)
+    axes.set_title(title)
+    axes.legend()
+    figure.savefig(path, dpi=120)
+    pyplot.close(figure)

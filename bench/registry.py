@@ -9,7 +9,7 @@ from typing import Any
 from bench.result import BenchResult
 from outrider.errors import InvalidArgument
 
-_MODULES = {"overhead": "bench.overhead", "speed": "bench.speed"}
+_MODULES = {name: f"bench.{name}" for name in ("overhead", "speed", "engine", "load", "context")}
 
 
 def names() -> tuple[str, ...]:

@@ -6,13 +6,13 @@ alike; the figures are ratios of medians over the rounds. In-process transformer
 """
 
 import asyncio
-import json
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
+from bench.models import transformers_name
+from bench.peer import TransformersPeer
 from bench.prompts import COPYING, VARIED
 from bench.result import BenchResult, machine, median
 from outrider.client import (
@@ -24,6 +24,7 @@ from outrider.client import (
     Speculation,
     StackOptions,
 )
+from outrider.lm.embedded import NAME as EMBEDDED
 from outrider.parameters import SamplingParameters
 
 PLAIN: Final = "plain"
@@ -71,7 +72,7 @@ async def measure(options: Options) -> BenchResult:
     async with (
         LocalStack(StackOptions(orchestrator_environment=environment)) as stack,
         stack.client() as client,
-        _Peer() as peer,
+        TransformersPeer(transformers_name(EMBEDDED)) as peer,
     ):
         for number in range(options.num_rounds + 1):
             for index, (_, text) in enumerate(prompts):
@@ -91,10 +92,10 @@ def _as_config(options: Options) -> dict[str, int]:
     return {name: getattr(options, name) for name in Options.__dataclass_fields__}
 
 
-async def _run(client: OutriderClient, peer: "_Peer", mode: str, text: str, options: Options) -> _Run:
+async def _run(client: OutriderClient, peer: TransformersPeer, mode: str, text: str, options: Options) -> _Run:
     if mode in (TRANSFORMERS, ASSISTED):
         num = options.num_speculative_tokens if mode == ASSISTED else 0
-        answer = await peer.generate(text, options.num_tokens, num)
+        answer = await peer.chat(text, options.num_tokens, num)
         return _Run(len(answer["token_ids"]) / answer["seconds"], tuple(answer["token_ids"]), 0.0, 0.0)
     request = GenerationRequest(
         messages=[Message("user", text)],
@@ -161,35 +162,6 @@ def _mean(ratios: Sequence[float]) -> float:
     for value in ratios:
         product *= value
     return float(product ** (1 / len(ratios)))
-
-
-class _Peer:
-    """transformers in a process of its own: a line of JSON in, a line of JSON out."""
-
-    async def __aenter__(self) -> "_Peer":
-        self._process = await asyncio.create_subprocess_exec(
-            sys.executable,
-            "-m",
-            "bench.transformers_peer",
-            stdin=asyncio.subprocess.PIPE,
-            stdout=asyncio.subprocess.PIPE,
-            stderr=asyncio.subprocess.DEVNULL,
-            limit=1 << 20,
-        )
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        self._process.terminate()
-        await self._process.wait()
-
-    async def generate(self, text: str, num_tokens: int, num_speculative_tokens: int) -> dict[str, Any]:
-        """Returns output token ids and seconds; speculates by prompt lookup where the number is not 0."""
-        stdin, stdout = self._process.stdin, self._process.stdout
-        if stdin is None or stdout is None:
-            raise RuntimeError("the peer has no pipes")
-        stdin.write(json.dumps([text, num_tokens, num_speculative_tokens]).encode() + b"\n")
-        answer: dict[str, Any] = json.loads(await stdout.readline())
-        return answer
 
 
 def plot(result: BenchResult, path: Path) -> None:

@@ -1,33 +1,147 @@
-"""Generates with transformers alone, for comparison: reads [text, num_tokens, num_speculative_tokens] a line."""
+"""transformers alone, for comparison: `python -m bench.transformers_peer MODEL` reads a JSON object a line.
+
+    {"operation": "chat", "text", "num_tokens", "num_speculative_tokens"}: prompt lookup unless the last is 0
+    {"operation": "generate", "token_ids", "num_tokens"}: one session, exactly that many tokens
+    {"operation": "batch", "prompts", "num_tokens", "timeout_s"}: all at once, by continuous batching
+    {"operation": "bandwidth"}: how fast this machine reads memory
+
+Each line is answered with one: what the operation returns, or {"error"}.
+"""
 
 import json
+import os
 import sys
 import time
-from typing import Any
+from typing import Any, Final, TextIO
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+from transformers.generation.configuration_utils import ContinuousBatchingConfig
 
-from outrider.lm.embedded import ensure_embedded
+from bench.bandwidth import read_bandwidth
+
+_PAGE_LEN: Final = 256
+_DTYPES: Final = {"auto": "auto", "bfloat16": torch.bfloat16, "float32": torch.float32, "float16": torch.float16}
+
+
+class Peer:
+    """A model in this process, and what can be asked of it.
+
+    Args:
+        name: folder or hub id.
+        device: cpu, cuda, ...
+        dtype: of the weights; `auto` is the checkpoint's.
+    """
+
+    def __init__(self, name: str, device: str, dtype: str = "auto") -> None:
+        self._name = name
+        model: Any = AutoModelForCausalLM.from_pretrained(name, dtype=_DTYPES[dtype])
+        self._model = model.to(device)
+        self._tokenizer: Any = None
+
+    def describe(self) -> dict[str, Any]:
+        """Returns the bytes of the weights that a pass over one token reads: of an untied embedding it is one row."""
+        weights = {id(parameter): parameter.nbytes for parameter in self._model.parameters()}
+        embedding, head = self._model.get_input_embeddings().weight, self._model.get_output_embeddings().weight
+        unread = 0 if embedding is head else embedding.nbytes
+        return {"weight_bytes": sum(weights.values()) - unread, "device": str(self._model.device)}
+
+    def chat(self, text: str, num_tokens: int, num_speculative_tokens: int) -> dict[str, Any]:
+        """Answers a message, greedily; returns output token ids and seconds."""
+        self._tokenizer = self._tokenizer or AutoTokenizer.from_pretrained(self._name)
+        inputs = self._tokenizer.apply_chat_template(
+            [{"role": "user", "content": text}], add_generation_prompt=True, return_tensors="pt", return_dict=True
+        ).to(self._model.device)
+        lookup = {"prompt_lookup_num_tokens": num_speculative_tokens} if num_speculative_tokens else {}
+        return self._timed(inputs, max_new_tokens=num_tokens, do_sample=False, **lookup)
+
+    def generate(self, token_ids: list[int], num_tokens: int) -> dict[str, Any]:
+        """Continues token ids, greedily, by exactly so many; returns output token ids and seconds."""
+        ids = torch.tensor([token_ids], device=self._model.device)
+        inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+        return self._timed(inputs, generation_config=_endless(num_tokens))
+
+    def batch(self, prompts: list[list[int]], num_tokens: int, timeout_s: float) -> dict[str, Any]:
+        """Continues all prompts at once by continuous batching; returns the number of tokens and seconds."""
+        manager = self._model.continuous_batching_context_manager(
+            generation_config=_endless(num_tokens),
+            continuous_batching_config=_batching(prompts, num_tokens, str(self._model.device)),
+            block=True,
+            timeout=5,
+        )
+        with manager as batching:
+            _finish(batching, prompts[:1], 2, timeout_s)
+            started = time.perf_counter()
+            total = _finish(batching, prompts, num_tokens, timeout_s)
+            return {"num_tokens": total, "seconds": time.perf_counter() - started}
+
+    def bandwidth(self) -> dict[str, Any]:
+        """Returns bytes read a second."""
+        return {"bytes_per_second": read_bandwidth(self._model.device)}
+
+    def _timed(self, inputs: Any, **options: Any) -> dict[str, Any]:
+        started = time.perf_counter()
+        with torch.no_grad():
+            output = self._model.generate(**inputs, **options)
+        token_ids = output[0, inputs["input_ids"].shape[1] :].tolist()
+        return {"token_ids": token_ids, "seconds": time.perf_counter() - started}
+
+
+def _endless(num_tokens: int) -> GenerationConfig:
+    """Returns greedy decoding of so many tokens, whatever they are."""
+    config: Any = GenerationConfig
+    made: GenerationConfig = config(do_sample=False, max_new_tokens=num_tokens, eos_token_id=-1, pad_token_id=0)
+    return made
+
+
+def _batching(prompts: list[list[int]], num_tokens: int, device: str) -> ContinuousBatchingConfig:
+    """Returns the defaults, but on a CPU room for these prompts only: the default is more than half of the memory."""
+    if device != "cpu":
+        return ContinuousBatchingConfig()
+    pages = [-(-(len(prompt) + num_tokens) // _PAGE_LEN) for prompt in prompts]
+    num_pages = sum(pages) + 2 * max(pages)
+    return ContinuousBatchingConfig(page_size=_PAGE_LEN, num_blocks=num_pages, max_batch_tokens=512)
+
+
+def _finish(manager: Any, prompts: list[list[int]], num_tokens: int, timeout_s: float) -> int:
+    """Returns the number of output tokens once all prompts are done."""
+    give_up = time.monotonic() + timeout_s
+    manager.add_requests(inputs=prompts, max_new_tokens=num_tokens)
+    total = num_finished = 0
+    while num_finished < len(prompts):
+        result = manager.get_result(timeout=1)
+        if time.monotonic() > give_up:
+            raise TimeoutError(f"{len(prompts) - num_finished} of {len(prompts)} are not done after {timeout_s:g} s")
+        if result is None and not manager.is_running():
+            raise RuntimeError("its thread ended")
+        if result is not None and result.error:
+            raise RuntimeError(result.error)
+        if result is not None and result.is_finished():
+            num_finished += 1
+            total += len(result.generated_tokens)
+    return total
+
+
+def _take_stdout() -> TextIO:
+    """Returns standard output for answers alone; whatever else is printed goes to standard error."""
+    answers = os.fdopen(os.dup(sys.stdout.fileno()), "w")
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
+    return answers
 
 
 def main() -> None:
-    """Answers every line of standard input with {"token_ids", "seconds"}."""
-    folder = ensure_embedded()
-    tokenizer = AutoTokenizer.from_pretrained(folder)
-    model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
+    """Answers every line of standard input."""
+    answers = _take_stdout()
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    peer = Peer(sys.argv[1], device, *sys.argv[2:])
+    print(json.dumps(peer.describe()), file=answers, flush=True)
     for line in sys.stdin:
-        text, num_tokens, num_speculative_tokens = json.loads(line)
-        inputs: Any = tokenizer.apply_chat_template(
-            [{"role": "user", "content": text}], add_generation_prompt=True, return_tensors="pt", return_dict=True
-        )
-        lookup = {"prompt_lookup_num_tokens": num_speculative_tokens} if num_speculative_tokens else {}
-        started = time.perf_counter()
-        with torch.no_grad():
-            output = model.generate(**inputs, max_new_tokens=num_tokens, do_sample=False, **lookup)
-        seconds = time.perf_counter() - started
-        token_ids = output[0, inputs["input_ids"].shape[1] :].tolist()
-        print(json.dumps({"token_ids": token_ids, "seconds": seconds}), flush=True)
+        request = json.loads(line)
+        try:
+            answer = getattr(peer, request.pop("operation"))(**request)
+        except Exception as error:
+            answer = {"error": f"{type(error).__name__}: {error}"}
+        print(json.dumps(answer), file=answers, flush=True)
 
 
 if __name__ == "__main__":
