@@ -24,8 +24,8 @@ from outrider.lm.planted import NEXT_CHOICES
 
 PLAIN: Final = "plain"
 SPECULATION: Final = "speculation"
-GENERATE: Final = "transformers generate"
-BATCH: Final = "transformers generate_batch"
+GENERATE: Final = "generate"
+BATCH: Final = "generate_batch"
 _MANY: Final = 16
 _WAVE_S: Final = 300.0
 
@@ -185,7 +185,6 @@ def _row(num_sessions: int, mode: str, rate: float, traces: Sequence[Trace] = ()
         "mode": mode,
         "tokens/s": rate,
         "ttft_p50_s": quantile(first, 0.5) if first else None,
-        "ttft_p99_s": quantile(first, 0.99) if first else None,
         "itl_p50_s": quantile(gaps, 0.5) if gaps else None,
         "itl_p99_s": quantile(gaps, 0.99) if gaps else None,
         "acceptance": _acceptance(traces),

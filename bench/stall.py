@@ -1,18 +1,15 @@
 """How long sessions that decode are held up by another one's long prompt."""
 
 import asyncio
-import time
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from typing import Final
 
+from bench.held import hold
 from bench.result import quantile
-from bench.traffic import Ask, Prompts, Trace, follow, run_wave
+from bench.traffic import Ask, Prompts, Trace, run_wave
 from outrider.client import OutriderClient
-from outrider.errors import OutriderError
 
-_POLL_S: Final = 0.02
 _QUIET_DELTAS: Final = 40
 # The first deltas of a session come while the others are still being prefilled.
 _SETTLING_DELTAS: Final = 5
@@ -29,7 +26,7 @@ class StallOptions:
         prefill_len: tokens of the long prompt.
         num_prefills: long prompts, one after another.
         max_tokens: output tokens of the sessions, at most; they are cancelled when all is measured.
-        timeout_s: bound on the whole.
+        timeout_s: bound on each wait.
     """
 
     num_sessions: int = 4
@@ -65,41 +62,14 @@ class Stall:
 async def measure_stall(client: OutriderClient, prompts: Prompts, options: StallOptions) -> Stall:
     """Decodes some sessions, sends long prompts meanwhile, and compares the gaps between deltas."""
     ask = Ask(options.max_tokens, timeout_s=options.timeout_s)
-    requests = [
-        ask.request(prompts.draw(options.prompt_len), session_id=f"stall-{time.time_ns()}-{number}")
-        for number in range(options.num_sessions)
-    ]
-    traces = [Trace() for _ in requests]
-    tasks = [
-        asyncio.create_task(follow(client, request, trace, options.timeout_s))
-        for request, trace in zip(requests, traces, strict=True)
-    ]
-    try:
-        async with asyncio.timeout(options.timeout_s):
-            spans = await _send_prompts(client, prompts, options, traces)
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-        for request in requests:
-            # Some have ended by themselves.
-            with suppress(OutriderError):
-                await client.cancel(request.session_id, request.request_id)
-    return _sorted_out(traces, spans)
-
-
-async def _send_prompts(
-    client: OutriderClient, prompts: Prompts, options: StallOptions, traces: Sequence[Trace]
-) -> list[tuple[float, float]]:
-    """Returns from when to when each long prompt was being prefilled."""
-    while any(len(trace.times_s) < _QUIET_DELTAS and trace.num_tokens < options.max_tokens for trace in traces):
-        await asyncio.sleep(_POLL_S)
-    spans = []
-    for _ in range(options.num_prefills):
-        (trace,) = await run_wave(client, [prompts.draw(options.prefill_len)], Ask(1, timeout_s=options.timeout_s))
-        spans.append((trace.started_s, trace.times_s[0]))
-        await asyncio.sleep(_PAUSE_S)
-    return spans
+    asked = [prompts.draw(options.prompt_len) for _ in range(options.num_sessions)]
+    async with hold(client, asked, ask, num_deltas=_QUIET_DELTAS) as traces:
+        spans = []
+        for _ in range(options.num_prefills):
+            (trace,) = await run_wave(client, [prompts.draw(options.prefill_len)], Ask(1, timeout_s=options.timeout_s))
+            spans.append((trace.started_s, trace.times_s[0]))
+            await asyncio.sleep(_PAUSE_S)
+        return _sorted_out(traces, spans)
 
 
 def _sorted_out(traces: Sequence[Trace], spans: Sequence[tuple[float, float]]) -> Stall:

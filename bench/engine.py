@@ -1,0 +1,147 @@
+"""What the engine makes of the machine: one session against transformers and the roofline, shared prefixes, memory.
+
+The parts run on stacks of their own, and are chosen by `part`:
+
+- `speed`: one session, plain decoding through the whole stack, against transformers' `generate` in interleaved rounds;
+  and the share of the roofline, the rate at which all weights can be read from memory once for each token.
+- `prefix`: many sessions with one long system prompt; see `bench.prefix`.
+- `memory`: thousands of sessions that come and go; see `bench.memory`.
+"""
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from bench.memory import MemoryOptions, measure_memory
+from bench.models import served_name, transformers_name
+from bench.peer import TransformersPeer
+from bench.prefix import PrefixOptions, measure_prefix
+from bench.progress import Step, progress
+from bench.result import BenchResult, machine, median
+from bench.traffic import Ask, Prompts, run_wave
+from bench.worker import Worker
+from outrider.client import LocalStack, OutriderClient, StackOptions
+from outrider.errors import InvalidArgument
+
+_PARTS = ("speed", "prefix", "memory")
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """How much to measure.
+
+    Attributes:
+        part: of speed, prefix and memory, with commas between them.
+        model: of speed and prefix: any model's name, or `shape:8b` and the like.
+        num_rounds: interleaved runs, of which the median counts.
+        num_tokens: output tokens of each run.
+        prompt_len: tokens of each run's prompt.
+        num_sharing: sessions with one system prompt.
+        prefix_len: tokens of the system prompt.
+        memory_model: of memory, where only the number of sessions matters.
+        num_sessions: sessions opened, used and left.
+    """
+
+    part: str = "speed,prefix"
+    model: str = "embedded"
+    num_rounds: int = 5
+    num_tokens: int = 96
+    prompt_len: int = 32
+    num_sharing: int = 32
+    prefix_len: int = 1000
+    memory_model: str = "shape:tiny"
+    num_sessions: int = 2000
+
+    @property
+    def parts(self) -> tuple[str, ...]:
+        """The parts to run; raises `InvalidArgument` for one that there is not."""
+        chosen = tuple(self.part.split(","))
+        if unknown := [part for part in chosen if part not in _PARTS]:
+            raise InvalidArgument(f"{unknown[0]!r} is no part; there are: {', '.join(_PARTS)}", "part")
+        return chosen
+
+
+@dataclass(frozen=True, slots=True)
+class _Rates:
+    """Output tokens per second of one round; bytes per second that memory can be read at."""
+
+    plain: float
+    decode: float
+    transformers: float
+    bandwidth: float
+
+
+async def measure(options: Options) -> BenchResult:
+    """Runs the chosen parts, one after another."""
+    rows: list[dict[str, Any]] = []
+    figures: dict[str, float] = {}
+    parts = options.parts
+    with progress(options.num_rounds + 5) as step:
+        if "speed" in parts:
+            rows, figures = await _measure_speed(options, step)
+        if "prefix" in parts:
+            step("a shared prefix")
+            figures |= await measure_prefix(
+                PrefixOptions(served_name(options.model), options.num_sharing, options.prefix_len)
+            )
+        if "memory" in parts:
+            step("sessions that come and go, as a warm-up")
+            memory = MemoryOptions(served_name(options.memory_model), options.num_sessions)
+            figures |= await measure_memory(memory, step)
+    return BenchResult("engine", {**machine(), **asdict(options)}, rows, figures)
+
+
+async def _measure_speed(options: Options, step: Step) -> tuple[list[dict[str, Any]], dict[str, float]]:
+    """Runs one session and transformers in turns; returns a row for each round, and the figures."""
+    step("loading")
+    async with (
+        LocalStack(StackOptions(model=served_name(options.model), drafts=())) as stack,
+        stack.client() as client,
+        Worker(stack.targets[0]) as worker,
+        TransformersPeer(transformers_name(options.model)) as peer,
+    ):
+        prompts = Prompts((await worker.info()).vocabulary_size)
+        rounds = []
+        for number in range(options.num_rounds + 1):
+            step(f"round {number}")
+            rates = await _round(client, peer, prompts.draw(options.prompt_len), options)
+            if number:  # the first round warms everything up
+                rounds.append(rates)
+        return [asdict(rates) for rates in rounds], _speed_figures(rounds, peer.weight_bytes)
+
+
+async def _round(client: OutriderClient, peer: TransformersPeer, prompt: tuple[int, ...], options: Options) -> _Rates:
+    (trace,) = await run_wave(client, [prompt], Ask(options.num_tokens))
+    seconds = trace.times_s[-1] - trace.started_s
+    # The first delta is the prompt's work.
+    decode_s = trace.times_s[-1] - trace.times_s[0]
+    return _Rates(
+        plain=trace.num_tokens / seconds,
+        decode=(len(trace.times_s) - 1) / decode_s,
+        transformers=options.num_tokens / await peer.generate(prompt, options.num_tokens),
+        bandwidth=await peer.bandwidth(),
+    )
+
+
+def _speed_figures(rounds: Sequence[_Rates], weight_bytes: int) -> dict[str, float]:
+    bandwidth = max(rates.bandwidth for rates in rounds)
+    decode = median(rates.decode for rates in rounds)
+    return {
+        "plain_over_transformers": median(rates.plain for rates in rounds)
+        / median(rates.transformers for rates in rounds),
+        "roofline_share": decode * weight_bytes / bandwidth,
+        "decode_tokens_per_s": decode,
+        "roofline_tokens_per_s": bandwidth / weight_bytes,
+        "weight_bytes": float(weight_bytes),
+        "read_bytes_per_s": bandwidth,
+    }
+
+
+def plot(result: BenchResult, path: Path) -> None:
+    """Draws tokens per second of each round, if speed was measured."""
+    from bench.pictures import bars
+
+    names = ("plain", "decode", "transformers")
+    series = {name: [row[name] for row in result.rows] for name in names}
+    bars(path, [str(number) for number in range(1, len(result.rows) + 1)], series, "tokens per second, one session")
