@@ -41,6 +41,7 @@ class Options:
         prefix_len: tokens of the system prompt.
         memory_model: of memory, where only the number of sessions matters.
         num_sessions: sessions opened, used and left.
+        num_warm: sessions before that, after which memory should grow no more.
     """
 
     part: str = "speed,prefix"
@@ -52,6 +53,7 @@ class Options:
     prefix_len: int = 1000
     memory_model: str = "shape:tiny"
     num_sessions: int = 2000
+    num_warm: int = 400
 
     @property
     def parts(self) -> tuple[str, ...]:
@@ -87,7 +89,7 @@ async def measure(options: Options) -> BenchResult:
             )
         if "memory" in parts:
             step("sessions that come and go, as a warm-up")
-            memory = MemoryOptions(served_name(options.memory_model), options.num_sessions)
+            memory = MemoryOptions(served_name(options.memory_model), options.num_sessions, options.num_warm)
             figures |= await measure_memory(memory, step)
     return BenchResult("engine", {**machine(), **asdict(options)}, rows, figures)
 

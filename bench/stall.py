@@ -69,10 +69,16 @@ async def measure_stall(client: OutriderClient, prompts: Prompts, options: Stall
             (trace,) = await run_wave(client, [prompts.draw(options.prefill_len)], Ask(1, timeout_s=options.timeout_s))
             spans.append((trace.started_s, trace.times_s[0]))
             await asyncio.sleep(_PAUSE_S)
-        return _sorted_out(traces, spans)
+        return gaps_of(traces, spans)
 
 
-def _sorted_out(traces: Sequence[Trace], spans: Sequence[tuple[float, float]]) -> Stall:
+def gaps_of(traces: Sequence[Trace], spans: Sequence[tuple[float, float]]) -> Stall:
+    """Tells the gaps between deltas while nothing else ran from those that overlap with a prefill.
+
+    Args:
+        traces: of the sessions that decode.
+        spans: when each prefill began and ended.
+    """
     # In a session's first gaps the other sessions' prompts are still being run.
     settled = max((trace.times_s[0] for trace in traces if trace.times_s), default=0.0)
     gaps = [gap for trace in traces for gap in trace.gaps[_SETTLING_DELTAS:] if gap[0] >= settled]

@@ -21,6 +21,7 @@ from transformers.generation.configuration_utils import ContinuousBatchingConfig
 from bench.bandwidth import read_bandwidth
 
 _PAGE_LEN: Final = 256
+_GPU_SHARE: Final = 0.3
 _DTYPES: Final = {"auto": "auto", "bfloat16": torch.bfloat16, "float32": torch.float32, "float16": torch.float16}
 
 
@@ -95,9 +96,12 @@ def _endless(num_tokens: int) -> GenerationConfig:
 
 
 def _batching(prompts: list[list[int]], num_tokens: int, device: str) -> ContinuousBatchingConfig:
-    """Returns the defaults, but on a CPU room for these prompts only: the default is more than half of the memory."""
+    """Returns a cache for these prompts on a CPU, where the default is more than half of the memory.
+
+    A GPU's memory is shared with the target that is measured beside it.
+    """
     if device != "cpu":
-        return ContinuousBatchingConfig()
+        return ContinuousBatchingConfig(max_memory_percent=_GPU_SHARE)
     pages = [-(-(len(prompt) + num_tokens) // _PAGE_LEN) for prompt in prompts]
     num_pages = sum(pages) + 2 * max(pages)
     return ContinuousBatchingConfig(page_size=_PAGE_LEN, num_blocks=num_pages, max_batch_tokens=512)

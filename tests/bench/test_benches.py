@@ -1,0 +1,102 @@
+"""Every bench gives its figures, on models so small that it takes seconds."""
+
+from pathlib import Path
+
+import pytest
+
+from bench import context, engine, load, registry
+from outrider.errors import InvalidArgument
+
+
+async def test_load(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # Every proposal is waited for, so that there are enough of them to tell the acceptance.
+    monkeypatch.setenv("OUTRIDER_ADAPTIVE_SPECULATION", "false")
+    monkeypatch.setenv("OUTRIDER_DRAFT_MAX_WAIT_S", "5")
+    options = load.Options(
+        sessions="1,16",
+        prompt_lens="4,9",
+        num_tokens=24,
+        model="shape:tiny",
+        draft="shape:tiny",
+        draft_layers=1,
+        prefill_len=300,
+    )
+    result = await load.measure(options)
+    assert result.config["generate_batch"] == "measured"
+    assert [(row["sessions"], row["mode"]) for row in result.rows] == [
+        (1, "generate"),
+        (1, "plain"),
+        (1, "speculation"),
+        (16, "plain"),
+        (16, "speculation"),
+        (16, "generate_batch"),
+    ]
+    assert {
+        "throughput_16_over_1",
+        "throughput_16_over_transformers",
+        "throughput_16_over_generate_batch",
+        "speculation_over_plain_worst",
+        "itl_p99_under_prefill_over_p50",
+    } <= result.figures.keys()
+    assert all(value > 0 for value in result.figures.values())
+    assert result.rows[4]["acceptance"] == pytest.approx(0.8, abs=0.15)
+    load.plot(result, tmp_path / "load.png")
+    assert (tmp_path / "load.png").stat().st_size > 1000
+
+
+async def test_engine(tmp_path: Path) -> None:
+    options = engine.Options(
+        part="speed,prefix,memory",
+        model="shape:tiny",
+        num_rounds=1,
+        num_tokens=12,
+        num_sharing=3,
+        prefix_len=200,
+        num_sessions=40,
+        num_warm=10,
+    )
+    result = await engine.measure(options)
+    figures = result.figures
+    assert len(result.rows) == 1
+    assert figures["plain_over_transformers"] > 0
+    assert 0 < figures["roofline_share"] < 1
+    assert figures["prefix_kv_bytes_over_one"] < 2
+    assert figures["prefix_prefill_over_one"] > 1
+    assert figures["num_pages_left"] == 0
+    assert 0.8 < figures["rss_after_over_warm"] < 1.3
+    engine.plot(result, tmp_path / "engine.png")
+
+
+async def test_context(tmp_path: Path) -> None:
+    result = await context.measure(context.Options("16,64", num_steps=3, model="shape:tiny", compiles="no"))
+    assert result.figures["kv_bytes_over_formula"] == pytest.approx(1, abs=0.05)
+    assert result.figures["time_64_over_16"] > 0
+    context.plot(result, tmp_path / "context.png")
+
+
+def test_every_bench_names_its_options() -> None:
+    assert {"load", "engine", "context"} <= set(registry.names())
+    with pytest.raises(InvalidArgument, match="there are: sessions"):
+        registry.run("load", arguments={"nonsense": "1"})
+
+
+@pytest.mark.parametrize(
+    ("bench", "arguments"),
+    [
+        ("load", {"sessions": "1,x"}),
+        ("load", {"sessions": "0"}),
+        ("load", {"model": "shape:nonsense"}),
+        ("engine", {"part": "speed,nonsense"}),
+        ("context", {"lengths": "64,16"}),
+    ],
+)
+def test_wrong_options_are_named(bench: str, arguments: dict[str, str]) -> None:
+    with pytest.raises(InvalidArgument, match=next(iter(arguments))):
+        registry.run(bench, arguments=arguments)
+
+
+def test_waves_follow_until_all_prompt_lengths_have_been() -> None:
+    options = load.Options(prompt_lens="1,2,3")
+    assert options.lengths(1) == [[1], [2], [3]]
+    assert options.lengths(2) == [[1, 2], [3, 1]]
+    assert options.lengths(4) == [[1, 2, 3, 1]]
