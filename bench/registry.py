@@ -30,6 +30,9 @@ def run(name: str, *, arguments: Mapping[str, str], plot: Path | None = None) ->
     """
     module = importlib.import_module(_MODULES[name])
     options = _options(module.Options, arguments)
+    if plot is not None:
+        # What a picture needs is missed before the bench runs, not after it.
+        importlib.import_module("bench.pictures")
     result: BenchResult = asyncio.run(module.measure(options))
     if plot is not None:
         module.plot(result, plot)
