@@ -369,7 +369,9 @@ class Engine:
         load.num_active_sessions = len(self._requests)
         load.num_cached_sessions = len(self._residents)
         load.num_preemptions = self._scheduler.num_preemptions
-        self._scheduler.budget.observe(sum(share.step.num_rows for share in shares), duration_s)
+        prefill = [(share.step.num_rows, share.step.span.start) for share in shares if share.is_prefill]
+        num_decode = sum(share.step.num_rows for share in shares if not share.is_prefill)
+        self._scheduler.budget.observe(num_decode, prefill, duration_s)
         if not any(share.is_prefill for share in shares):
             self._times.observe(duration_s, with_proposals=any(share.tree for share in shares))
 

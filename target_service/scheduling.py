@@ -10,6 +10,7 @@ from target_service.pass_budget import PassBudget
 from target_service.sessions import Request
 
 _NO_TREE: Final = ProposalTree()
+_MIN_ROWS: Final = 4
 
 
 @dataclass(slots=True)
@@ -36,9 +37,9 @@ class Share:
 class Scheduler:
     """Fills passes. Sessions that decode come first, those that waited longest before others; then prompts.
 
-    Prompts get what the budget leaves, so that they hold nobody up for long, and at least a few rows, so that each
-    advances. Memory is taken when a share is made. Where too little is left, the newest request that holds any gives
-    its pages back and is run again from its tokens later: the oldest always advances, so all do in their turn.
+    Prompts get what the budget leaves, so that they hold nobody up for long; the one that waited longest gets a few
+    rows at least. Memory is taken when a share is made. Where too little is left, the newest request that holds any
+    gives its pages back and is run again from its tokens later: the oldest always advances, so all do in their turn.
 
     Args:
         max_rows: rows of a pass, at most.
@@ -49,7 +50,7 @@ class Scheduler:
     def __init__(self, max_rows: int, prefill_chunk_len: int, max_slowdown: float) -> None:
         self._max_rows = max_rows
         self._prefill_chunk_len = prefill_chunk_len
-        self.budget = PassBudget(max_slowdown, max_rows)
+        self.budget = PassBudget(max_slowdown)
         self.num_preemptions = 0
 
     def shares(self, requests: Collection[Request], now: float) -> list[Share]:
@@ -61,12 +62,27 @@ class Scheduler:
             if request.num_uncached == 1 and num_rows < self._max_rows:
                 share = self._round(request, now, self._max_rows - num_rows, requests, shares)
                 num_rows += self._add(share, shares)
-        room = self.budget.prefill_rows(num_rows)
-        pages: set[bytes] = set()
-        for request in runnable:
-            if request.num_uncached > 1 and room > 0:
-                room -= self._add(self._prefill(request, room, pages, requests, shares), shares)
+        self._add_prefill([item for item in runnable if item.num_uncached > 1], num_rows, requests, shares)
         return shares
+
+    def _add_prefill(
+        self, prompts: Collection[Request], num_rows: int, requests: Collection[Request], shares: list[Share]
+    ) -> None:
+        allowance_s = self.budget.allowance_s(num_rows)
+        room = max(_MIN_ROWS, self._max_rows - num_rows)
+        pages: set[bytes] = set()
+        is_first = True
+        for request in prompts:
+            resident = request.resident
+            resident.cache.adopt(resident.token_ids)
+            start, wanted = resident.cache.cached_len, min(request.num_uncached, self._prefill_chunk_len, room)
+            num = self.budget.rows_within(allowance_s, start, wanted)
+            # Someone always advances, however little the others should be held up.
+            num = max(num, min(wanted, _MIN_ROWS)) if is_first else num
+            if num > 0 and self._add(self._prefill(request, num, pages, requests, shares), shares):
+                allowance_s = self.budget.remaining_s(allowance_s, num, start)
+                room -= num
+                is_first = False
 
     def _add(self, share: Share | None, shares: list[Share]) -> int:
         if share is None:
@@ -87,17 +103,14 @@ class Scheduler:
         return None if step is None else Share(request, step, step.tree, wait_s, waited)
 
     def _prefill(
-        self, request: Request, room: int, pages: set[bytes], requests: Collection[Request], shares: list[Share]
+        self, request: Request, num: int, pages: set[bytes], requests: Collection[Request], shares: list[Share]
     ) -> Share | None:
         resident = request.resident
-        resident.cache.adopt(resident.token_ids)
         page = resident.cache.next_page(resident.token_ids)
         if page in pages:
             # Another session computes this page in this very pass; after it, it is there to be taken.
             return None
-        num = min(request.num_uncached, room, self._prefill_chunk_len)
-        tree = request.tree if num == request.num_uncached and num + len(request.tree) <= room else _NO_TREE
-        step = self._reserved(request, num, tree, requests, shares)
+        step = self._reserved(request, num, _NO_TREE, requests, shares)
         if step is None:
             return None
         if page is not None:
