@@ -41,7 +41,9 @@ _packed_linear: Final = torch.ops.outrider.packed_linear.default
 
 
 class PackedLinear(nn.Module):
-    """bfloat16 linear layers on the CPU with one input, frozen in oneDNN's layout as one; bit-equal to each alone.
+    """bfloat16 linear layers on the CPU with one input, frozen in oneDNN's layout as one.
+
+    Without a bias the bits are those of each `nn.Linear` alone; a bias is added before the product is rounded.
 
     Args:
         linears: layers of the same number of inputs, all with a bias or none; usually one.

@@ -160,6 +160,7 @@ class TransformersModel:
         if not layers:
             _LOG.warning("the model has no list of layers: it runs uncompiled")
             return None
+        _LOG.info("compiling the model's layers, which takes seconds, and longer the first time")
         compile_layers(layers)
         self._flex = FlexPasses(self._storage)
         try:

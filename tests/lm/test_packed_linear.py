@@ -1,0 +1,64 @@
+"""Packed linear layers: the same bits as the layers they replace, alone or joined."""
+
+import pytest
+import torch
+from torch import nn
+
+from outrider.lm.packed_linear import PackedLinear, PackedPart, is_supported, pack_linears
+
+pytestmark = pytest.mark.skipif(not is_supported(), reason="this CPU has no bfloat16 in oneDNN")
+
+
+class Attention(nn.Module):
+    def __init__(self, *, bias: bool, odd: bool = False) -> None:
+        super().__init__()
+        self.q_proj = nn.Linear(64, 96, bias=bias, dtype=torch.bfloat16)
+        self.k_proj = nn.Linear(64, 32, bias=bias != odd, dtype=torch.bfloat16)
+        self.v_proj = nn.Linear(64, 32, bias=bias, dtype=torch.bfloat16)
+        self.o_proj = nn.Linear(96, 64, bias=bias, dtype=torch.bfloat16)
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        whole = torch.cat([self.q_proj(rows), self.k_proj(rows), self.v_proj(rows)], -1)
+        return torch.cat([whole, self.o_proj(whole[..., :96])], -1)
+
+
+@pytest.mark.parametrize("joins", [False, True])
+@torch.no_grad()
+def test_packing_changes_no_bit(joins: bool) -> None:
+    torch.manual_seed(1)
+    module = Attention(bias=False)
+    rows = torch.randn(2, 8, 64).bfloat16()
+    expected = module(rows)
+    assert pack_linears(module, joins=joins) == 4
+    assert isinstance(module.q_proj, PackedPart if joins else PackedLinear)
+    assert isinstance(module.o_proj, PackedLinear)
+    assert torch.equal(module(rows), expected)
+
+
+@torch.no_grad()
+def test_a_bias_is_rounded_together_with_the_product_joined_or_not() -> None:
+    torch.manual_seed(2)
+    plain, joined = Attention(bias=True), Attention(bias=True)
+    joined.load_state_dict(plain.state_dict())
+    rows = torch.randn(2, 8, 64).bfloat16()
+    expected = plain(rows)
+    pack_linears(plain, joins=False)
+    pack_linears(joined, joins=True)
+    assert torch.equal(plain(rows), joined(rows))
+    assert torch.allclose(plain(rows).float(), expected.float(), atol=0.02)
+
+
+@torch.no_grad()
+def test_layers_that_do_not_match_stay_apart() -> None:
+    module = Attention(bias=True, odd=True)
+    rows = torch.randn(1, 4, 64).bfloat16()
+    expected = module(rows)
+    pack_linears(module, joins=True)
+    assert isinstance(module.k_proj, PackedLinear)
+    assert torch.allclose(module(rows).float(), expected.float(), atol=0.02)
+
+
+def test_other_layers_are_left_alone() -> None:
+    module = nn.Sequential(nn.Linear(4, 4), nn.ReLU())
+    assert pack_linears(module, joins=True) == 0
+    assert type(module[0]) is nn.Linear
