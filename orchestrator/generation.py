@@ -228,7 +228,7 @@ class Generation:
                 batch.finish_reason = FinishReason.CANCELLED
                 await self._append([], FinishReason.CANCELLED, replica)
         if self._target is not None and batch.finish_reason is None:
-            self._target.move_window(self._committed_len, self._committed_len + self._settings.window)
+            self._target.move_window(self._committed_len, self._settings.window)
 
     async def _append(self, token_ids: list[int], reason: FinishReason | None, replica: str) -> Committed:
         try:

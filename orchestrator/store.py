@@ -1,4 +1,4 @@
-"""Sessions in Redis: a hash and an append-only token log each, changed by Lua scripts only. The one module with redis.
+"""Sessions in Redis: a hash and an append-only token log each, changed by Lua scripts only.
 
 Every script is idempotent under its fencing token, so a call whose connection broke is simply made again, a bounded
 number of times. Both keys of a session share a hash tag, so Redis Cluster works; ids are hashed, so they cannot inject
@@ -9,7 +9,6 @@ import hashlib
 import secrets
 import struct
 from collections.abc import Awaitable, Callable, Sequence
-from importlib import resources
 from typing import Any, Final, NoReturn, TypeVar, cast
 
 import redis.asyncio
@@ -17,6 +16,7 @@ from redis import exceptions
 from redis.asyncio.retry import Retry
 from redis.backoff import ExponentialBackoff
 
+from orchestrator.scripts import Scripts
 from orchestrator.sessions import (
     BeginOutcome,
     Begun,
@@ -77,8 +77,7 @@ class SessionStore:
         self._redis = redis.asyncio.Redis.from_pool(pool)
         self._lease_us = int(lease_s * 1e6)
         self._ttl_ms = int(ttl_s * 1e3)
-        folder = resources.files("orchestrator") / "lua"
-        self._scripts = {name: self._redis.register_script((folder / f"{name}.lua").read_text()) for name in _SCRIPTS}
+        self._scripts = Scripts(self._redis, _SCRIPTS)
 
     async def close(self) -> None:
         """Closes all connections."""
@@ -232,7 +231,7 @@ class SessionStore:
         return list(struct.unpack(f"<{end - start}I", data))
 
     async def _run(self, name: str, keys: tuple[str, str], *arguments: Any) -> Any:
-        return await _bounded(lambda: self._scripts[name](keys=keys, args=arguments))
+        return await _bounded(lambda: self._scripts.run(name, keys, *arguments))
 
 
 async def _bounded(call: Callable[[], Awaitable[T]]) -> T:

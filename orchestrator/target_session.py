@@ -11,6 +11,8 @@ from outrider.tokens import TokenSpan
 from outrider.v1 import target_pb2, tokens_pb2
 
 _ANSWER_S: Final = 10.0
+_WINDOW_PARTS: Final = 4
+"""Times that a window is moved within its own length."""
 _MAX_SPAN_LEN: Final = 16384
 """Tokens in one span frame, so that a frame stays far below the limit on messages."""
 
@@ -41,6 +43,7 @@ class TargetSession:
         self._replays: set[asyncio.Task[None]] = set()
         self._has_failed = False
         self._span_start = 0
+        self._told_len = 0
 
     @property
     def replica(self) -> str:
@@ -55,6 +58,7 @@ class TargetSession:
         """
         self._handle = self.link.open(self)
         self._handle.send(open=message)
+        self._told_len = message.committed_len
         try:
             async with asyncio.timeout(_ANSWER_S):
                 cached_len = await self._opened
@@ -95,10 +99,15 @@ class TargetSession:
             )
             self._handle.send(speculation=settings)
 
-    def move_window(self, committed_len: int, window_end: int) -> None:
-        """Tells how far tokens are committed and how far the target may run."""
-        if self._handle is not None:
-            self._handle.send(window=target_pb2.VerifyWindow(committed_len=committed_len, window_end=window_end))
+    def move_window(self, committed_len: int, window: int) -> None:
+        """Tells how far tokens are committed and that the target may run `window` further; not for every few tokens.
+
+        Until it is told, the target keeps fewer tokens of a session that is left than it could, which costs time only.
+        """
+        if self._handle is not None and committed_len - self._told_len >= max(1, window // _WINDOW_PARTS):
+            self._told_len = committed_len
+            message = target_pb2.VerifyWindow(committed_len=committed_len, window_end=committed_len + window)
+            self._handle.send(window=message)
 
     def close(self, committed_len: int, *, drop: bool = False) -> None:
         """Ends the request on this target; what is committed stays warm there."""

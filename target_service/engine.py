@@ -312,8 +312,11 @@ class Engine:
         duration_s = time.perf_counter() - started
         self._account(shares, duration_s)
         judged = [(share, logits) for share, logits in zip(shares, outputs, strict=True) if share.step.wants_logits]
-        for share, result in self._judge(judged):
+        results = self._judge(judged)
+        for share, result in results:
             self._conclude(share, result, duration_s)
+        for stream in {share.request.stream.key: share.request.stream for share, _ in results}.values():
+            stream.flush()
         for share in shares:
             if not share.step.wants_logits:
                 share.request.round_started = time.monotonic()

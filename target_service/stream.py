@@ -38,6 +38,7 @@ class Stream:
             lambda frames: target_pb2.VerifyResponse(frames=frames)
         )
         self._loop = asyncio.get_running_loop()
+        self._held: list[target_pb2.VerifyResponseFrame] = []
 
     @property
     def key(self) -> int:
@@ -55,7 +56,15 @@ class Stream:
     def verdict(
         self, handle: int, base: Base, result: RoundResult, times_s: tuple[float, float], *, awaits_proposal: bool
     ) -> None:
-        """Sends the outcome of a pass for one session; `times_s` are the pass's time in the model, and the wait."""
+        """Sends, with the next `flush`, the outcome of a pass for one session.
+
+        Args:
+            handle: the session's.
+            base: what the result continues.
+            result: the outcome.
+            times_s: the pass's time in the model, and the wait for a proposal.
+            awaits_proposal: whether the next round waits for one.
+        """
         message = target_pb2.Verdict(
             base=wire.base_to_message(base),
             token_ids=result.token_ids,
@@ -69,11 +78,17 @@ class Stream:
             wait_time_s=times_s[1],
             awaits_proposal=awaits_proposal,
         )
-        self._put(target_pb2.VerifyResponseFrame(handle=handle, verdict=message))
+        self._held.append(target_pb2.VerifyResponseFrame(handle=handle, verdict=message))
 
-    def _put(self, frame: target_pb2.VerifyResponseFrame) -> None:
+    def flush(self) -> None:
+        """Sends the verdicts of a pass together: whoever gets them then handles them together too."""
+        if self._held:
+            self._put()
+
+    def _put(self, *frames: target_pb2.VerifyResponseFrame) -> None:
+        held, self._held = self._held, []
         try:
-            self.outbox.put_threadsafe(frame)
+            self.outbox.put_threadsafe(*held, *frames)
         except Overloaded as error:
             # The caller does not read; it has the windows to prevent this. Its stream ends, its sessions are resumable.
             self._call(self.outbox.close, error)

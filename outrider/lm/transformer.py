@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 from outrider.errors import ModelUnsupported
 from outrider.lm import attention
 from outrider.lm.attention.flex import FlexPasses
-from outrider.lm.compilation import can_compile, compile_layers, find_layers
+from outrider.lm.compilation import can_compile, compile_layers, find_layers, uncompile_layers
 from outrider.lm.kv_cache import PagedKVCache
 from outrider.lm.kv_storage import KVStorage
 from outrider.lm.model import ModelInfo, SessionStep
@@ -170,8 +170,7 @@ class TransformersModel:
                 self._run_as_branch(tuple(range(3, 3 + _PROBE_LEN)))
         except RuntimeError as error:
             _LOG.warning("the model runs uncompiled: %s", str(error).strip().splitlines()[0])
-            for layer in layers:
-                layer._compiled_call_impl = None
+            uncompile_layers(layers)
             return None
         return self._flex
 

@@ -1,6 +1,7 @@
 """The loop of a request, with scripted workers behind real sockets and a real Redis-protocol server."""
 
 import asyncio
+import itertools
 import uuid
 from collections.abc import AsyncIterator
 
@@ -134,6 +135,15 @@ async def test_the_window_bounds_how_far_the_target_runs(session_store_url: str,
     windows = target.of("window")
     assert windows
     assert all(window.window_end == window.committed_len + 4 for window in windows)
+
+
+async def test_a_wide_window_is_moved_now_and_then(session_store_url: str, target: ScriptedTarget) -> None:
+    async with orchestrating(session_store_url, (target,), window=16) as orchestrator:
+        assert tokens_of(await orchestrator.events(asking())) == WHOLE
+    (opening,) = target.of("open")
+    told = [opening.committed_len, *(window.committed_len for window in target.of("window"))]
+    assert len(told) > 1
+    assert all(later - earlier >= 4 for earlier, later in itertools.pairwise(told))
 
 
 async def test_end_of_text_and_stop_ids_end_at_the_target(session_store_url: str) -> None:

@@ -137,7 +137,7 @@ async def test_a_session_runs_one_request_at_a_time(orchestrator: Orchestrator, 
     target.allow(2)
     session_id = new_id()
     running = asyncio.create_task(orchestrator.events(asking(session_id=session_id)))
-    await target.saw("window")
+    await target.saw("open")
     with pytest.raises(SessionBusy):
         await orchestrator.events(asking([1], session_id=session_id))
     target.allow(None)
@@ -159,7 +159,7 @@ async def test_beyond_the_limit_requests_are_told_to_come_again(session_store_ur
         session_store_url, (target,), max_active_requests=1, max_queued_requests=0
     ) as orchestrator:
         running = asyncio.create_task(orchestrator.events(asking()))
-        await target.saw("window")
+        await target.saw("open")
         with pytest.raises(Overloaded) as caught:
             await orchestrator.events(asking())
         assert caught.value.retry_after_s > 0

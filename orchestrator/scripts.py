@@ -1,0 +1,86 @@
+"""Lua scripts of the session store; those that are called in the same moment go to Redis as one message.
+
+The target's verdicts on many sessions arrive together, so their commits are due together: one pipeline for all costs a
+third of the time that a call for each would.
+"""
+
+import asyncio
+from collections.abc import Sequence
+from importlib import resources
+from typing import Any, Final
+
+import redis.asyncio
+from redis import exceptions
+
+_MAX_BATCH: Final = 64
+
+Call = tuple[str, Sequence[str], Sequence[Any]]
+"""A script's name, its KEYS and its ARGV."""
+
+
+class Scripts:
+    """Runs scripts by their hashes, and loads them where the server does not know them.
+
+    Args:
+        client: the connection; bounds time and attempts.
+        names: files in `orchestrator/lua`, without their ending.
+    """
+
+    def __init__(self, client: redis.asyncio.Redis, names: Sequence[str]) -> None:
+        folder = resources.files("orchestrator") / "lua"
+        self._client = client
+        self._scripts = {name: client.register_script((folder / f"{name}.lua").read_text()) for name in names}
+        self._pending: list[tuple[Call, asyncio.Future[Any]]] = []
+        self._running: set[asyncio.Task[None]] = set()
+
+    async def run(self, name: str, keys: Sequence[str], *arguments: Any) -> Any:
+        """Returns what the script returns; raises redis's own exceptions.
+
+        A caller that is cancelled may have had its script run all the same, as with a reply that is lost.
+        """
+        loop = asyncio.get_running_loop()
+        future: asyncio.Future[Any] = loop.create_future()
+        if not self._pending:
+            loop.call_soon(self._start)
+        self._pending.append(((name, keys, arguments), future))
+        return await future
+
+    def _start(self) -> None:
+        pending, self._pending = self._pending, []
+        for first in range(0, len(pending), _MAX_BATCH):
+            task = asyncio.create_task(self._settle(pending[first : first + _MAX_BATCH]))
+            self._running.add(task)
+            task.add_done_callback(self._running.discard)
+
+    async def _settle(self, batch: list[tuple[Call, asyncio.Future[Any]]]) -> None:
+        """Runs calls and settles their futures."""
+        try:
+            results = await self._run([call for call, _ in batch])
+        except Exception as error:  # each caller's, who knows what to make of it
+            results = [error] * len(batch)
+        for (_, future), result in zip(batch, results, strict=True):
+            if future.done():
+                continue
+            if isinstance(result, Exception):
+                future.set_exception(result)
+            else:
+                future.set_result(result)
+
+    async def _run(self, calls: Sequence[Call]) -> list[Any]:
+        results = await self._try(calls)
+        unknown = [index for index, result in enumerate(results) if isinstance(result, exceptions.NoScriptError)]
+        if unknown:
+            for name in dict.fromkeys(calls[index][0] for index in unknown):
+                await self._client.script_load(self._scripts[name].script)
+            again = await self._try([calls[index] for index in unknown])
+            for index, result in zip(unknown, again, strict=True):
+                results[index] = result
+        return results
+
+    async def _try(self, calls: Sequence[Call]) -> list[Any]:
+        """Returns the result or the server's error of each call; raises where the server is not reached."""
+        async with self._client.pipeline(transaction=False) as pipeline:
+            for name, keys, arguments in calls:
+                pipeline.evalsha(self._scripts[name].sha, len(keys), *keys, *arguments)
+            results: list[Any] = await pipeline.execute(raise_on_error=False)
+        return results
