@@ -8,7 +8,7 @@ from draft_service.engine import Engine, EngineLimits
 from draft_service.servicer import DraftServicer
 from draft_service.settings import DraftSettings
 from draft_service.worker import WorkerIdentity, WorkerServicer
-from outrider.serving.server import Server, run_process
+from outrider.serving.server import Server, favour_engine, run_process
 from outrider.serving.settings import load_settings
 from outrider.serving.telemetry import configure_logging
 from outrider.v1.draft_pb2_grpc import add_DraftServiceServicer_to_server
@@ -24,6 +24,7 @@ async def serve(settings: DraftSettings) -> None:
     # In a thread that ends, so that the engine's is the only one for which OpenMP keeps workers.
     with ThreadPoolExecutor(max_workers=1) as loader:
         drafter = await loop.run_in_executor(loader, load_drafter, settings)
+    favour_engine()
     engine = Engine(drafter, _limits(settings), lambda: loop.call_soon_threadsafe(server.request_stop))
     servicer = DraftServicer(engine, drafter.info)
     server = Server(settings, name="draft", drain=lambda: servicer.drain(_DRAIN_SHARE * settings.drain_budget_s))

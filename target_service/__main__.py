@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 import torch
 
 from outrider.lm.loading import load_model
-from outrider.serving.server import Server, run_process
+from outrider.serving.server import Server, favour_engine, run_process
 from outrider.serving.settings import load_settings
 from outrider.serving.telemetry import configure_logging
 from outrider.v1.target_pb2_grpc import add_TargetServiceServicer_to_server
@@ -37,6 +37,7 @@ async def serve(settings: TargetSettings) -> None:
             compiles=settings.compile,
         )
         loaded = await asyncio.get_running_loop().run_in_executor(loader, load)
+    favour_engine()
     # Without its engine the process can only hold sessions up: gone at once, they go on elsewhere.
     engine = Engine(loaded.model, settings, on_failure=lambda: os._exit(os.EX_SOFTWARE))
     engine.start()

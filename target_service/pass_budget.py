@@ -6,7 +6,6 @@ from typing import Final
 _SMOOTHING: Final = 0.1
 _DECAY: Final = 0.95
 _MIN_ROWS: Final = 4
-_PROMPT_WEIGHT: Final = 3.0
 
 
 class PassBudget:
@@ -20,8 +19,9 @@ class PassBudget:
     moving average of passes that had none (one for each power of two of rows).
 
     Args:
-        max_slowdown: how many times as long as without prompts a pass may take while sessions decode, above 1. Many
-            prompts at once may stretch it further.
+        max_slowdown: how many times as long as without prompts a pass may take while sessions decode, above 1; with one
+            prompt. Each of several may add as much, so that how long one takes does not depend on how many there are,
+            and a batch that many join at once is soon full.
     """
 
     def __init__(self, max_slowdown: float) -> None:
@@ -48,18 +48,12 @@ class PassBudget:
             positions = sum(num * (start + num / 2) for num, start in prefill)
             self._fit.observe(rows, positions, max(0.0, duration_s - base_s), 1 / duration_s**2)
 
-    def allowance_s(self, num_decode_rows: int, prompts_each: float = 0.0) -> float:
-        """Returns the seconds that prompts may add to a pass with so many other rows; infinite where there are none.
-
-        Args:
-            num_decode_rows: rows of sessions that decode.
-            prompts_each: prompts for each session that decodes. A prompt that is done fills all later passes, so one
-                counts as three sessions that are held up; where prompts outweigh those, the bound grows in proportion.
-        """
+    def allowance_s(self, num_decode_rows: int, num_prompts: int = 1) -> float:
+        """Returns the seconds that prompts may add to a pass with so many other rows; infinite where there are none."""
         if num_decode_rows == 0:
             return inf
         base_s = self._decode(num_decode_rows)
-        return 0.0 if base_s is None else (self._max_slowdown - 1) * max(1.0, _PROMPT_WEIGHT * prompts_each) * base_s
+        return 0.0 if base_s is None else (self._max_slowdown - 1) * num_prompts * base_s
 
     def cost_s(self, num_rows: int, start: int) -> float:
         """Returns the seconds that rows of a prompt add, the first at position `start`; infinite while unknown."""

@@ -1,6 +1,6 @@
 """Which sessions take part in the next pass, with which rows, and who gives way where memory is short."""
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -66,9 +66,9 @@ class Scheduler:
         return shares
 
     def _add_prefill(
-        self, prompts: Sequence[Request], num_rows: int, requests: Collection[Request], shares: list[Share]
+        self, prompts: Collection[Request], num_rows: int, requests: Collection[Request], shares: list[Share]
     ) -> None:
-        allowance_s = self.budget.allowance_s(num_rows, len(prompts) / max(1, len(shares)))
+        allowance_s = self.budget.allowance_s(num_rows, len(prompts))
         room = max(_MIN_ROWS, self._max_rows - num_rows)
         pages: set[bytes] = set()
         is_first = True

@@ -29,7 +29,7 @@ class TargetSettings(ServingSettings):
     max_proposal_nodes: int = Field(64, ge=1, le=4096, description="Nodes of a proposal tree, at most.")
     prefill_chunk_len: int = Field(512, ge=4, le=65536, description="Prompt tokens of a session in one pass, at most.")
     max_decode_slowdown: float = Field(
-        1.3, gt=1, le=100, description="While sessions decode, prompts may stretch a pass to this multiple of its time."
+        1.3, gt=1, le=100, description="While sessions decode, a prompt may stretch a pass to this multiple of its time."
     )
     compile: bool = Field(
         True, description="Compile the model's layers where there is a C++ compiler; the first start takes longer."

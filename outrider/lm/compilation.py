@@ -18,7 +18,7 @@ from outrider.lm.embedded import cache_dir
 _LOG: Final = logging.getLogger(__name__)
 _MAX_VARIANTS: Final = 32
 _MIN_CHUNK: Final = 16384
-_CODE: Final = 2
+_CODE: Final = 3
 """Counts changes here that the compiler's own cache does not see; each begins a folder of its own."""
 
 

@@ -26,6 +26,7 @@ class FlexPass(NamedTuple):
         write_rows: int64 [W].
         write_slots: int64 [W].
         row_positions: int32 [at least N].
+        row_pages: first slot of the page that each row's own position is on: int32 [at least N].
         slot_positions: int32 [num_slots].
         num_pages: pages that each row reads: int32 [1, 1, N].
         pages: their numbers: int32 [1, 1, N, pages of the storage].
@@ -34,6 +35,7 @@ class FlexPass(NamedTuple):
     write_rows: torch.Tensor
     write_slots: torch.Tensor
     row_positions: torch.Tensor
+    row_pages: torch.Tensor
     slot_positions: torch.Tensor
     num_pages: torch.Tensor
     pages: torch.Tensor
@@ -62,19 +64,23 @@ class FlexPasses:
         # Rows that fill the pass up look at one slot that nobody uses.
         positions[rows.num_rows :] = 0
         pages[rows.num_rows :, 0] = SCRATCH_PAGE
+        last = positions // self._storage.page_len
+        torch.mul(pages.gather(1, last.long()[:, None])[:, 0], self._storage.page_len, out=self._row_pages[:num_rows])
         return FlexPass(
             write_rows=_filled_up(rows.write_rows),
             write_slots=_filled_up(rows.write_slots),
             row_positions=self._positions,
+            row_pages=self._row_pages,
             slot_positions=self._storage.positions,
-            num_pages=(positions // self._storage.page_len + 1).view(1, 1, -1),
+            num_pages=(last + 1).view(1, 1, -1),
             pages=pages.view(1, 1, num_rows, -1),
         )
 
     def _make_room(self, num_rows: int) -> None:
-        self._positions = torch.zeros(num_rows, dtype=torch.int32)
+        self._positions, self._row_pages = torch.zeros(2, num_rows, dtype=torch.int32)
         self._pages = lazy_zeros((num_rows, self._storage.num_pages), torch.int32, torch.device("cpu"))
         _mark_static(self._positions)
+        _mark_static(self._row_pages)
 
 
 def _filled_up(values: list[int]) -> torch.Tensor:
@@ -129,17 +135,25 @@ def _write(stored: torch.Tensor, rows: torch.Tensor, outrider_pass: FlexPass) ->
 def _block_mask(
     outrider_pass: FlexPass, block_size: tuple[int, int], lengths: tuple[int, int], window: int | None
 ) -> BlockMask:
-    row_positions, slot_positions = outrider_pass.row_positions, outrider_pass.slot_positions
+    row_positions, row_pages, slot_positions = outrider_pass[2:5]
+    group, page_len = block_size
 
     def sees(batch: torch.Tensor, head: torch.Tensor, query: torch.Tensor, slot: torch.Tensor) -> torch.Tensor:
-        row, other = row_positions[query // block_size[0]], slot_positions[slot]
-        return other <= row if window is None else (other <= row) & (other > row - window)
+        # All of a row's pages but the one it is on itself are seen whole. To look every slot's position up would take
+        # half of the time.
+        row = query // group
+        offset = slot - row_pages[row]
+        return (offset <= row_positions[row] % page_len) | (offset >= page_len)
+
+    def sees_near(batch: torch.Tensor, head: torch.Tensor, query: torch.Tensor, slot: torch.Tensor) -> torch.Tensor:
+        row, other = row_positions[query // group], slot_positions[slot]
+        return (other <= row) & (other > row - window)
 
     return BlockMask.from_kv_blocks(
         outrider_pass.num_pages,
         outrider_pass.pages,
         BLOCK_SIZE=block_size,
-        mask_mod=sees,
+        mask_mod=sees if window is None else sees_near,
         seq_lengths=lengths,
         compute_q_blocks=False,
     )
