@@ -6,7 +6,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PretrainedConfig, PreTrainedTokenizerFast
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PretrainedConfig,
+    PreTrainedTokenizerFast,
+    TorchAoConfig,
+)
+from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from outrider.errors import InvalidArgument, ModelUnsupported
 from outrider.lm import attention, embedded
@@ -41,7 +49,8 @@ def load_model(
         name: a folder, a hub id, `embedded`, `markov:` or `planted:` with options (see `markov`, `planted`).
         dtype: `auto` (the checkpoint's), `bfloat16`, `float16` or `float32`.
         device: `auto` (a GPU where there is one), `cpu`, `cuda`, `cuda:1`, ...
-        quantization: a transformers quantisation config as a mapping with `quant_method`.
+        quantization: a transformers quantisation config as a mapping with `quant_method`; for torchao, `quant_type` may
+            be the name of one of its configs, such as `Int8WeightOnlyConfig`.
         num_layers: loads only the first layers, with the final norm and the head; None for all.
         kv_budget_bytes: memory of the KV cache of all sessions, at most.
         compiles: whether to compile the layers, where that can be done.
@@ -74,9 +83,9 @@ def load_model(
             dtype=_dtype(dtype),
             device_map=None if _device(device) == "cpu" else _device(device),
             attn_implementation=attention.NAME,
-            **({"quantization_config": dict(quantization)} if quantization else {}),
+            **({"quantization_config": _quantization(quantization)} if quantization else {}),
         )
-    except (OSError, ValueError, ImportError) as error:
+    except (OSError, ValueError, ImportError, TypeError, AssertionError) as error:
         raise ModelUnsupported(f"cannot load {name}: {str(error).splitlines()[0]}") from error
     label = name if num_layers is None else f"{name}[:{num_layers}]"
     fingerprint = tokenizer.fingerprint if tokenizer else ""
@@ -95,6 +104,20 @@ def _first_layers(config: PretrainedConfig, num_layers: int | None) -> Pretraine
     if getattr(text, "layer_types", None):
         text.layer_types = text.layer_types[:num_layers]
     return config
+
+
+def _quantization(options: Mapping[str, Any]) -> QuantizationConfigMixin | dict[str, Any]:
+    """Returns what transformers takes; of torchao's configs a name is enough where its defaults will do."""
+    kind = options.get("quant_type")
+    if options.get("quant_method") != "torchao" or not isinstance(kind, str):
+        return dict(options)
+    import torchao.quantization
+
+    config = getattr(torchao.quantization, kind, None)
+    if config is None:
+        raise InvalidArgument(f"torchao has no {kind}; one that it has is Int8WeightOnlyConfig", "quantization")
+    rest = {key: value for key, value in options.items() if key not in ("quant_method", "quant_type")}
+    return TorchAoConfig(config(), **rest)
 
 
 def _load_tokenizer(source: str) -> TokenizerFiles | None:

@@ -8,6 +8,8 @@ from dataclasses import dataclass, replace
 from typing import Final
 
 import torch
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from transformers import PreTrainedModel
 
 from outrider.errors import ModelUnsupported
@@ -89,7 +91,7 @@ class TransformersModel:
         self._flex = self._compile() if compiles else None
         kernel = f"flex-pages-{_PAGE_LEN}" if self._flex else f"blocks-{attention.BLOCK_LEN}"
         numerics = f"{info.numerics} attention-{kernel}-{str(kv_dtype).removeprefix('torch.')}"
-        info = replace(info, numerics=f"{numerics} linear-{'packed' if num_packed else 'plain'}")
+        info = replace(info, numerics=f"{numerics} linear-{_linear_kind(model, num_packed)}")
         self._info = self._probe(replace(info, kv_token_bytes=token_bytes))
         self._pool = PagePool(num_pages, _PAGE_LEN, _PAGE_LEN * token_bytes, self._digest_root())
 
@@ -161,11 +163,11 @@ class TransformersModel:
             _LOG.warning("the model has no list of layers: it runs uncompiled")
             return None
         _LOG.info("compiling the model's layers, which takes seconds, and longer the first time")
-        compile_layers(layers)
         self._flex = FlexPasses(self._storage)
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # the compiler's, about its own code
+                compile_layers(layers)
                 # More writes than rows: what differs in the first pass is a symbol of its own.
                 self._run_as_branch(tuple(range(3, 3 + _PROBE_LEN)))
         except RuntimeError as error:
@@ -278,12 +280,31 @@ def _eos_token_ids(model: PreTrainedModel) -> tuple[int, ...]:
     return () if eos is None else (eos,) if isinstance(eos, int) else tuple(eos)
 
 
+def _linear_kind(model: PreTrainedModel, num_packed: int) -> str:
+    quantization = getattr(model.config, "quantization_config", None)
+    if quantization is None:
+        return "packed" if num_packed else "plain"
+    method = quantization["quant_method"] if isinstance(quantization, dict) else quantization.quant_method
+    return str(getattr(method, "value", method))
+
+
 def _fingerprint(model: PreTrainedModel) -> str:
     """Hashes the architecture and a sample of every weight: cheap, and different for any two models met in practice."""
     digest = hashlib.sha256(model.config.to_json_string(use_diff=True).encode())
     for name, weight in sorted(model.state_dict().items()):
         digest.update(f"{name} {tuple(weight.shape)} {weight.dtype}".encode())
-        flat = weight.detach().reshape(-1)
-        sample = flat[:: max(1, flat.numel() // _SAMPLE_LEN)][:_SAMPLE_LEN]
-        digest.update(sample.float().cpu().numpy().tobytes())
+        for part in _plain_parts(weight):
+            flat = part.detach().reshape(-1)
+            sample = flat[:: max(1, flat.numel() // _SAMPLE_LEN)][:_SAMPLE_LEN]
+            digest.update(sample.float().cpu().numpy().tobytes())
     return digest.hexdigest()
+
+
+def _plain_parts(weight: torch.Tensor) -> list[torch.Tensor]:
+    """Returns what a weight consists of: several tensors where it is quantised, all ranks' parts as one if it is split."""
+    if isinstance(weight, DTensor):
+        return [weight.full_tensor()]
+    if is_traceable_wrapper_subclass(weight):
+        names, _ = weight.__tensor_flatten__()
+        return [part for name in names for part in _plain_parts(getattr(weight, name))]
+    return [weight]

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, TorchAoConfig
 
 from outrider.errors import InvalidArgument, ModelUnsupported
 from outrider.lm.attention import BLOCK_LEN
@@ -20,14 +20,17 @@ KINDS = [
     # One of each kernel; compiling takes seconds a kind.
     ("llama", "bfloat16", "compiled"),
     ("gemma2-softcap-window", "float32", "compiled"),
+    ("llama", "bfloat16", "int8"),
 ]
+INT8 = {"quant_method": "torchao", "quant_type": "Int8WeightOnlyConfig"}
 
 
 @pytest.fixture(scope="module", params=KINDS, ids="-".join)
 def named(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str, LanguageModel]:
     config, dtype, how = request.param
     folder = save_model(CONFIGS[config], tmp_path_factory.mktemp("model"), dtype=getattr(torch, dtype))
-    loaded = load_model(folder, compiles=how == "compiled")
+    loaded = load_model(folder, compiles=how == "compiled", quantization=INT8 if how == "int8" else None)
+    assert ("torchao" in loaded.model.info.numerics) == (how == "int8")
     assert ("flex" in loaded.model.info.numerics) == (how == "compiled")
     return folder, dtype, loaded.model
 
@@ -127,6 +130,25 @@ def test_dropped_proposals_leave_no_trace(model: LanguageModel) -> None:
 def test_kv_bytes_per_token_follow_the_formula(model: LanguageModel) -> None:
     # Keys and values of 3 layers, 2 heads, 8 numbers, float32 on a CPU whatever the model's own dtype.
     assert model.info.kv_token_bytes == 2 * 3 * 2 * 8 * 4
+
+
+def test_a_quantised_model_is_transformers_own(tmp_path: Path) -> None:
+    from torchao.quantization import Int8WeightOnlyConfig
+
+    folder = save_model(CONFIGS["llama"], tmp_path)
+    reference = AutoModelForCausalLM.from_pretrained(folder, quantization_config=TorchAoConfig(Int8WeightOnlyConfig()))
+    model = load_model(folder, quantization=INT8).model
+    tokens = _tokens(40)
+    with torch.no_grad():
+        expected = reference(torch.tensor([tokens])).logits[0, -1]
+    assert (_run(model, tokens, []) - expected).abs().max() < 1e-4 * expected.abs().max()
+    assert model.info.fingerprint != load_model(folder).model.info.fingerprint
+
+
+@pytest.mark.parametrize("options", [{"quant_type": "Int3"}, {"quant_method": "unheard-of"}, {"quant_type": 3}])
+def test_a_quantisation_that_is_not_understood_is_named(tmp_path: Path, options: dict[str, object]) -> None:
+    with pytest.raises((InvalidArgument, ModelUnsupported), match="Int3|unheard-of|quant_type|int"):
+        load_model(save_model(CONFIGS["llama"], tmp_path), quantization={**INT8, **options})
 
 
 def test_a_recurrent_model_is_refused(tmp_path: Path) -> None:
