@@ -7,8 +7,6 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from outrider.lm.kv_cache import StepLayout
-
 
 @dataclass(frozen=True, slots=True)
 class LayerShape:
@@ -63,12 +61,10 @@ class KVStorage:
         """Returns a layer's keys [num_slots, num_heads, key_dim] and values [num_slots, num_heads, value_dim]."""
         return self.tensors[2 * index], self.tensors[2 * index + 1]
 
-    def prepare(self, layouts: Sequence[StepLayout]) -> None:
-        """Readies new pages for their place, then copies what is needed in two pages."""
-        new_pages = [item for layout in layouts for item in layout.new_pages]
+    def prepare(self, new_pages: Sequence[tuple[int, int]], copies: Sequence[tuple[int, int]]) -> None:
+        """Readies new pages for their place, then copies what is needed in two pages; see `StepLayout`."""
         if new_pages:
             self._clear(torch.tensor(new_pages, device=self.positions.device))
-        copies = [item for layout in layouts for item in layout.copies]
         if copies:
             source, target = torch.tensor(copies, device=self.positions.device).unbind(1)
             for pages in self._pages():

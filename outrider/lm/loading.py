@@ -1,6 +1,6 @@
 """Names to models: a folder, a hub id, the embedded model, a Markov model of known law, or one of a planted pair."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,7 @@ from transformers import (
     PreTrainedTokenizerFast,
     TorchAoConfig,
 )
+from transformers.distributed import DistributedConfig
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from outrider.errors import InvalidArgument, ModelUnsupported
@@ -21,16 +22,24 @@ from outrider.lm import attention, embedded
 from outrider.lm.markov import MarkovModel
 from outrider.lm.model import LanguageModel
 from outrider.lm.planted import PREFIX, PlantedModel, PlantedOptions
+from outrider.lm.ranks import Ranks
 from outrider.lm.tokenizer import TokenizerFiles, tokenizer_files
-from outrider.lm.transformer import EngineOptions, TransformersModel
+from outrider.lm.transformer import EngineOptions, PassPlan, TransformersModel
 
 
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
-    """A model that is ready, and its tokenizer where it has one."""
+    """A model that is ready.
+
+    Attributes:
+        model: the model.
+        tokenizer: None where it has none.
+        run: what `Ranks.follow` calls; None where a model cannot be split.
+    """
 
     model: LanguageModel
     tokenizer: TokenizerFiles | None
+    run: Callable[[PassPlan], object] | None = None
 
 
 def load_model(
@@ -42,6 +51,7 @@ def load_model(
     num_layers: int | None = None,
     kv_budget_bytes: int = 1 << 30,
     compiles: bool = False,
+    ranks: Ranks | None = None,
 ) -> LoadedModel:
     """Loads a causal language model and probes that it can be served exactly.
 
@@ -54,6 +64,7 @@ def load_model(
         num_layers: loads only the first layers, with the final norm and the head; None for all.
         kv_budget_bytes: memory of the KV cache of all sessions, at most.
         compiles: whether to compile the layers, where that can be done.
+        ranks: the processes among which the model is split, by transformers' plan for its kind; None for this one alone.
 
     Raises:
         InvalidArgument: a value is not understood.
@@ -69,9 +80,12 @@ def load_model(
             num_layers=planted.num_layers or num_layers,
             kv_budget_bytes=kv_budget_bytes,
             compiles=compiles,
+            ranks=ranks,
         )
-        return LoadedModel(PlantedModel(base.model, planted), base.tokenizer)
+        return LoadedModel(PlantedModel(base.model, planted), base.tokenizer, base.run)
     if name.startswith("markov:"):
+        if ranks is not None:
+            raise ModelUnsupported("a Markov model has no weights to split among ranks")
         return LoadedModel(MarkovModel.from_name(name, kv_budget_bytes), None)
     source = str(embedded.ensure_embedded()) if name == embedded.NAME else name
     try:
@@ -81,7 +95,7 @@ def load_model(
             source,
             config=_first_layers(config, num_layers),
             dtype=_dtype(dtype),
-            device_map=None if _device(device) == "cpu" else _device(device),
+            **_placement(chosen_device(device), ranks),
             attn_implementation=attention.NAME,
             **({"quantization_config": _quantization(quantization)} if quantization else {}),
         )
@@ -89,9 +103,9 @@ def load_model(
         raise ModelUnsupported(f"cannot load {name}: {str(error).splitlines()[0]}") from error
     label = name if num_layers is None else f"{name}[:{num_layers}]"
     fingerprint = tokenizer.fingerprint if tokenizer else ""
-    options = EngineOptions(kv_budget_bytes, compiles=compiles, packs=not quantization)
+    options = EngineOptions(kv_budget_bytes, compiles=compiles, packs=not quantization, ranks=ranks)
     ready = TransformersModel(label, model, fingerprint, options)
-    return LoadedModel(ready, tokenizer)
+    return LoadedModel(ready, tokenizer, ready.run)
 
 
 def _first_layers(config: PretrainedConfig, num_layers: int | None) -> PretrainedConfig:
@@ -104,6 +118,12 @@ def _first_layers(config: PretrainedConfig, num_layers: int | None) -> Pretraine
     if getattr(text, "layer_types", None):
         text.layer_types = text.layer_types[:num_layers]
     return config
+
+
+def _placement(device: str, ranks: Ranks | None) -> dict[str, Any]:
+    if ranks is not None:
+        return {"distributed_config": DistributedConfig(tp_size=ranks.num, tp_plan="auto")}
+    return {} if device == "cpu" else {"device_map": device}
 
 
 def _quantization(options: Mapping[str, Any]) -> QuantizationConfigMixin | dict[str, Any]:
@@ -141,7 +161,8 @@ def _dtype(name: str) -> torch.dtype | str:
     return known[name]
 
 
-def _device(name: str) -> str:
+def chosen_device(name: str) -> str:
+    """Returns the device that a setting means: of `auto`, a GPU where there is one."""
     if name != "auto":
         return name
     return "cuda" if torch.cuda.is_available() else "cpu"

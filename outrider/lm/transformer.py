@@ -21,6 +21,7 @@ from outrider.lm.kv_storage import KVStorage
 from outrider.lm.model import ModelInfo, SessionStep
 from outrider.lm.packed_linear import pack_linears
 from outrider.lm.pages import KVUsage, PagePool
+from outrider.lm.ranks import Ranks
 from outrider.tokens import NodeKind, ProposalNode, ProposalTree, TokenSpan
 
 _LOG: Final = logging.getLogger(__name__)
@@ -40,11 +41,35 @@ class EngineOptions:
         kv_budget_bytes: memory of the KV cache of all sessions, at most.
         compiles: whether to compile the layers, where that can be done.
         packs: whether to lay out bfloat16 weights for the CPU, where that is supported.
+        ranks: the processes among which the model's weights are split; None where they are not. Split weights are
+            neither compiled nor packed. All ranks make their model at the same time.
     """
 
     kv_budget_bytes: int = 1 << 30
     compiles: bool = False
     packs: bool = True
+    ranks: Ranks | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class PassPlan:
+    """All that a pass takes besides the model; small, and the same on every rank.
+
+    Attributes:
+        rows: where the rows stand.
+        new_pages: see `StepLayout`.
+        copies: see `StepLayout`.
+        token_ids: of all rows.
+        positions: of all rows.
+        wanted: rows whose logits are wanted.
+    """
+
+    rows: attention.PassRows
+    new_pages: list[tuple[int, int]]
+    copies: list[tuple[int, int]]
+    token_ids: list[int]
+    positions: list[int]
+    wanted: list[int]
 
 
 class TransformersModel:
@@ -73,8 +98,9 @@ class TransformersModel:
         self._num_layers: int = model.config.get_text_config().num_hidden_layers
         info = self._describe(name, tokenizer_fingerprint)
         # After the fingerprint, which reads the weights as they were loaded.
-        compiles = options.compiles and can_compile(self._device)
-        num_packed = pack_linears(model, joins=compiles) if options.packs else 0
+        self._ranks: Ranks | None = None
+        compiles = options.compiles and not options.ranks and can_compile(self._device)
+        num_packed = pack_linears(model, joins=compiles) if options.packs and not options.ranks else 0
         shapes = self._find_shapes()
         # float32 on a CPU: products of 16-bit keys are slower there and vary with the number of rows.
         kv_dtype = torch.float32 if self._device.type == "cpu" else model.dtype
@@ -91,9 +117,12 @@ class TransformersModel:
         self._flex = self._compile() if compiles else None
         kernel = f"flex-pages-{_PAGE_LEN}" if self._flex else f"blocks-{attention.BLOCK_LEN}"
         numerics = f"{info.numerics} attention-{kernel}-{str(kv_dtype).removeprefix('torch.')}"
-        info = replace(info, numerics=f"{numerics} linear-{_linear_kind(model, num_packed)}")
+        split = f" ranks-{options.ranks.num}" if options.ranks else ""
+        info = replace(info, numerics=f"{numerics} linear-{_linear_kind(model, num_packed)}{split}")
         self._info = self._probe(replace(info, kv_token_bytes=token_bytes))
         self._pool = PagePool(num_pages, _PAGE_LEN, _PAGE_LEN * token_bytes, self._digest_root())
+        # So far all ranks have run the same probes side by side; from here on the first one leads.
+        self._ranks = options.ranks
 
     @property
     def info(self) -> ModelInfo:
@@ -112,15 +141,18 @@ class TransformersModel:
     @torch.no_grad()
     def forward(self, steps: Sequence[SessionStep]) -> list[torch.Tensor]:
         """Runs one pass over all steps; see `LanguageModel.forward`."""
-        layouts = [_paged(step).lay_out(step.span, step.tree) for step in steps]
-        self._storage.prepare(layouts)
-        rows = attention.lay_out_rows(layouts, _PAGE_LEN)
-        made = self._flex.make(rows) if self._flex else attention.BlockPass(rows, self._storage)
-        token_ids, positions, wanted = _pack(steps)
-        logits = self._run(token_ids, positions, wanted or [0], made)
+        plan = _planned(steps)
+        logits = self._ranks.run(plan, self.run) if self._ranks else self.run(plan)
         for step in steps:
             _paged(step).note_run()
         return _split(logits, steps)
+
+    @torch.no_grad()
+    def run(self, plan: PassPlan) -> torch.Tensor:
+        """Runs a planned pass: on the first rank for its logits [wanted, V], on the others for their part of the work."""
+        self._storage.prepare(plan.new_pages, plan.copies)
+        made = self._flex.make(plan.rows) if self._flex else attention.BlockPass(plan.rows, self._storage)
+        return self._run(plan.token_ids, plan.positions, plan.wanted or [0], made)
 
     def _run(
         self,
@@ -225,6 +257,16 @@ class TransformersModel:
         again = self.forward([SessionStep(cache, TokenSpan(len(span) - 1, span[-1:]))])[0][0]
         cache.release()
         return logits[4] if torch.equal(logits[4], again) else again
+
+
+def _planned(steps: Sequence[SessionStep]) -> PassPlan:
+    layouts = [_paged(step).lay_out(step.span, step.tree) for step in steps]
+    return PassPlan(
+        attention.lay_out_rows(layouts, _PAGE_LEN),
+        [page for layout in layouts for page in layout.new_pages],
+        [copy for layout in layouts for copy in layout.copies],
+        *_pack(steps),
+    )
 
 
 def _paged(step: SessionStep) -> PagedKVCache:
