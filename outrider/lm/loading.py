@@ -90,6 +90,8 @@ def load_model(
     source = str(embedded.ensure_embedded()) if name == embedded.NAME else name
     try:
         config = AutoConfig.from_pretrained(source)
+        if ranks is not None:
+            _check_split(config, ranks)
         tokenizer = _load_tokenizer(source)
         model = AutoModelForCausalLM.from_pretrained(
             source,
@@ -118,6 +120,14 @@ def _first_layers(config: PretrainedConfig, num_layers: int | None) -> Pretraine
     if getattr(text, "layer_types", None):
         text.layer_types = text.layer_types[:num_layers]
     return config
+
+
+def _check_split(config: PretrainedConfig, ranks: Ranks) -> None:
+    text = config.get_text_config()
+    for name in ("num_attention_heads", "num_key_value_heads"):
+        num = getattr(text, name, None) or ranks.num
+        if num % ranks.num:
+            raise ModelUnsupported(f"{name} is {num}, which {ranks.num} ranks cannot share evenly")
 
 
 def _placement(device: str, ranks: Ranks | None) -> dict[str, Any]:
