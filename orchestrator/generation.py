@@ -43,7 +43,9 @@ _MAX_PAUSE_S: Final = 1.0
 _STALL_S: Final = 300.0
 """Silence of a target that owes a verdict, after which another one goes on; a long prompt's prefill takes minutes."""
 _TRIAL_STRIDE: Final = 8
-"""Tokens between the proposals that a session asks for while its target does not wait for them."""
+"""Tokens between the proposals that a session asks for while its target does not wait for them, at first."""
+_MAX_TRIAL_STRIDE: Final = 64
+"""As many once its target has not waited for long: drafts have other sessions to work for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,6 +115,7 @@ class Generation:
         self._draft: DraftSession | None = None
         self._draft_retry_at = 0.0
         self._draft_is_proved = False
+        self._trial_stride = _TRIAL_STRIDE
         self._verdicts: list[target_pb2.Verdict] = []
         self._wake = asyncio.Event()
         self._is_over = False
@@ -256,8 +259,13 @@ class Generation:
 
     def _advance_draft(self, draft: DraftSession, *, awaited: bool) -> None:
         """Asks for a proposal where the target waits for it; else now and then, so that it learns when waiting pays."""
-        if awaited or self._tokens.end - draft.known_len >= _TRIAL_STRIDE:
-            draft.advance(self._tokens.since(draft.known_len))
+        if awaited:
+            self._trial_stride = _TRIAL_STRIDE
+        elif self._tokens.end - draft.known_len < self._trial_stride:
+            return
+        else:
+            self._trial_stride = min(2 * self._trial_stride, _MAX_TRIAL_STRIDE)
+        draft.advance(self._tokens.since(draft.known_len))
 
     def _on_lease_lost(self, error: OutriderError) -> None:
         self._end = error
@@ -309,6 +317,7 @@ class Generation:
         except OutriderError as error:
             self._target_error = error
             return
+        self._tally.target(link.info.numerics if link.info else "")
         if self._draft is not None:
             self._draft.repeat(self._tokens.since(self._tokens.end - 1))
 

@@ -17,6 +17,7 @@ class Tally:
         self._wait_time_s = 0.0
         self._statistics = SpeculationStatistics()
         self._fallbacks: Counter[str] = Counter()
+        self._varying_numerics = False
 
     def verdict(self, verdict: target_pb2.Verdict, num_tokens: int) -> None:
         """Counts a pass of which `num_tokens` belong to the output."""
@@ -30,6 +31,10 @@ class Tally:
     def fallback(self, reason: str) -> None:
         """Counts a case of plain decoding in place of speculation."""
         self._fallbacks[reason] += 1
+
+    def target(self, numerics: str) -> None:
+        """Notes the numerics of a target that takes part."""
+        self._varying_numerics = self._varying_numerics or numerics.endswith(" varying")
 
     def message(self) -> generation_pb2.GenerationStatistics:
         """Returns the statistics of a request that ends now."""
@@ -49,4 +54,5 @@ class Tally:
             wait_time_s=self._wait_time_s,
             num_fallbacks=self._fallbacks,
             tokens_per_second=num_later / (duration_s - first_token_s) if num_later > 0 else 0.0,
+            varying_numerics=self._varying_numerics,
         )

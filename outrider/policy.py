@@ -1,12 +1,16 @@
 """When a session should wait for a proposal: the speculation policy of the target.
 
-A round that waits for a proposal costs the wait and a pass over it, and outputs 1 + accepted tokens; a plain round
-costs a plain pass and outputs one. With E the expected number of accepted tokens, waiting pays iff
+A round that waits for a proposal of K nodes and has E of them accepted outputs 1 + E tokens instead of one. It costs the
+wait, in which plain passes would have given this session tokens, and K rows more in a pass of n sessions, all of which
+are held up by them. With a pass over r rows taking T(r) = a + b r seconds, waiting pays iff
 
-    (1 + E) * plain_pass_s > wait_s + proposal_pass_s
+    E T(n) > wait_s + n K b
 
-All four are measured, as decaying means. E is measured even while a session decodes plainly, at no cost: proposals that
-come too late are compared with the tokens that the target gave meanwhile (`observe_late`). So a session whose draft
+which holds for one session among plain ones as for all of them together. As passes fill, n grows, and with it what a row
+costs everyone: speculation ends by itself, first where proposals are poor or late.
+
+All of this is measured, and old values fade. E is measured even while a session decodes plainly, at no cost: proposals
+that come too late are compared with the tokens that the target gave meanwhile (`observe_late`). So a session whose draft
 becomes useful, as when a text begins to copy its prompt, takes up speculation again, and one whose draft is slow, wrong
 or dead decodes at the speed of plain decoding.
 """
@@ -15,6 +19,9 @@ from dataclasses import dataclass
 
 _RETRY_ROUNDS = 64
 """Plain rounds after which one proposal is waited for again, since waits are only measured by waiting."""
+_MAX_RETRY_ROUNDS = 1024
+"""As many once that has been in vain several times; each time doubles them."""
+_FADING = 0.98
 
 
 class DecayingMean:
@@ -37,15 +44,39 @@ class DecayingMean:
 
 
 class PassTimes:
-    """Measured pass times of one target, over all its sessions: seconds for passes without and with proposals."""
+    """Measured decoding passes of one target, over all its sessions: seconds as a line over the number of rows."""
 
     def __init__(self) -> None:
-        self.plain_s = DecayingMean(0.05)
-        self.proposal_s = DecayingMean(0.05)
+        self._weight = self._rows = self._squares = self._seconds = self._products = 0.0
+        self.num_sessions = 1
+        """Sessions that decode now."""
 
-    def observe(self, duration_s: float, *, with_proposals: bool) -> None:
+    @property
+    def known(self) -> bool:
+        """Whether any pass was observed."""
+        return self._weight > 0
+
+    def observe(self, duration_s: float, num_rows: int) -> None:
         """Takes a decoding pass into account (not one that prefills)."""
-        (self.proposal_s if with_proposals else self.plain_s).observe(duration_s)
+        values = (1.0, num_rows, num_rows**2, duration_s, num_rows * duration_s)
+        sums = (self._weight, self._rows, self._squares, self._seconds, self._products)
+        faded = (_FADING * total + value for total, value in zip(sums, values, strict=True))
+        self._weight, self._rows, self._squares, self._seconds, self._products = faded
+
+    @property
+    def row_s(self) -> float:
+        """Seconds that a row adds to a pass; 0 while passes of different sizes have not shown it."""
+        spread = self._weight * self._squares - self._rows**2
+        if spread <= 1e-3 * self._rows**2:
+            return 0.0
+        return max(0.0, (self._weight * self._products - self._rows * self._seconds) / spread)
+
+    def pass_s(self, num_rows: int) -> float:
+        """Returns the seconds of a pass over so many rows; 0 while nothing is known."""
+        if not self.known:
+            return 0.0
+        mean_rows, mean_s = self._rows / self._weight, self._seconds / self._weight
+        return max(0.1 * mean_s, mean_s + self.row_s * (num_rows - mean_rows))
 
 
 @dataclass(slots=True)
@@ -64,6 +95,7 @@ class SpeculationPolicy:
     _accepted: DecayingMean
     _wait_s: DecayingMean
     _plain_rounds: int = 0
+    _retry_rounds: int = _RETRY_ROUNDS
 
     @classmethod
     def create(cls, max_wait_s: float, times: PassTimes, *, adapts: bool = True) -> "SpeculationPolicy":
@@ -75,12 +107,19 @@ class SpeculationPolicy:
         """Accepted tokens expected of the next proposal."""
         return self._accepted.value
 
-    def wait_s(self) -> float:
-        """Returns how long the next round may wait for its proposal, in seconds."""
-        if self.max_wait_s <= 0:
+    def wait_s(self, num_nodes: int) -> float:
+        """Returns how long the next round may wait for its proposal of so many nodes, in seconds."""
+        if self.max_wait_s <= 0 or num_nodes <= 0:
             return 0.0
-        waits = not self.adapts or self._pays() or self._plain_rounds >= _RETRY_ROUNDS
-        return self.max_wait_s if waits else 0.0
+        if not self.adapts:
+            return self.max_wait_s
+        if self._pays(num_nodes):
+            self._retry_rounds = _RETRY_ROUNDS
+        elif self._plain_rounds < self._retry_rounds:
+            return 0.0
+        else:
+            self._retry_rounds = min(2 * self._retry_rounds, _MAX_RETRY_ROUNDS)
+        return self.max_wait_s
 
     def observe_round(self, num_accepted: int, wait_s: float) -> None:
         """Takes a round that waited into account, whether or not a proposal came; `wait_s` is how long it waited."""
@@ -96,12 +135,10 @@ class SpeculationPolicy:
         """Takes a proposal into account that came too late: how many of its tokens the target gave by itself."""
         self._accepted.observe(num_matching)
 
-    def _pays(self) -> bool:
+    def _pays(self, num_nodes: int) -> bool:
         """Whether waiting is expected to pay; the first rounds wait, since nothing is known yet."""
-        plain_s, proposal_s = self.times.plain_s, self.times.proposal_s
-        if not (self._accepted.known and self._wait_s.known and (plain_s.known or proposal_s.known)):
+        if not (self._accepted.known and self._wait_s.known and self.times.known):
             return True
-        # The one that was never seen is taken to be like the other: passes with a few rows more cost little more.
-        plain = plain_s.value if plain_s.known else proposal_s.value
-        proposal = proposal_s.value if proposal_s.known else plain
-        return (1 + self._accepted.value) * plain > self._wait_s.value + proposal
+        num_sessions = self.times.num_sessions
+        gained_s = self._accepted.value * self.times.pass_s(num_sessions)
+        return gained_s > self._wait_s.value + num_sessions * num_nodes * self.times.row_s

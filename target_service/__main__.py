@@ -39,6 +39,7 @@ async def serve(settings: TargetSettings) -> None:
             kv_budget_bytes=settings.kv_budget_bytes,
             compiles=settings.compile,
             ranks=ranks,
+            invariant=settings.invariant,
         )
         loaded = await asyncio.get_running_loop().run_in_executor(loader, load)
     favour_engine()

@@ -375,8 +375,9 @@ class Engine:
         prefill = [(share.step.num_rows, share.step.span.start) for share in shares if share.is_prefill]
         num_decode = sum(share.step.num_rows for share in shares if not share.is_prefill)
         self._scheduler.budget.observe(num_decode, prefill, duration_s)
-        if not any(share.is_prefill for share in shares):
-            self._times.observe(duration_s, with_proposals=any(share.tree for share in shares))
+        if not prefill:
+            self._times.observe(duration_s, num_decode)
+        self._times.num_sessions = max(1, len(self._requests) - len(prefill))
 
     def _fail(self, shares: list[Share], error: Exception) -> None:
         """Ends the requests of a pass that failed, whose caches can no longer be trusted; the process lives on."""

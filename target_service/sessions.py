@@ -130,8 +130,7 @@ class Request:
         self.tree = ProposalTree()
         self.tree_complete = False
         self.round_started = now
-        waits = self.num_speculative_tokens > 0
-        self.wait_until = now + (self.policy.wait_s() if waits else 0.0)
+        self.wait_until = now + self.policy.wait_s(self.num_speculative_tokens)
 
 
 class FencingTokens:

@@ -34,6 +34,11 @@ class TargetSettings(ServingSettings):
     compile: bool = Field(
         True, description="Compile the model's layers where there is a C++ compiler; the first start takes longer."
     )
+    invariant: bool = Field(
+        True,
+        description="Compute each position to the same bits in every pass. `false` makes long prompts faster, halves the "
+        "KV cache and decodes more slowly; the text may then depend on load and failovers, and every result says so.",
+    )
     max_pass_rows: int = Field(1024, ge=8, le=1 << 20, description="Rows of one pass, over all sessions, at most.")
     adaptive_speculation: bool = Field(
         True, description="Stop waiting for proposals, per session, where waiting is measured not to pay."

@@ -64,6 +64,8 @@ class Statistics:
         wait_time_s: seconds the target waited for proposals.
         tokens_per_second: output tokens per second between the first and the last; 0 for a single token.
         num_fallbacks: why plain decoding took the place of speculation, reason to number of times.
+        varying_numerics: whether load, speculation or a failover may have changed the text, because a target took part
+            whose bits depend on how a position is computed.
     """
 
     num_drafts: int = 0
@@ -77,6 +79,7 @@ class Statistics:
     wait_time_s: float = 0.0
     tokens_per_second: float = 0.0
     num_fallbacks: dict[str, int] = field(default_factory=dict)
+    varying_numerics: bool = False
 
     @property
     def acceptance_rate(self) -> float:
@@ -213,4 +216,5 @@ def _statistics(message: generation_pb2.GenerationStatistics) -> Statistics:
         wait_time_s=message.wait_time_s,
         tokens_per_second=message.tokens_per_second,
         num_fallbacks=dict(message.num_fallbacks),
+        varying_numerics=message.varying_numerics,
     )

@@ -52,6 +52,7 @@ def load_model(
     kv_budget_bytes: int = 1 << 30,
     compiles: bool = False,
     ranks: Ranks | None = None,
+    invariant: bool = True,
 ) -> LoadedModel:
     """Loads a causal language model and probes that it can be served exactly.
 
@@ -65,6 +66,7 @@ def load_model(
         kv_budget_bytes: memory of the KV cache of all sessions, at most.
         compiles: whether to compile the layers, where that can be done.
         ranks: the processes among which the model is split, by transformers' plan for its kind; None for this one alone.
+        invariant: see `EngineOptions`.
 
     Raises:
         InvalidArgument: a value is not understood.
@@ -81,6 +83,7 @@ def load_model(
             kv_budget_bytes=kv_budget_bytes,
             compiles=compiles,
             ranks=ranks,
+            invariant=invariant,
         )
         return LoadedModel(PlantedModel(base.model, planted), base.tokenizer, base.run)
     if name.startswith("markov:"):
@@ -105,7 +108,9 @@ def load_model(
         raise ModelUnsupported(f"cannot load {name}: {str(error).splitlines()[0]}") from error
     label = name if num_layers is None else f"{name}[:{num_layers}]"
     fingerprint = tokenizer.fingerprint if tokenizer else ""
-    options = EngineOptions(kv_budget_bytes, compiles=compiles, packs=not quantization, ranks=ranks)
+    options = EngineOptions(
+        kv_budget_bytes, compiles=compiles, packs=not quantization, ranks=ranks, invariant=invariant
+    )
     ready = TransformersModel(label, model, fingerprint, options)
     return LoadedModel(ready, tokenizer, ready.run)
 

@@ -32,6 +32,8 @@ _UNBOUNDED_LEN: Final = 1 << 20
 _PROBE_LEN: Final = 12
 _PROBE_TOLERANCE: Final = 0.05
 
+AnyPass = attention.BlockPass | attention.FlexPass | attention.SdpaPass | attention.ShapePass
+
 
 @dataclass(frozen=True, slots=True)
 class EngineOptions:
@@ -43,12 +45,15 @@ class EngineOptions:
         packs: whether to lay out bfloat16 weights for the CPU, where that is supported.
         ranks: the processes among which the model's weights are split; None where they are not. Split weights are
             neither compiled nor packed. All ranks make their model at the same time.
+        invariant: whether a position's bits must not depend on the pass. Without, long prompts are faster and keys and
+            values take half of the memory (in 16 bits); layers are not compiled.
     """
 
     kv_budget_bytes: int = 1 << 30
     compiles: bool = False
     packs: bool = True
     ranks: Ranks | None = None
+    invariant: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,11 +104,12 @@ class TransformersModel:
         info = self._describe(name, tokenizer_fingerprint)
         # After the fingerprint, which reads the weights as they were loaded.
         self._ranks: Ranks | None = None
-        compiles = options.compiles and not options.ranks and can_compile(self._device)
+        self._invariant = options.invariant
+        compiles = options.compiles and options.invariant and not options.ranks and can_compile(self._device)
         num_packed = pack_linears(model, joins=compiles) if options.packs and not options.ranks else 0
         shapes = self._find_shapes()
         # float32 on a CPU: products of 16-bit keys are slower there and vary with the number of rows.
-        kv_dtype = torch.float32 if self._device.type == "cpu" else model.dtype
+        kv_dtype = torch.float32 if self._device.type == "cpu" and options.invariant else model.dtype
         token_bytes = sum(shape.num_values for shape in shapes.shapes) * kv_dtype.itemsize
         num_pages = options.kv_budget_bytes // (_PAGE_LEN * token_bytes)
         if num_pages < _MIN_PAGES:
@@ -116,6 +122,7 @@ class TransformersModel:
         self._pool = PagePool(num_pages, _PAGE_LEN, _PAGE_LEN * token_bytes)
         self._flex = self._compile() if compiles else None
         kernel = f"flex-pages-{_PAGE_LEN}" if self._flex else f"blocks-{attention.BLOCK_LEN}"
+        kernel = kernel if options.invariant else "sdpa"
         numerics = f"{info.numerics} attention-{kernel}-{str(kv_dtype).removeprefix('torch.')}"
         split = f" ranks-{options.ranks.num}" if options.ranks else ""
         info = replace(info, numerics=f"{numerics} linear-{_linear_kind(model, num_packed)}{split}")
@@ -151,15 +158,19 @@ class TransformersModel:
     def run(self, plan: PassPlan) -> torch.Tensor:
         """Runs a planned pass: on the first rank for its logits [wanted, V], on the others for their part of the work."""
         self._storage.prepare(plan.new_pages, plan.copies)
-        made = self._flex.make(plan.rows) if self._flex else attention.BlockPass(plan.rows, self._storage)
-        return self._run(plan.token_ids, plan.positions, plan.wanted or [0], made)
+        return self._run(plan.token_ids, plan.positions, plan.wanted or [0], self._made(plan.rows))
+
+    def _made(self, rows: attention.PassRows) -> AnyPass:
+        if self._flex:
+            return self._flex.make(rows)
+        return (attention.BlockPass if self._invariant else attention.SdpaPass)(rows, self._storage)
 
     def _run(
         self,
         token_ids: list[int],
         positions: list[int],
         wanted: list[int],
-        made: attention.BlockPass | attention.FlexPass | attention.ShapePass,
+        made: AnyPass,
     ) -> torch.Tensor:
         output = self._model(
             input_ids=self._row(token_ids),
@@ -236,7 +247,8 @@ class TransformersModel:
         others = (self._run_in_parts(span), self._run_as_branch(span))
         if any((other - whole).abs().max() > _PROBE_TOLERANCE * whole.abs().max() for other in others):
             raise ModelUnsupported("the model keeps state that does not roll back with its KV cache")
-        is_invariant = all(torch.equal(other, whole) for other in others)
+        # Bits that happen to be equal here need not be elsewhere, where nothing makes them so.
+        is_invariant = self._invariant and all(torch.equal(other, whole) for other in others)
         return replace(info, numerics=f"{info.numerics} {'invariant' if is_invariant else 'varying'}")
 
     def _run_in_parts(self, span: tuple[int, ...]) -> torch.Tensor:

@@ -132,6 +132,26 @@ def test_kv_bytes_per_token_follow_the_formula(model: LanguageModel) -> None:
     assert model.info.kv_token_bytes == 2 * 3 * 2 * 8 * 4
 
 
+@pytest.mark.parametrize("config", ["llama", "mistral-window"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_without_invariance_it_is_right_and_says_so(tmp_path: Path, config: str, dtype: torch.dtype) -> None:
+    folder = save_model(CONFIGS[config], tmp_path, dtype=dtype)
+    exact, varying = load_model(folder, compiles=True).model, load_model(folder, compiles=True, invariant=False).model
+    assert varying.info.numerics.endswith(" varying")
+    assert "sdpa" in varying.info.numerics
+    assert varying.info.kv_token_bytes == exact.info.kv_token_bytes * dtype.itemsize // 4
+    tokens = _tokens(90)
+    expected = _run(exact, tokens, [])
+    for cuts in ([], [1], [30, 31, 64], [89]):
+        output = _run(varying, tokens, cuts)
+        assert (output.float() - expected).abs().max() < (1e-4 if dtype is torch.float32 else 0.1) * expected.abs().max()
+
+
+def test_without_invariance_bounded_scores_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ModelUnsupported, match="bounds its scores"):
+        load_model(save_model(CONFIGS["gemma2-softcap-window"], tmp_path), invariant=False)
+
+
 def test_a_quantised_model_is_transformers_own(tmp_path: Path) -> None:
     from torchao.quantization import Int8WeightOnlyConfig
 

@@ -146,6 +146,16 @@ async def test_a_wide_window_is_moved_now_and_then(session_store_url: str, targe
     assert all(later - earlier >= 4 for earlier, later in itertools.pairwise(told))
 
 
+@pytest.mark.parametrize("numerics", ["cpu float32 invariant", "cpu float32 varying"])
+async def test_a_result_says_whether_numerics_vary(
+    session_store_url: str, target: ScriptedTarget, numerics: str
+) -> None:
+    target.info.numerics = numerics
+    async with orchestrating(session_store_url, (target,)) as orchestrator:
+        events = await orchestrator.events(asking())
+    assert events[-1].finished.statistics.varying_numerics == numerics.endswith("varying")
+
+
 async def test_end_of_text_and_stop_ids_end_at_the_target(session_store_url: str) -> None:
     def law(tokens: list[int]) -> int:
         return EOS if len(tokens) == 8 else counting(tokens)

@@ -87,6 +87,7 @@ def statistics_as_json(statistics: Statistics) -> dict[str, Any]:
         "tokens_per_second": statistics.tokens_per_second,
         "time_to_first_token_s": statistics.time_to_first_token_s,
         "num_target_passes": statistics.num_target_passes,
+        "varying_numerics": statistics.varying_numerics,
     }
 
 
@@ -103,4 +104,6 @@ def summary(generation: Generation) -> str:
         parts.append(f"acceptance rate {statistics.acceptance_rate:.0%}")
         parts.append(f"mean acceptance length {statistics.mean_acceptance_length:.2f}")
     parts += [f"{num} x {reason}" for reason, num in sorted(statistics.num_fallbacks.items())]
+    if statistics.varying_numerics:
+        parts.append("varying numerics")
     return " · ".join([*parts, f"session {generation.session_id}"])

@@ -6,7 +6,7 @@ positions change it, so a decode pass, a prefill chunk, a verification row and a
 `TransformersModel` probes it at every start.
 
 Two kernels do it: `flex` (PyTorch's flex attention, compiled, the faster one) and `blocks` (plain PyTorch operations,
-where there is no C++ compiler). Either way the model hands over the new rows' queries, keys and values, packed over all
+where there is no C++ compiler). A third, `sdpa`, gives all this up for speed, where that was asked for. Either way the model hands over the new rows' queries, keys and values, packed over all
 sessions, with the pass as keyword argument.
 """
 
@@ -17,9 +17,10 @@ from outrider.errors import ModelUnsupported
 from outrider.lm.attention.blocks import BLOCK_LEN, BlockPass
 from outrider.lm.attention.flex import FlexPass, flex_attend
 from outrider.lm.attention.rows import MIN_ROWS, PassRows, lay_out_rows
+from outrider.lm.attention.sdpa import SdpaPass
 from outrider.lm.attention.shapes import ShapePass
 
-__all__ = ["BLOCK_LEN", "MIN_ROWS", "NAME", "BlockPass", "FlexPass", "PassRows", "ShapePass", "lay_out_rows"]
+__all__ = ["BLOCK_LEN", "MIN_ROWS", "NAME", "BlockPass", "FlexPass", "PassRows", "SdpaPass", "ShapePass", "lay_out_rows"]
 
 NAME = "outrider"
 
@@ -31,7 +32,7 @@ def _attend(
     value: torch.Tensor,
     attention_mask: torch.Tensor | None,
     *,
-    outrider_pass: BlockPass | FlexPass | ShapePass,
+    outrider_pass: BlockPass | FlexPass | SdpaPass | ShapePass,
     scaling: float,
     sliding_window: int | None = None,
     softcap: float | None = None,
