@@ -1,18 +1,19 @@
 """When a session should wait for a proposal: the speculation policy of the target.
 
-A round that waits for a proposal of K nodes and has E of them accepted outputs 1 + E tokens instead of one. It costs the
-wait, in which plain passes would have given this session tokens, and K rows more in a pass of n sessions, all of which
-are held up by them. With a pass over r rows taking T(r) = a + b r seconds, waiting pays iff
+A round that waits for a proposal of K nodes and has E of them accepted outputs 1 + E tokens instead of one. It costs
+the wait, in which plain passes would have given this session tokens, and K rows more in a pass of n sessions, all of
+which are held up by them. With a pass over r rows taking T(r) = a + b r seconds, waiting pays iff
 
     E T(n) > wait_s + n K b
 
-which holds for one session among plain ones as for all of them together. As passes fill, n grows, and with it what a row
+which holds for one session among plain ones as for all of them together; a choice is kept until the other looks
+better by a margin. As passes fill, n grows, and with it what a row
 costs everyone: speculation ends by itself, first where proposals are poor or late.
 
 All of this is measured, and old values fade. E is measured even while a session decodes plainly, at no cost: proposals
-that come too late are compared with the tokens that the target gave meanwhile (`observe_late`). So a session whose draft
-becomes useful, as when a text begins to copy its prompt, takes up speculation again, and one whose draft is slow, wrong
-or dead decodes at the speed of plain decoding.
+that come too late are compared with the tokens that the target gave meanwhile (`observe_late`). So a session whose
+draft becomes useful, as when a text begins to copy its prompt, takes up speculation again, and one whose draft is slow,
+wrong or dead decodes at the speed of plain decoding.
 """
 
 from dataclasses import dataclass
@@ -22,6 +23,8 @@ _RETRY_ROUNDS = 64
 _MAX_RETRY_ROUNDS = 1024
 """As many once that has been in vain several times; each time doubles them."""
 _FADING = 0.98
+_MARGIN = 1.25
+"""How much better the other choice must look: passes in which some sessions wait and some do not serve neither well."""
 
 
 class DecayingMean:
@@ -141,4 +144,5 @@ class SpeculationPolicy:
             return True
         num_sessions = self.times.num_sessions
         gained_s = self._accepted.value * self.times.pass_s(num_sessions)
-        return gained_s > self._wait_s.value + num_sessions * num_nodes * self.times.row_s
+        lost_s = self._wait_s.value + num_sessions * num_nodes * self.times.row_s
+        return gained_s * _MARGIN > lost_s if self._plain_rounds == 0 else gained_s > lost_s * _MARGIN

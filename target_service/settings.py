@@ -29,15 +29,15 @@ class TargetSettings(ServingSettings):
     max_proposal_nodes: int = Field(64, ge=1, le=4096, description="Nodes of a proposal tree, at most.")
     prefill_chunk_len: int = Field(512, ge=4, le=65536, description="Prompt tokens of a session in one pass, at most.")
     max_decode_slowdown: float = Field(
-        1.3, gt=1, le=100, description="While sessions decode, a prompt may stretch a pass to this multiple of its time."
+        1.3, gt=1, le=100, description="While sessions decode, a prompt may stretch a pass to so many times its length."
     )
     compile: bool = Field(
         True, description="Compile the model's layers where there is a C++ compiler; the first start takes longer."
     )
     invariant: bool = Field(
         True,
-        description="Compute each position to the same bits in every pass. `false` makes long prompts faster, halves the "
-        "KV cache and decodes more slowly; the text may then depend on load and failovers, and every result says so.",
+        description="Compute each position to the same bits in every pass. `false` makes long prompts faster, halves "
+        "the KV cache and slows decoding; the text may then depend on load and failovers, and every result says so.",
     )
     max_pass_rows: int = Field(1024, ge=8, le=1 << 20, description="Rows of one pass, over all sessions, at most.")
     adaptive_speculation: bool = Field(

@@ -6,6 +6,7 @@ import os
 import types
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from importlib import import_module
 from pathlib import Path
 from typing import Any, Final
 
@@ -88,7 +89,7 @@ def uncompile_layers(layers: list[nn.Module]) -> None:
 
 
 def _run_layer(layer: nn.Module, *arguments: Any, **keywords: Any) -> Any:
-    return layer._call_impl(*arguments, **keywords)
+    return layer.forward(*arguments, **keywords)
 
 
 def _check_arguments(checks: Sequence[Any]) -> list[bool]:
@@ -141,9 +142,9 @@ def _allocate_what_is_used() -> None:
     PyTorch 2.13 takes as much as all pages have, on every call, and never touches it with float32 keys. Getting that
     much from the system and giving it back takes a sixth of a pass of a small model.
     """
-    import torch._inductor.compile_fx  # without which the next import would be circular
-    from torch._inductor.codegen import cpp_flex_attention_template as kernel
-
+    # By name, and this one first: without it the import of the other would be circular.
+    import_module("torch._inductor.compile_fx")
+    kernel = import_module("torch._inductor.codegen.cpp_flex_attention_template")
     template: Any = getattr(kernel, "CppFlexAttentionTemplate", None)
     allocate = getattr(template, "codegen_allocate_buffer", None)
     if allocate is None or hasattr(allocate, "__wrapped__"):

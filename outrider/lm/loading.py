@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from transformers import (
     PreTrainedTokenizerFast,
     TorchAoConfig,
 )
-from transformers.distributed import DistributedConfig
+from transformers.distributed.configuration_utils import DistributedConfig
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from outrider.errors import InvalidArgument, ModelUnsupported
@@ -65,7 +66,7 @@ def load_model(
         num_layers: loads only the first layers, with the final norm and the head; None for all.
         kv_budget_bytes: memory of the KV cache of all sessions, at most.
         compiles: whether to compile the layers, where that can be done.
-        ranks: the processes among which the model is split, by transformers' plan for its kind; None for this one alone.
+        ranks: the processes among which the model is split, by transformers' plan for it; None for this one alone.
         invariant: see `EngineOptions`.
 
     Raises:
@@ -146,9 +147,7 @@ def _quantization(options: Mapping[str, Any]) -> QuantizationConfigMixin | dict[
     kind = options.get("quant_type")
     if options.get("quant_method") != "torchao" or not isinstance(kind, str):
         return dict(options)
-    import torchao.quantization
-
-    config = getattr(torchao.quantization, kind, None)
+    config = getattr(import_module("torchao.quantization"), kind, None)
     if config is None:
         raise InvalidArgument(f"torchao has no {kind}; one that it has is Int8WeightOnlyConfig", "quantization")
     rest = {key: value for key, value in options.items() if key not in ("quant_method", "quant_type")}

@@ -9,7 +9,6 @@ from typing import Final
 
 import torch
 from torch.distributed.tensor import DTensor
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from transformers import PreTrainedModel
 
 from outrider.errors import ModelUnsupported
@@ -156,7 +155,7 @@ class TransformersModel:
 
     @torch.no_grad()
     def run(self, plan: PassPlan) -> torch.Tensor:
-        """Runs a planned pass: on the first rank for its logits [wanted, V], on the others for their part of the work."""
+        """Runs a planned pass: on the first rank for its logits [wanted, V], on the others for their share of it."""
         self._storage.prepare(plan.new_pages, plan.copies)
         return self._run(plan.token_ids, plan.positions, plan.wanted or [0], self._made(plan.rows))
 
@@ -355,10 +354,10 @@ def _fingerprint(model: PreTrainedModel) -> str:
 
 
 def _plain_parts(weight: torch.Tensor) -> list[torch.Tensor]:
-    """Returns what a weight consists of: several tensors where it is quantised, all ranks' parts as one if it is split."""
+    """Returns what a weight consists of: several tensors where it is quantised, all ranks' parts as one if split."""
     if isinstance(weight, DTensor):
         return [weight.full_tensor()]
-    if is_traceable_wrapper_subclass(weight):
-        names, _ = weight.__tensor_flatten__()
-        return [part for name in names for part in _plain_parts(getattr(weight, name))]
+    parts, _ = getattr(weight, "__tensor_flatten__", lambda: ((), None))()
+    if parts:
+        return [plain for name in parts for plain in _plain_parts(getattr(weight, name))]
     return [weight]

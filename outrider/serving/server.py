@@ -173,8 +173,8 @@ class Server:
 def favour_engine() -> None:
     """Readies the interpreter for a thread that runs a model beside the event loop. Call it when the model is loaded.
 
-    The engine's thread takes the interpreter back some hundred times a pass, and must not wait 5 ms for it each time; and
-    looking through all objects of the model and its libraries for garbage would hold every session up for as long.
+    The engine's thread takes the interpreter back some hundred times a pass, and must not wait 5 ms for it each time;
+    and looking through all objects of the model and its libraries for garbage would hold every session up.
     """
     sys.setswitchinterval(_SWITCH_S)
     gc.collect()

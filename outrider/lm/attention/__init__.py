@@ -6,8 +6,8 @@ positions change it, so a decode pass, a prefill chunk, a verification row and a
 `TransformersModel` probes it at every start.
 
 Two kernels do it: `flex` (PyTorch's flex attention, compiled, the faster one) and `blocks` (plain PyTorch operations,
-where there is no C++ compiler). A third, `sdpa`, gives all this up for speed, where that was asked for. Either way the model hands over the new rows' queries, keys and values, packed over all
-sessions, with the pass as keyword argument.
+where there is no C++ compiler). A third, `sdpa`, gives it up for speed, where that was asked for. Each way the model
+hands over the new rows' queries, keys and values, packed over all sessions, with the pass as keyword argument.
 """
 
 import torch
@@ -20,7 +20,17 @@ from outrider.lm.attention.rows import MIN_ROWS, PassRows, lay_out_rows
 from outrider.lm.attention.sdpa import SdpaPass
 from outrider.lm.attention.shapes import ShapePass
 
-__all__ = ["BLOCK_LEN", "MIN_ROWS", "NAME", "BlockPass", "FlexPass", "PassRows", "SdpaPass", "ShapePass", "lay_out_rows"]
+__all__ = [
+    "BLOCK_LEN",
+    "MIN_ROWS",
+    "NAME",
+    "BlockPass",
+    "FlexPass",
+    "PassRows",
+    "SdpaPass",
+    "ShapePass",
+    "lay_out_rows",
+]
 
 NAME = "outrider"
 

@@ -139,21 +139,19 @@ def _block_mask(
     group, page_len = block_size
 
     def sees(batch: torch.Tensor, head: torch.Tensor, query: torch.Tensor, slot: torch.Tensor) -> torch.Tensor:
-        # All of a row's pages but the one it is on itself are seen whole. To look every slot's position up would take
-        # half of the time.
         row = query // group
+        if window is not None:
+            other = slot_positions[slot]
+            return (other <= row_positions[row]) & (other > row_positions[row] - window)
+        # All of a row's pages but the one it is on itself are seen whole, so no slot's position need be looked up.
         offset = slot - row_pages[row]
         return (offset <= row_positions[row] % page_len) | (offset >= page_len)
-
-    def sees_near(batch: torch.Tensor, head: torch.Tensor, query: torch.Tensor, slot: torch.Tensor) -> torch.Tensor:
-        row, other = row_positions[query // group], slot_positions[slot]
-        return (other <= row) & (other > row - window)
 
     return BlockMask.from_kv_blocks(
         outrider_pass.num_pages,
         outrider_pass.pages,
         BLOCK_SIZE=block_size,
-        mask_mod=sees if window is None else sees_near,
+        mask_mod=sees,
         seq_lengths=lengths,
         compute_q_blocks=False,
     )
