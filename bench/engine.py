@@ -53,7 +53,7 @@ class Options:
     prefix_len: int = 1000
     memory_model: str = "shape:tiny"
     num_sessions: int = 2000
-    num_warm: int = 400
+    num_warm: int = 2000
 
     @property
     def parts(self) -> tuple[str, ...]:

@@ -17,6 +17,8 @@ _NUM_TOKENS: Final = 8
 _LONG_TOKENS: Final = 2000
 _SETTLE_S: Final = 10.0
 _POLL_S: Final = 0.1
+_SMALL_CACHE: Final = {"OUTRIDER_KV_BUDGET_BYTES": str(4 << 20)}
+"""So little that the first sessions fill it: pages of idle sessions are kept as long as there is room for them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +33,7 @@ class MemoryOptions:
 
     model: str
     num_sessions: int = 2000
-    num_warm: int = 400
+    num_warm: int = 2000
 
 
 async def measure_memory(options: MemoryOptions, step: Step) -> dict[str, float]:
@@ -42,7 +44,7 @@ async def measure_memory(options: MemoryOptions, step: Step) -> dict[str, float]
         the end over that after the first sessions.
     """
     async with (
-        LocalStack(StackOptions(model=options.model, drafts=())) as stack,
+        LocalStack(StackOptions(model=options.model, drafts=(), target_environment=_SMALL_CACHE)) as stack,
         stack.client() as client,
         Worker(stack.targets[0]) as worker,
     ):
