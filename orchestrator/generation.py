@@ -44,7 +44,7 @@ _STALL_S: Final = 300.0
 """Silence of a target that owes a verdict, after which another one goes on; a long prompt's prefill takes minutes."""
 _TRIAL_STRIDE: Final = 8
 """Tokens between the proposals that a session asks for while its target does not wait for them, at first."""
-_MAX_TRIAL_STRIDE: Final = 64
+_MAX_TRIAL_STRIDE: Final = 16
 """As many once its target has not waited for long: drafts have other sessions to work for."""
 
 

@@ -97,26 +97,27 @@ class SpeculationPolicy:
     adapts: bool
     _accepted: DecayingMean
     _wait_s: DecayingMean
+    _num_nodes: DecayingMean
     _plain_rounds: int = 0
     _retry_rounds: int = _RETRY_ROUNDS
 
     @classmethod
     def create(cls, max_wait_s: float, times: PassTimes, *, adapts: bool = True) -> "SpeculationPolicy":
         """Returns the policy of a new request: it waits until it has reason not to."""
-        return cls(max_wait_s, times, adapts, DecayingMean(0.15), DecayingMean(0.3))
+        return cls(max_wait_s, times, adapts, DecayingMean(0.15), DecayingMean(0.3), DecayingMean(0.15))
 
     @property
     def expected_accepted(self) -> float:
         """Accepted tokens expected of the next proposal."""
         return self._accepted.value
 
-    def wait_s(self, num_nodes: int) -> float:
-        """Returns how long the next round may wait for its proposal of so many nodes, in seconds."""
-        if self.max_wait_s <= 0 or num_nodes <= 0:
+    def wait_s(self) -> float:
+        """Returns how long the next round may wait for its proposal, in seconds."""
+        if self.max_wait_s <= 0:
             return 0.0
         if not self.adapts:
             return self.max_wait_s
-        if self._pays(num_nodes):
+        if self._pays():
             self._retry_rounds = _RETRY_ROUNDS
         elif self._plain_rounds < self._retry_rounds:
             return 0.0
@@ -124,11 +125,18 @@ class SpeculationPolicy:
             self._retry_rounds = min(2 * self._retry_rounds, _MAX_RETRY_ROUNDS)
         return self.max_wait_s
 
-    def observe_round(self, num_accepted: int, wait_s: float) -> None:
-        """Takes a round that waited into account, whether or not a proposal came; `wait_s` is how long it waited."""
+    def observe_round(self, num_accepted: int, wait_s: float, num_nodes: int) -> None:
+        """Takes a round that waited into account, whether or not a proposal came.
+
+        Args:
+            num_accepted: nodes that were kept.
+            wait_s: seconds that it waited.
+            num_nodes: nodes that were proposed; many drafts often have nothing to propose, and cost no rows then.
+        """
         self._plain_rounds = 0
         self._accepted.observe(num_accepted)
         self._wait_s.observe(wait_s)
+        self._num_nodes.observe(num_nodes)
 
     def observe_plain(self) -> None:
         """Takes a round into account that did not wait."""
@@ -138,11 +146,11 @@ class SpeculationPolicy:
         """Takes a proposal into account that came too late: how many of its tokens the target gave by itself."""
         self._accepted.observe(num_matching)
 
-    def _pays(self, num_nodes: int) -> bool:
+    def _pays(self) -> bool:
         """Whether waiting is expected to pay; the first rounds wait, since nothing is known yet."""
         if not (self._accepted.known and self._wait_s.known and self.times.known):
             return True
         num_sessions = self.times.num_sessions
         gained_s = self._accepted.value * self.times.pass_s(num_sessions)
-        lost_s = self._wait_s.value + num_sessions * num_nodes * self.times.row_s
+        lost_s = self._wait_s.value + num_sessions * self._num_nodes.value * self.times.row_s
         return gained_s * _MARGIN > lost_s if self._plain_rounds == 0 else gained_s > lost_s * _MARGIN

@@ -355,7 +355,7 @@ class Engine:
         if share.is_prefill or not request.num_speculative_tokens:
             return
         if share.waited or share.tree:
-            policy.observe_round(result.num_accepted, share.wait_s)
+            policy.observe_round(result.num_accepted, share.wait_s, len(share.tree))
         else:
             policy.observe_plain()
         known = request.resident.token_ids

@@ -130,7 +130,7 @@ class Request:
         self.tree = ProposalTree()
         self.tree_complete = False
         self.round_started = now
-        self.wait_until = now + self.policy.wait_s(self.num_speculative_tokens)
+        self.wait_until = now + (self.policy.wait_s() if self.num_speculative_tokens else 0.0)
 
 
 class FencingTokens:

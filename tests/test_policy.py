@@ -25,8 +25,8 @@ def test_a_mean_starts_at_the_first_value_and_decays() -> None:
 
 
 def test_a_new_request_waits() -> None:
-    assert _policy().wait_s(NODES) == 0.1
-    assert SpeculationPolicy.create(0.0, PassTimes()).wait_s(NODES) == 0.0
+    assert _policy().wait_s() == 0.1
+    assert SpeculationPolicy.create(0.0, PassTimes()).wait_s() == 0.0
 
 
 @pytest.mark.parametrize(
@@ -42,21 +42,21 @@ def test_a_new_request_waits() -> None:
 def test_it_waits_iff_that_pays(num_accepted: int, wait_s: float, waits: bool) -> None:
     policy = _policy()
     for _ in range(20):
-        policy.observe_round(num_accepted, wait_s)
-    assert (policy.wait_s(NODES) > 0) is waits
+        policy.observe_round(num_accepted, wait_s, NODES)
+    assert (policy.wait_s() > 0) is waits
 
 
 def test_a_dead_draft_costs_one_wait() -> None:
     policy = _policy()
-    policy.observe_round(0, 0.1)
-    assert policy.wait_s(NODES) == 0.0
+    policy.observe_round(0, 0.1, NODES)
+    assert policy.wait_s() == 0.0
 
 
 def test_without_any_plain_pass_a_proposal_pass_stands_in() -> None:
     policy = SpeculationPolicy.create(0.1, PassTimes())
     policy.times.observe(0.02, 1 + NODES)
-    policy.observe_round(0, 0.001)
-    assert policy.wait_s(NODES) == 0.0
+    policy.observe_round(0, 0.001, NODES)
+    assert policy.wait_s() == 0.0
 
 
 def test_a_line_is_found_from_passes_of_different_sizes() -> None:
@@ -74,54 +74,66 @@ def test_a_line_is_found_from_passes_of_different_sizes() -> None:
 def test_a_full_batch_ends_speculation() -> None:
     policy = _policy(plain_s=0.02, proposal_s=0.03)
     for _ in range(20):
-        policy.observe_round(3, 0.005)
+        policy.observe_round(3, 0.005, NODES)
     for num_sessions, waits in ((1, True), (16, True), (64, False)):
         policy.times.num_sessions = num_sessions
-        assert (policy.wait_s(NODES) > 0) is waits, num_sessions
+        assert (policy.wait_s() > 0) is waits, num_sessions
     policy.observe_plain()
     for num_sessions, waits in ((16, False), (8, False), (1, True)):
         policy.times.num_sessions = num_sessions
-        assert (policy.wait_s(NODES) > 0) is waits, f"{num_sessions}: a choice is kept while it is nearly as good"
+        assert (policy.wait_s() > 0) is waits, f"{num_sessions}: a choice is kept while it is nearly as good"
+
+
+def test_proposals_that_are_mostly_empty_cost_no_rows() -> None:
+    policy = _policy(plain_s=0.02, proposal_s=0.03)
+    for _ in range(60):
+        policy.observe_round(2, 0.001, NODES)
+        for _ in range(9):
+            policy.observe_round(0, 0.001, 0)
+    assert policy.wait_s() > 0
+    for _ in range(60):
+        policy.observe_round(0, 0.001, NODES)
+    assert policy.wait_s() == 0
 
 
 def test_waits_in_vain_become_rarer() -> None:
     policy = _policy()
-    policy.observe_round(0, 0.1)
+    policy.observe_round(0, 0.1, NODES)
     rounds = []
     for _ in range(7):
         num_plain = 0
-        while policy.wait_s(NODES) == 0.0:
+        while policy.wait_s() == 0.0:
             policy.observe_plain()
             num_plain += 1
         rounds.append(num_plain)
-        policy.observe_round(0, 0.1)
+        policy.observe_round(0, 0.1, NODES)
     assert rounds == [64, 128, 256, 512, 1024, 1024, 1024]
 
 
 def test_late_proposals_that_were_right_bring_speculation_back() -> None:
     policy = _policy()
     for _ in range(10):
-        policy.observe_round(0, 0.002)
-    assert policy.wait_s(NODES) == 0.0
+        policy.observe_round(0, 0.002, NODES)
+    assert policy.wait_s() == 0.0
     policy.observe_late(5)
     assert policy.expected_accepted > 0.5
-    assert policy.wait_s(NODES) > 0
+    assert policy.wait_s() > 0
 
 
 def test_waits_are_measured_again_after_many_plain_rounds() -> None:
     policy = _policy()
-    policy.observe_round(0, 0.1)
+    policy.observe_round(0, 0.1, NODES)
     num_plain = 0
-    while policy.wait_s(NODES) == 0.0:
+    while policy.wait_s() == 0.0:
         policy.observe_plain()
         num_plain += 1
     assert 32 <= num_plain <= 128
-    policy.observe_round(0, 0.1)
-    assert policy.wait_s(NODES) == 0.0
+    policy.observe_round(0, 0.1, NODES)
+    assert policy.wait_s() == 0.0
 
 
 def test_without_adaptation_every_round_waits() -> None:
     policy = _policy(adapts=False)
     for _ in range(5):
-        policy.observe_round(0, 0.1)
-    assert policy.wait_s(NODES) == 0.1
+        policy.observe_round(0, 0.1, NODES)
+    assert policy.wait_s() == 0.1
