@@ -117,13 +117,19 @@ def _limits(about: worker_pb2.GetInfoResponse) -> dict[str, str]:
     return {f"at most: {name}": f"{value:,}" for name, value in limits.items() if value}
 
 
+def _mib(num_bytes: int) -> str:
+    return f"{num_bytes / 2**20:,.1f} MiB"
+
+
 def _load_rows(load: worker_pb2.GetLoadResponse | None) -> dict[str, str]:
     if load is None:
         return {"load": "unknown"}
     draining = ", draining" if load.draining else ""
     return {
         "sessions": f"{load.num_active_sessions} generating, {load.num_cached_sessions} cached{draining}",
-        "KV cache": f"{load.kv_used_bytes / 2**20:,.1f} MiB",
+        "KV cache": f"{_mib(load.kv_used_bytes)} in use, {_mib(load.kv_reusable_bytes)} that may be found again",
+        "found again": f"{load.num_prefix_hit_tokens:,} tokens of prefixes",
+        "given up": f"{load.num_evicted_pages:,} pages evicted, {load.num_preemptions:,} sessions preempted",
         "since the start": f"{load.num_passes:,} passes, {load.num_tokens:,} tokens",
         "time in the model": f"{load.model_time_s:,.1f} s",
         "stale messages": f"{load.num_stale_messages:,}",
