@@ -77,6 +77,7 @@ def _open(message: draft_pb2.DraftOpen, seat: Seat, info: DrafterInfo) -> OpenSe
         acceptance_rule=rule_from_number(message.acceptance_rule) or AcceptanceRule.COUPLED,
         prompt_len=message.prompt_len,
         stop_token_ids=frozenset(stop_token_ids),
+        cache_salt=message.cache_salt,
     )
     return OpenSession(seat, message.session_id, message.fencing_token, terms)
 

@@ -386,6 +386,7 @@ class Generation:
             prompt_len=self._record.prompt_len,
             tokenizer_fingerprint=target.tokenizer_fingerprint if target else "",
             stop_token_ids=self._stop_token_ids,
+            cache_salt=self._record.cache_salt,
         )
 
     # What clients see.

@@ -43,12 +43,14 @@ class DraftTerms:
         acceptance_rule: the rule that will judge the proposals.
         prompt_len: length of the session when the request's output begins.
         stop_token_ids: token ids beyond which a branch is of no use.
+        cache_salt: sessions of the same salt may share KV cache.
     """
 
     parameters: SamplingParameters
     acceptance_rule: AcceptanceRule
     prompt_len: int
     stop_token_ids: frozenset[int]
+    cache_salt: bytes = b""
 
 
 @dataclass(slots=True, eq=False)

@@ -69,6 +69,10 @@ class CachedTokens:
         if self._agreed_len < len(self._token_ids):
             del self._token_ids[self._agreed_len :]
             self.kv_cache.truncate(self._agreed_len)
+        if self._agreed_len < len(branch.token_ids) - 1 and self.kv_cache.adopt(branch.token_ids):
+            # Another session of the same beginning has run it.
+            self._token_ids = array("I", branch.token_ids[: self.kv_cache.cached_len])
+            self._agreed_len = len(self._token_ids)
         return range(self._agreed_len, branch.len)
 
     def extend(self, token_ids: Sequence[int]) -> None:
@@ -113,7 +117,7 @@ class ModelDrafter:
     def step(self, branches: Sequence[Branch]) -> int:
         """Runs one pass: a chunk of what each branch's cache is missing, and a node where nothing is missing then."""
         admitted = self._admit(branches)
-        missing = [self._caches.use(branch.session_id).missing(branch) for branch in admitted]
+        missing = [self._cached(branch).missing(branch) for branch in admitted]
         shares = share_rows([len(positions) for positions in missing], self._options.prefill_chunk_len)
         spans = [
             TokenSpan(positions.start, branch.slice(positions.start, positions.start + share))
@@ -131,6 +135,10 @@ class ModelDrafter:
     def forget(self, session_id: str) -> None:
         """Drops the session's KV cache."""
         self._caches.forget(session_id)
+
+    def _cached(self, branch: Branch) -> CachedTokens:
+        salt = branch.terms.cache_salt
+        return self._caches.use(branch.session_id, lambda: CachedTokens(self._model.new_cache(salt)))
 
     def _run(self, branches: Sequence[Branch], spans: Sequence[TokenSpan]) -> None:
         caches = [self._caches.use(branch.session_id) for branch in branches]

@@ -42,10 +42,15 @@ class BoundedStates(Generic[StateT]):
         """Memory held by all states when they were last weighed, in bytes."""
         return self._used_bytes
 
-    def use(self, session_id: str) -> StateT:
-        """Returns the session's state, made now if there was none; it is the most recently used one."""
+    def use(self, session_id: str, make: Callable[[], StateT] | None = None) -> StateT:
+        """Returns the session's state, made now if there was none; it is the most recently used one.
+
+        Args:
+            session_id: the session.
+            make: makes its state in place of the usual way.
+        """
         if session_id not in self._states:
-            self._states[session_id] = self._make()
+            self._states[session_id] = (make or self._make)()
         self._states.move_to_end(session_id)
         return self._states[session_id]
 

@@ -24,8 +24,8 @@ class RecordedModel:
     def info(self) -> ModelInfo:
         return self._model.info
 
-    def new_cache(self) -> KVCache:
-        return self._model.new_cache()
+    def new_cache(self, salt: bytes = b"") -> KVCache:
+        return self._model.new_cache(salt)
 
     def forward(self, steps: Sequence[SessionStep]) -> list[torch.Tensor]:
         self.passes.append([step.num_rows for step in steps])

@@ -1,3 +1,4 @@
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -47,6 +48,21 @@ def test_a_prompt_is_prefilled_in_chunks_beside_drafting_sessions() -> None:
     long = branch(prompt, 2, "long", GREEDY)
     assert draft(drafter, short, long) == [_greedy([1, 2], 5), _greedy(prompt, 2)]
     assert model.passes == [[2, 14], [1, 15], [1, 15], [1, 6], [1, 1]]
+
+
+def test_a_common_beginning_is_run_once_for_sessions_of_one_salt() -> None:
+    model = RecordedModel(markov())
+    drafter = model_drafter(model, chunk=256)
+    prompt = [number * 7 % 24 for number in range(100)]
+    rows = []
+    for session_id, last, salt in (("a", 1, b"x"), ("b", 2, b"x"), ("c", 3, b"y"), ("a", 1, b"x")):
+        model.passes.clear()
+        given = replace(GREEDY, cache_salt=salt)
+        tokens = [*prompt, last]
+        assert draft(drafter, branch(tokens, 3, session_id, given)) == [_greedy(tokens, 3)]
+        rows.append(sum(map(sum, model.passes)))
+    # Pages are 16 long; the last token is always run, and so is each drafted one but the last.
+    assert rows == [103, 103 - 96, 103, 3]
 
 
 def test_accepted_drafts_are_not_run_again() -> None:
