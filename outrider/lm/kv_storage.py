@@ -1,10 +1,11 @@
 """The memory of a pool of pages: keys and values of every position on every layer."""
 
 import math
+import mmap
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 
 
@@ -83,7 +84,15 @@ class KVStorage:
 
 
 def lazy_zeros(size: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Returns zeros that take memory on a CPU only where they are written to, unlike `torch.zeros`."""
+    """Returns zeros that take memory on a CPU only where they are written to, unlike `torch.zeros`.
+
+    Where the system has them, in pages of 2 MiB: what one pass reads is strewn over gigabytes, and with pages of 4 KiB
+    looking up where they are took a third of a prompt's time.
+    """
     if device.type != "cpu":
         return torch.zeros(size, dtype=dtype, device=device)
-    return torch.from_numpy(np.zeros(math.prod(size) * dtype.itemsize, np.uint8)).view(dtype).view(*size)
+    memory = mmap.mmap(-1, math.prod(size) * dtype.itemsize, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        with suppress(OSError):  # a system built without them
+            memory.madvise(mmap.MADV_HUGEPAGE)
+    return torch.frombuffer(memory, dtype=dtype).view(*size)

@@ -1,0 +1,43 @@
+"""The memory of the pool: zeros that cost nothing before they are written to."""
+
+import os
+from pathlib import Path
+
+import torch
+
+from outrider.lm.kv_storage import KVStorage, LayerShape, lazy_zeros
+
+CPU = torch.device("cpu")
+
+
+def _resident_bytes() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def test_zeros_take_memory_only_where_they_are_written_to() -> None:
+    before = _resident_bytes()
+    zeros = lazy_zeros((1 << 10, 1 << 20), torch.float32, CPU)
+    assert zeros.shape == (1 << 10, 1 << 20)
+    zeros[3, 5] = 1.0
+    zeros[1000, -1] = 2.0
+    assert [zeros[3, 5].item(), zeros[1000, -1].item(), zeros[3, 6].item(), zeros[999, -1].item()] == [1, 2, 0, 0]
+    assert _resident_bytes() - before < 64 << 20
+
+
+def test_layers_have_slots_of_their_own() -> None:
+    storage = KVStorage([LayerShape(2, 4, 8), LayerShape(2, 8, 4)], 3, 16, torch.bfloat16, CPU)
+    for number, tensor in enumerate(storage.tensors):
+        tensor.fill_(number + 1)
+    assert [tuple(tensor.shape) for tensor in storage.tensors] == [(48, 2, 4), (48, 2, 8), (48, 2, 8), (48, 2, 4)]
+    assert [tensor.unique().item() for tensor in storage.tensors] == [1, 2, 3, 4]
+
+
+def test_new_pages_are_cleared_and_placed_before_pages_are_copied() -> None:
+    storage = KVStorage([LayerShape(1, 2, 2)], 4, 4, torch.float32, CPU)
+    keys, values = storage.layer(0)
+    keys.fill_(float("nan"))
+    values.fill_(1.0)
+    storage.prepare(new_pages=[(2, 5)], copies=[(2, 3)])
+    assert storage.positions.view(4, 4)[2].tolist() == [20, 21, 22, 23]
+    assert keys.view(4, -1)[2:].eq(0).all() and values.view(4, -1)[2:].eq(0).all()
+    assert keys.view(4, -1)[:2].isnan().all()
