@@ -13,6 +13,7 @@ from outrider import __version__
 from outrider.client.commands.bench import bench
 from outrider.client.commands.chat import chat
 from outrider.client.commands.demo import demo
+from outrider.client.commands.distill import distill
 from outrider.client.commands.examples import ExampleSection
 from outrider.client.commands.generate import INTERRUPTED, generate
 from outrider.client.commands.info import info
@@ -83,5 +84,5 @@ def main(debug: bool) -> None:
     """Distributed speculative decoding: a draft runs ahead, the target keeps only what it would have said itself."""
 
 
-for command in (up, generate, chat, info, bench, demo):
+for command in (up, generate, chat, info, bench, distill, demo):
     main.add_command(command)

@@ -8,13 +8,13 @@ from dataclasses import dataclass, replace
 from typing import Final
 
 import torch
-from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from outrider.errors import ModelUnsupported
 from outrider.lm import attention
 from outrider.lm.attention.flex import FlexPasses
 from outrider.lm.compilation import can_compile, compile_layers, find_layers, uncompile_layers
+from outrider.lm.fingerprint import model_fingerprint
 from outrider.lm.kv_cache import PagedKVCache
 from outrider.lm.kv_storage import KVStorage
 from outrider.lm.model import ModelInfo, SessionStep
@@ -26,7 +26,6 @@ from outrider.tokens import NodeKind, ProposalNode, ProposalTree, TokenSpan
 _LOG: Final = logging.getLogger(__name__)
 _PAGE_LEN: Final = 32
 _MIN_PAGES: Final = 4
-_SAMPLE_LEN: Final = 64
 _UNBOUNDED_LEN: Final = 1 << 20
 _PROBE_LEN: Final = 12
 _PROBE_TOLERANCE: Final = 0.05
@@ -225,7 +224,7 @@ class TransformersModel:
         config = self._model.config.get_text_config()
         return ModelInfo(
             name=name,
-            fingerprint=_fingerprint(self._model),
+            fingerprint=model_fingerprint(self._model),
             tokenizer_fingerprint=tokenizer_fingerprint,
             numerics=(
                 f"{self._device.type} {str(self._model.dtype).removeprefix('torch.')} torch-{torch.__version__} "
@@ -339,25 +338,3 @@ def _linear_kind(model: PreTrainedModel, num_packed: int) -> str:
         return "packed" if num_packed else "plain"
     method = quantization["quant_method"] if isinstance(quantization, dict) else quantization.quant_method
     return str(getattr(method, "value", method))
-
-
-def _fingerprint(model: PreTrainedModel) -> str:
-    """Hashes the architecture and a sample of every weight: cheap, and different for any two models met in practice."""
-    digest = hashlib.sha256(model.config.to_json_string(use_diff=True).encode())
-    for name, weight in sorted(model.state_dict().items()):
-        digest.update(f"{name} {tuple(weight.shape)} {weight.dtype}".encode())
-        for part in _plain_parts(weight):
-            flat = part.detach().reshape(-1)
-            sample = flat[:: max(1, flat.numel() // _SAMPLE_LEN)][:_SAMPLE_LEN]
-            digest.update(sample.float().cpu().numpy().tobytes())
-    return digest.hexdigest()
-
-
-def _plain_parts(weight: torch.Tensor) -> list[torch.Tensor]:
-    """Returns what a weight consists of: several tensors where it is quantised, all ranks' parts as one if split."""
-    if isinstance(weight, DTensor):
-        return [weight.full_tensor()]
-    parts, _ = getattr(weight, "__tensor_flatten__", lambda: ((), None))()
-    if parts:
-        return [plain for name in parts for plain in _plain_parts(getattr(weight, name))]
-    return [weight]

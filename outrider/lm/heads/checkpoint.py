@@ -1,0 +1,250 @@
+"""Draft heads on disk: EAGLE-3's as others publish and read them, Medusa's likewise, and what a draft was made for.
+
+Layout of a folder: `config.json` and `model.safetensors` (or a published `pytorch_model.bin`), and, where Outrider made
+it, `outrider_draft.json`, which names the target. EAGLE-3's weights are called `fc`, `midlayer.*`, `norm`, `lm_head`,
+with the maps `d2t` and `t2d` (SGLang's layout); `layers.0.*` in place of `midlayer.*` is read too (speculators).
+"""
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers import LlamaConfig
+
+from outrider.errors import ModelUnsupported
+from outrider.lm.heads.eagle3 import Eagle3Config, Eagle3Head
+from outrider.lm.heads.medusa import MedusaHeads
+from outrider.lm.heads.vocabulary import DraftVocabulary
+
+_MANIFEST: Final = "outrider_draft.json"
+_FORMAT: Final = 1
+_HEAD: Final = "lm_head.weight"
+
+OutputRows = Callable[[Tensor], Tensor]
+"""Returns the rows of the target's output layer for token ids [n]: [n, H]; for heads that were saved without them."""
+
+
+@dataclass(frozen=True)
+class DraftManifest:
+    """What a draft was made for.
+
+    Attributes:
+        method: layers, eagle3 or medusa.
+        target: name of the target, as it was given.
+        target_fingerprint: SHA-256 of the target, as services report it.
+        tokenizer_fingerprint: SHA-256 of the vocabulary.
+        hidden_size: H of the target.
+        feature_layers: target layers whose inputs are fused.
+        depth: guesses one after another that it was trained for.
+        trimmed: whether weights that are the target's own were left out.
+    """
+
+    method: str
+    target: str
+    target_fingerprint: str
+    tokenizer_fingerprint: str
+    hidden_size: int
+    feature_layers: tuple[int, ...]
+    depth: int
+    trimmed: bool
+
+    def save(self, folder: Path) -> None:
+        """Writes the manifest into the draft's folder."""
+        (folder / _MANIFEST).write_text(json.dumps({"format": _FORMAT, **asdict(self)}, indent=2) + "\n")
+
+    def check_target(self, fingerprint: str) -> None:
+        """Raises ModelUnsupported, with both fingerprints, where the draft was made for another target."""
+        if fingerprint and self.target_fingerprint != fingerprint:
+            raise ModelUnsupported(
+                f"the draft was made for target {self.target} ({self.target_fingerprint[:12]}), "
+                f"not for one with fingerprint {fingerprint[:12]}"
+            )
+
+
+def load_manifest(folder: Path) -> DraftManifest | None:
+    """Returns what the folder says it was made for; None for a draft that others made."""
+    path = folder / _MANIFEST
+    if not path.exists():
+        return None
+    try:
+        fields = json.loads(path.read_text())
+        if fields.pop("format") != _FORMAT:
+            raise ModelUnsupported(f"{path} is of a format that this version does not read")
+        fields["feature_layers"] = tuple(fields["feature_layers"])
+        return DraftManifest(**fields)
+    except (KeyError, TypeError, ValueError) as error:
+        raise ModelUnsupported(f"{path} is damaged: {error}") from error
+
+
+def save_eagle3(folder: Path, head: Eagle3Head, vocabulary: DraftVocabulary, manifest: DraftManifest) -> None:
+    """Writes an EAGLE-3 head in bfloat16."""
+    weights = {name: item.to(torch.bfloat16) for name, item in head.state_dict().items()}
+    config = {
+        **head.config.layer.to_diff_dict(),
+        "architectures": ["LlamaForCausalLMEagle3"],
+        "model_type": "llama",
+        "draft_vocab_size": len(vocabulary),
+        "target_hidden_size": head.config.target_hidden_size,
+        "norm_before_residual": head.config.norm_before_residual,
+        "eagle_aux_hidden_state_layer_ids": list(manifest.feature_layers),
+        "tie_word_embeddings": False,
+        "dtype": "bfloat16",
+    }
+    _save(folder, config, weights, vocabulary, manifest)
+
+
+def load_eagle3(folder: Path, output_rows: OutputRows | None = None) -> tuple[Eagle3Head, DraftVocabulary]:
+    """Returns a head that this project or another saved, in bfloat16.
+
+    Args:
+        folder: with configuration and weights.
+        output_rows: where a trimmed head takes its output layer from.
+
+    Raises:
+        ModelUnsupported: a part is missing or does not fit; the message names it.
+    """
+    config = _config(folder)
+    layer_fields = config.get("transformer_layer_config", config)
+    layer = LlamaConfig(**{key: value for key, value in layer_fields.items() if key not in ("architectures", "dtype")})
+    weights = {_own_name(name): item for name, item in _weights(folder).items()}
+    vocabulary = _vocabulary(weights, layer.vocab_size, config.get("draft_vocab_size"))
+    shape = Eagle3Config(
+        layer,
+        config.get("target_hidden_size") or layer.hidden_size,
+        len(vocabulary),
+        bool(config.get("norm_before_residual", False)),
+    )
+    head = Eagle3Head(shape).to(torch.bfloat16)
+    weights.pop("embed_tokens.weight", None)
+    _add_output_layer(weights, vocabulary, output_rows)
+    _fill(head, weights)
+    return head, vocabulary
+
+
+def save_medusa(folder: Path, heads: MedusaHeads, vocabulary: DraftVocabulary, manifest: DraftManifest) -> None:
+    """Writes Medusa's heads in bfloat16."""
+    weights = {_published_name(name): item.to(torch.bfloat16) for name, item in heads.state_dict().items()}
+    config = {
+        "architectures": ["MedusaModel"],
+        "model_type": "medusa",
+        "medusa_num_heads": len(heads.heads),
+        "medusa_num_layers": 1,
+        "hidden_size": manifest.hidden_size,
+        "vocab_size": vocabulary.target_size,
+        "draft_vocab_size": len(vocabulary),
+    }
+    _save(folder, config, weights, vocabulary, manifest)
+
+
+def load_medusa(folder: Path, output_rows: OutputRows | None = None) -> tuple[MedusaHeads, DraftVocabulary]:
+    """Returns heads that this project saved, in bfloat16; arguments and errors as of `load_eagle3`."""
+    config = _config(folder)
+    weights = {_read_name(name): item for name, item in _weights(folder).items()}
+    vocabulary = _vocabulary(weights, config.get("vocab_size", 0), config.get("draft_vocab_size"))
+    try:
+        heads = MedusaHeads(config["hidden_size"], config["medusa_num_heads"], len(vocabulary)).to(torch.bfloat16)
+    except KeyError as error:
+        raise ModelUnsupported(f"{folder / 'config.json'} does not say {error.args[0]}") from error
+    _add_output_layer(weights, vocabulary, output_rows)
+    _fill(heads, weights)
+    return heads, vocabulary
+
+
+def save_vocabulary(folder: Path, vocabulary: DraftVocabulary) -> None:
+    """Writes the map beside an ordinary checkpoint."""
+    save_file({"d2t": vocabulary.d2t, "t2d": vocabulary.t2d}, folder / "vocabulary.safetensors")
+
+
+def load_vocabulary(folder: Path) -> DraftVocabulary | None:
+    """Returns the map beside an ordinary checkpoint; None where there is none."""
+    path = folder / "vocabulary.safetensors"
+    if not path.exists():
+        return None
+    maps = load_file(path)
+    return DraftVocabulary.from_maps(maps["d2t"], maps["t2d"])
+
+
+def _save(
+    folder: Path,
+    config: Mapping[str, Any],
+    weights: dict[str, Tensor],
+    vocabulary: DraftVocabulary,
+    manifest: DraftManifest,
+) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    if manifest.trimmed:
+        del weights[_HEAD]
+    maps = {"d2t": vocabulary.d2t, "t2d": vocabulary.t2d}
+    contiguous = {name: item.cpu().contiguous() for name, item in weights.items()}
+    save_file({**contiguous, **maps}, folder / "model.safetensors", {"format": "pt"})
+    (folder / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
+    manifest.save(folder)
+
+
+def _config(folder: Path) -> dict[str, Any]:
+    path = folder / "config.json"
+    try:
+        config: dict[str, Any] = json.loads(path.read_text())
+        return config
+    except (OSError, ValueError) as error:
+        raise ModelUnsupported(f"{path} cannot be read: {error}") from error
+
+
+def _weights(folder: Path) -> dict[str, Tensor]:
+    safe, pickled = folder / "model.safetensors", folder / "pytorch_model.bin"
+    try:
+        if safe.exists():
+            return load_file(safe)
+        return dict(torch.load(pickled, map_location="cpu", weights_only=True))
+    except (OSError, SafetensorError) as error:
+        raise ModelUnsupported(f"{folder} has no weights that can be read: {error}") from error
+
+
+def _vocabulary(weights: dict[str, Tensor], target_size: int, draft_size: int | None) -> DraftVocabulary:
+    d2t, t2d = weights.pop("d2t", None), weights.pop("t2d", None)
+    if d2t is None and t2d is None and draft_size in (None, target_size):
+        return DraftVocabulary(torch.arange(target_size), target_size)
+    if d2t is None or t2d is None:
+        missing = "d2t" if d2t is None else "t2d"
+        raise ModelUnsupported(f"the head says {draft_size} of {target_size} tokens, but its map {missing} is missing")
+    return DraftVocabulary.from_maps(d2t, t2d)
+
+
+def _add_output_layer(weights: dict[str, Tensor], vocabulary: DraftVocabulary, output_rows: OutputRows | None) -> None:
+    if _HEAD in weights:
+        return
+    if output_rows is None:
+        raise ModelUnsupported("the head was saved without its output layer, and the target's is not at hand")
+    weights[_HEAD] = output_rows(vocabulary.token_ids)
+
+
+def _fill(head: torch.nn.Module, weights: Mapping[str, Tensor]) -> None:
+    own = head.state_dict()
+    for name, item in own.items():
+        if name not in weights:
+            raise ModelUnsupported(f"the head lacks the weight {name}")
+        if weights[name].shape != item.shape:
+            found, wanted = list(weights[name].shape), list(item.shape)
+            raise ModelUnsupported(f"the head's weight {name} is {found}, by its configuration it must be {wanted}")
+    head.load_state_dict({name: weights[name].to(item.dtype) for name, item in own.items()})
+    head.requires_grad_(False).eval()
+
+
+def _own_name(name: str) -> str:
+    return f"midlayer.{name.removeprefix('layers.0.')}" if name.startswith("layers.0.") else name
+
+
+def _published_name(name: str) -> str:
+    parts = name.split(".")
+    return f"{parts[1]}.0.{'.'.join(parts[2:])}" if parts[0] == "heads" else name
+
+
+def _read_name(name: str) -> str:
+    parts = name.split(".")
+    return f"heads.{parts[0]}.{'.'.join(parts[2:])}" if parts[0].isdigit() and parts[1] == "0" else name

@@ -1,0 +1,156 @@
+"""A whole distillation: data, training, measurement, and the draft's folder."""
+
+import shutil
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Final, Protocol
+
+import torch
+
+from outrider.errors import InvalidArgument
+from outrider.lm.heads.vocabulary import DraftVocabulary
+from outrider.lm.loading import load_model
+from outrider.training.corpus import Corpus, load_corpus
+from outrider.training.cost import cost_ratio, predicted_speedup
+from outrider.training.drafts import num_trained, save_draft
+from outrider.training.methods import Method, make_method
+from outrider.training.options import DistillOptions, MethodKind
+from outrider.training.report import Results, draw_curve, write_card
+from outrider.training.synthesis import Synthesis, SynthesisOptions, read_prompts
+from outrider.training.teacher import LessonStore, Teacher, check_corpus
+from outrider.training.trainer import Curve, Progress, Trainer
+
+TREE: Final = (4, 2, 1, 1)
+"""Children of a node at each depth of the small tree that is measured beside chains."""
+
+_STATE_BYTES: Final = 2
+_MAX_MEASURED: Final = 256
+
+
+@dataclass(frozen=True, slots=True)
+class DataOptions:
+    """Where conversations come from: the first of these that is given, else from the target itself.
+
+    Attributes:
+        corpus: a file or folder of conversations, as `load_corpus` reads it.
+        prompts: a file of JSON lines, as `read_prompts` reads it; the target answers.
+        synthesis: how the target makes or answers conversations.
+        kv_budget_bytes: memory for the conversations that it makes at once.
+    """
+
+    corpus: Path | None = None
+    prompts: Path | None = None
+    synthesis: SynthesisOptions = field(default_factory=SynthesisOptions)
+    kv_budget_bytes: int = 2 << 30
+
+
+class Reporter(Protocol):
+    """Is told how a distillation gets on."""
+
+    def stage(self, name: str, done: int, total: int) -> None:
+        """Some of a stage's work is done."""
+
+    def training(self, progress: Progress) -> None:
+        """A step of the training is done."""
+
+
+def distill(options: DistillOptions, data: DataOptions, command: str, reporter: Reporter) -> Results:
+    """Makes a draft in `options.output`; goes on where an interrupted run of the same options was.
+
+    Raises:
+        InvalidArgument: an option is not understood, or does not fit the others.
+        ModelUnsupported: no draft can be made for this target.
+    """
+    started_s = time.monotonic()
+    work = options.output / "work"
+    work.mkdir(parents=True, exist_ok=True)
+    corpus, source = _corpus(options, data, work, reporter)
+    teacher = Teacher(options.target, options.device)
+    check_corpus(corpus, teacher)
+    train, held_out = corpus.cut(options.max_len).split(options.held_out)
+    held_out = held_out.select(range(min(len(held_out), _MAX_MEASURED)))
+    if not len(train) or not len(held_out):
+        raise InvalidArgument(f"{len(corpus)} conversations are too few to learn from and to measure on", "data")
+    counts = torch.from_numpy(train.counts(teacher.vocabulary_size))
+    vocabulary = DraftVocabulary.most_frequent(counts, options.draft_vocab_size, teacher.eos_token_ids)
+    method = make_method(teacher, vocabulary, options)
+    lessons = _lessons(teacher, train, work / "train", options, reporter)
+    measured = _lessons(teacher, held_out, work / "held_out", options, reporter)
+    trainer = Trainer(method, vocabulary, lessons, measured, options, work, time.monotonic() - started_s)
+    trainer.run(reporter.training)
+    results = _results(options, teacher, method, vocabulary, trainer, (train, held_out), source, command)
+    save_draft(method, vocabulary, teacher, options)
+    draw_curve(options.output / "curve.png", Curve(work / "curve.jsonl").points())
+    write_card(options.output, results)
+    for folder in (work / "train", work / "held_out"):
+        shutil.rmtree(folder)
+    return results
+
+
+def _corpus(options: DistillOptions, data: DataOptions, work: Path, reporter: Reporter) -> tuple[Corpus, str]:
+    if data.corpus is not None:
+        return load_corpus(data.corpus), data.corpus.name
+    folder = work / "data"
+    _synthesise(options, data, folder, reporter)
+    kind = f"the prompts of {data.prompts.name}" if data.prompts else "prompts of its own"
+    return load_corpus(folder), f"written by the target itself, on {kind}, half of it greedy, half at temperature 1"
+
+
+def _synthesise(options: DistillOptions, data: DataOptions, folder: Path, reporter: Reporter) -> None:
+    loaded = load_model(options.target, device=options.device, kv_budget_bytes=data.kv_budget_bytes, compiles=True)
+    tokenizer = Teacher.tokenizer_of(options.target)
+    prompts = None
+    if data.prompts is not None:
+        if tokenizer is None:
+            raise InvalidArgument("the target has no tokenizer to read prompts with", "prompts")
+        prompts = read_prompts(data.prompts, tokenizer)
+    synthesis = Synthesis(loaded.model, tokenizer, folder, data.synthesis, prompts)
+    for done in synthesis.run():
+        reporter.stage("conversations", done, synthesis.num_conversations)
+
+
+def _lessons(
+    teacher: Teacher, corpus: Corpus, folder: Path, options: DistillOptions, reporter: Reporter
+) -> LessonStore:
+    num_bytes = len(corpus.token_ids) * teacher.hidden_size * 4 * _STATE_BYTES
+    if num_bytes > options.max_store_bytes:
+        return LessonStore(teacher, corpus, None)
+    folder.mkdir(parents=True, exist_ok=True)
+    store = LessonStore(teacher, corpus, folder)
+    for done in store.fill(options.tokens_per_batch):
+        reporter.stage("lessons", done, len(corpus.token_ids))
+    return store
+
+
+def _results(
+    options: DistillOptions,
+    teacher: Teacher,
+    method: Method,
+    vocabulary: DraftVocabulary,
+    trainer: Trainer,
+    corpora: tuple[Corpus, Corpus],
+    source: str,
+    command: str,
+) -> Results:
+    chain = trainer.measure((1,) * options.depth)
+    tree = TREE[: options.depth] + (1,) * (options.depth - len(TREE))
+    ratio = cost_ratio(teacher, method)
+    num_guesses = 1 if options.method is MethodKind.MEDUSA else options.depth
+    kind = bool(chain[True].num_rounds)
+    return Results(
+        method=options.method.value,
+        target=options.target,
+        data=source,
+        num_train=len(corpora[0]),
+        num_held_out=len(corpora[1]),
+        num_steps=trainer.num_steps,
+        num_tokens=trainer.num_tokens,
+        trained_s=trainer.trained_s,
+        num_weights=num_trained(method.module),
+        draft_vocab_size=len(vocabulary),
+        acceptance={"chain": chain, f"tree {'x'.join(map(str, tree))}": trainer.measure(tree)},
+        cost_ratio=ratio,
+        predicted_speedup=predicted_speedup(chain[kind].mean_acceptance_length, num_guesses, ratio),
+        command=command,
+    )

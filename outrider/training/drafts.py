@@ -1,0 +1,62 @@
+"""Finished drafts: into a folder that a draft node loads."""
+
+import torch
+from safetensors.torch import load_file, save_file
+
+from outrider.lm.heads.checkpoint import DraftManifest, save_eagle3, save_medusa, save_vocabulary
+from outrider.lm.heads.vocabulary import DraftVocabulary
+from outrider.training.methods import Eagle3Method, LayersMethod, MedusaMethod, Method
+from outrider.training.options import DistillOptions, MethodKind
+from outrider.training.teacher import Teacher
+
+
+def save_draft(method: Method, vocabulary: DraftVocabulary, teacher: Teacher, options: DistillOptions) -> None:
+    """Writes the draft into `options.output`."""
+    options.output.mkdir(parents=True, exist_ok=True)
+    manifest = DraftManifest(
+        method=options.method.value,
+        target=teacher.name,
+        target_fingerprint=teacher.fingerprint,
+        tokenizer_fingerprint=teacher.tokenizer_fingerprint,
+        hidden_size=teacher.hidden_size,
+        feature_layers=teacher.feature_layers if options.method is MethodKind.EAGLE3 else (),
+        depth=options.depth,
+        trimmed=options.trim,
+    )
+    match method:
+        case Eagle3Method():
+            save_eagle3(options.output, method.module, vocabulary, manifest)
+        case MedusaMethod():
+            save_medusa(options.output, method.module, vocabulary, manifest)
+        case LayersMethod():
+            _save_layers(method, vocabulary, teacher, manifest, options)
+
+
+def _save_layers(
+    method: LayersMethod,
+    vocabulary: DraftVocabulary,
+    teacher: Teacher,
+    manifest: DraftManifest,
+    options: DistillOptions,
+) -> None:
+    dtype = teacher.model.dtype
+    weights = {name: item.to(dtype) for name, item in method.model.state_dict().items()}
+    method.model.config.dtype = dtype
+    method.model.save_pretrained(options.output, state_dict=weights)
+    if options.trim:
+        path = options.output / "model.safetensors"
+        kept = {name: item for name, item in load_file(path).items() if not _is_shared(name)}
+        save_file({name: item.contiguous() for name, item in kept.items()}, path, {"format": "pt"})
+    if teacher.tokenizer is not None:
+        teacher.tokenizer.save_pretrained(options.output)
+    save_vocabulary(options.output, vocabulary)
+    manifest.save(options.output)
+
+
+def _is_shared(name: str) -> bool:
+    return any(part in name.split(".") for part in ("embed_tokens", "lm_head", "wte"))
+
+
+def num_trained(module: torch.nn.Module) -> int:
+    """Returns the number of weights that were trained."""
+    return sum(item.numel() for item in module.parameters() if item.requires_grad)

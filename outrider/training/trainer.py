@@ -1,0 +1,272 @@
+"""The loop: steps, checkpoints, measurements, and a plan that keeps to a budget of time."""
+
+import json
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+from torch import Tensor, nn
+
+from outrider.errors import InvalidArgument
+from outrider.lm.heads.vocabulary import DraftVocabulary
+from outrider.training.acceptance import Acceptance
+from outrider.training.methods import Method
+from outrider.training.objective import loss_of, measure, targets_of
+from outrider.training.options import DistillOptions
+from outrider.training.schedule import batches, rate, steps_within
+from outrider.training.teacher import LessonStore
+
+_NUM_TIMED_STEPS: Final = 6
+_NUM_MEASUREMENTS: Final = 12
+_MEASURE_SHARE: Final = 0.06
+_CHECKPOINT_EVERY_S: Final = 60.0
+_CLIP: Final = 1.0
+_BETAS: Final = (0.9, 0.95)
+_DECAY: Final = 0.01
+
+
+@dataclass(frozen=True)
+class Progress:
+    """Where a training is.
+
+    Attributes:
+        step: steps done.
+        num_steps: of the plan; 0 while it is being made.
+        loss: of the last step.
+        acceptance: greedy acceptance rate at the first position, as last measured; None before.
+        remaining_s: seconds still to go, about.
+    """
+
+    step: int
+    num_steps: int
+    loss: float
+    acceptance: float | None
+    remaining_s: float
+
+
+class Trainer:
+    """Trains a method's module on stored lessons.
+
+    All that decides a step is a function of its number, the plan and the options: a run that was killed and goes on
+    from its last checkpoint gives the same curve as one that was not.
+
+    Args:
+        method: what is trained.
+        vocabulary: the draft's.
+        lessons: to learn from.
+        held_out: to measure on.
+        options: see there.
+        folder: for `checkpoint.pt` and `curve.jsonl`.
+        spent_s: seconds of the budget that went into getting here.
+    """
+
+    def __init__(
+        self,
+        method: Method,
+        vocabulary: DraftVocabulary,
+        lessons: LessonStore,
+        held_out: LessonStore,
+        options: DistillOptions,
+        folder: Path,
+        spent_s: float = 0.0,
+    ) -> None:
+        self._method = method
+        self._vocabulary = vocabulary
+        self._lessons = lessons
+        self._held_out = held_out
+        self._options = options
+        self._checkpoint = folder / "checkpoint.pt"
+        self._curve = Curve(folder / "curve.jsonl")
+        self._spent_s = spent_s
+        self._parameters = [item for item in method.module.parameters() if item.requires_grad]
+        self._optimizer = torch.optim.AdamW(self._parameters, betas=_BETAS, weight_decay=_DECAY)
+        self._step = 0
+        self._num_steps = options.num_steps
+        self._num_tokens = 0
+        self._trained_s = 0.0
+        self._acceptance: float | None = None
+
+    @property
+    def num_steps(self) -> int:
+        """Steps of the plan; 0 while it is being made."""
+        return self._num_steps
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens seen so far, repetitions included."""
+        return self._num_tokens
+
+    @property
+    def trained_s(self) -> float:
+        """Seconds of training, over all starts."""
+        return self._trained_s
+
+    def run(self, report: Callable[[Progress], None] = lambda _: None) -> None:
+        """Trains until the plan is done, from the last checkpoint if there is one."""
+        self._resume()
+        if self._step == 0:
+            self._note_measurement()
+        saved_s = started_s = time.monotonic()
+        before_s, first = self._trained_s, self._step
+        source = self._batches()
+        while not self._num_steps or self._step < self._num_steps:
+            loss = self._train(islice(source, self._options.accumulate))
+            self._step += 1
+            now_s = time.monotonic()
+            self._trained_s = before_s + now_s - started_s
+            self._plan((now_s - started_s) / (self._step - first))
+            is_last = self._step == self._num_steps
+            self._curve.append({"step": self._step, "loss": loss, "tokens": self._num_tokens})
+            if self._num_steps and (is_last or self._step % max(1, self._num_steps // _NUM_MEASUREMENTS) == 0):
+                self._note_measurement()
+            if is_last or now_s - saved_s > _CHECKPOINT_EVERY_S:
+                self.save()
+                saved_s = now_s
+            step_s = (now_s - started_s) / (self._step - first)
+            left_s = max(0, self._num_steps - self._step) * step_s
+            report(Progress(self._step, self._num_steps, loss, self._acceptance, left_s))
+
+    def measure(self, widths: tuple[int, ...]) -> dict[bool, Acceptance]:
+        """Returns what drafting comes to on all that was held out, for greedy answers (True) and sampled ones."""
+        found: dict[bool, Acceptance] = {}
+        self._method.module.eval()
+        generator = torch.Generator().manual_seed(self._options.seed)
+        for indices in _in_order(self._held_out, self._options.tokens_per_batch):
+            with self._precision():
+                part = measure(self._method, self._held_out.lesson(indices), self._vocabulary, generator, widths)
+            found = {kind: found[kind] + part[kind] if found else part[kind] for kind in part}
+        self._method.module.train()
+        return found
+
+    def save(self) -> None:
+        """Writes a checkpoint, which is whole or not there."""
+        state = {
+            "identity": self._identity(),
+            "step": self._step,
+            "num_steps": self._num_steps,
+            "num_tokens": self._num_tokens,
+            "trained_s": self._trained_s,
+            "acceptance": self._acceptance,
+            "weights": _trained_weights(self._method.module),
+            "optimizer": self._optimizer.state_dict(),
+        }
+        scratch = self._checkpoint.with_suffix(".partial")
+        torch.save(state, scratch)
+        scratch.rename(self._checkpoint)
+
+    def _resume(self) -> None:
+        if not self._checkpoint.exists():
+            self._curve.truncate(-1)
+            return
+        state = torch.load(self._checkpoint, weights_only=True)
+        if state["identity"] != self._identity():
+            raise InvalidArgument(
+                f"{self._checkpoint} is of another training (other data, method or settings); remove it to start anew",
+                "output",
+            )
+        self._step, self._num_tokens = state["step"], state["num_tokens"]
+        self._trained_s, self._acceptance = state["trained_s"], state["acceptance"]
+        self._num_steps = self._options.num_steps or state["num_steps"]
+        self._method.module.load_state_dict(state["weights"], strict=False)
+        self._optimizer.load_state_dict(state["optimizer"])
+        self._curve.truncate(self._step)
+
+    def _identity(self) -> dict[str, Any]:
+        """Returns what must be the same for a checkpoint to be of use."""
+        options = self._options
+        names = ("depth", "draft_vocab_size", "tokens_per_batch", "accumulate", "learning_rate", "max_len", "seed")
+        shape = [list(item.shape) for item in self._parameters]
+        return {
+            "method": options.method.value,
+            "lessons": self._lessons.identity,
+            "shapes": shape,
+            **{name: getattr(options, name) for name in names},
+        }
+
+    def _batches(self) -> Iterator[list[int]]:
+        source = batches(self._lessons.corpus, self._options.tokens_per_batch, self._options.seed)
+        return islice(source, self._step * self._options.accumulate, None)
+
+    def _train(self, source: Iterator[list[int]]) -> float:
+        # While the plan is being made its length is not known; a rise takes no notice of it.
+        num_steps = self._num_steps or 10**6
+        for group in self._optimizer.param_groups:
+            group["lr"] = rate(self._step, num_steps, self._options.learning_rate)
+        total = 0.0
+        for indices in source:
+            lesson = self._lessons.lesson(indices)
+            targets = targets_of(lesson, self._method, self._vocabulary)
+            with self._precision():
+                loss = loss_of(self._method, lesson, targets) / self._options.accumulate
+            loss.backward()  # type: ignore[no-untyped-call]
+            total += loss.item()
+            self._num_tokens += int(lesson.lens.sum())
+        nn.utils.clip_grad_norm_(self._parameters, _CLIP)
+        self._optimizer.step()
+        self._optimizer.zero_grad(set_to_none=True)
+        return total
+
+    def _plan(self, step_s: float) -> None:
+        """Fixes the number of steps, once what a step takes is known."""
+        if not self._num_steps and self._step >= _NUM_TIMED_STEPS:
+            budget_s = self._options.budget_s * (1 - _MEASURE_SHARE)
+            self._num_steps = self._step + steps_within(budget_s, step_s, self._spent_s + self._trained_s)
+            self.save()
+
+    def _note_measurement(self) -> None:
+        found = self.measure((1,) * self._method.depth)
+        kind = bool(found[True].num_rounds)
+        self._acceptance = found[kind].rates[0]
+        self._curve.append(
+            {
+                "step": self._step,
+                "greedy": list(found[True].rates),
+                "sampled": list(found[False].rates),
+                "greedy_length": found[True].mean_acceptance_length,
+                "sampled_length": found[False].mean_acceptance_length,
+            }
+        )
+
+    def _precision(self) -> torch.autocast:
+        return torch.autocast(self._parameters[0].device.type, torch.bfloat16)
+
+
+class Curve:
+    """Lines of JSON about the steps of a training: losses, and measurements."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def append(self, point: dict[str, Any]) -> None:
+        """Adds a line."""
+        with self._path.open("a") as file:
+            file.write(json.dumps(point) + "\n")
+
+    def points(self) -> list[dict[str, Any]]:
+        """Returns all lines."""
+        return [json.loads(line) for line in self._path.read_text().splitlines()] if self._path.exists() else []
+
+    def truncate(self, step: int) -> None:
+        """Drops what was noted beyond a step."""
+        kept = [json.dumps(point) + "\n" for point in self.points() if point["step"] <= step]
+        self._path.write_text("".join(kept))
+
+
+def _in_order(store: LessonStore, tokens_per_batch: int) -> Iterator[list[int]]:
+    lens = store.corpus.lens
+    group: list[int] = []
+    for index in lens.argsort(kind="stable").tolist():
+        if group and int(lens[index]) * (len(group) + 1) > tokens_per_batch:
+            yield group
+            group = []
+        group.append(index)
+    if group:
+        yield group
+
+
+def _trained_weights(module: nn.Module) -> dict[str, Tensor]:
+    return {name: item.detach() for name, item in module.named_parameters() if item.requires_grad}
