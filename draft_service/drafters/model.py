@@ -214,6 +214,7 @@ def load_model_drafter(settings: DraftSettings) -> ModelDrafter:
         num_layers=settings.num_layers,
         kv_budget_bytes=settings.kv_budget_bytes,
         compiles=settings.compile,
+        trims=True,
     )
     options = ModelDrafterOptions(
         kv_budget_bytes=settings.kv_budget_bytes,

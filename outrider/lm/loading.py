@@ -20,12 +20,14 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from outrider.errors import InvalidArgument, ModelUnsupported
 from outrider.lm import attention, embedded
+from outrider.lm.heads.checkpoint import load_vocabulary
 from outrider.lm.markov import MarkovModel
 from outrider.lm.model import LanguageModel
 from outrider.lm.planted import PREFIX, PlantedModel, PlantedOptions
 from outrider.lm.ranks import Ranks
 from outrider.lm.tokenizer import TokenizerFiles, tokenizer_files
 from outrider.lm.transformer import EngineOptions, PassPlan, TransformersModel
+from outrider.lm.trimmed import TrimmedModel, trim_output_layer
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +56,7 @@ def load_model(
     compiles: bool = False,
     ranks: Ranks | None = None,
     invariant: bool = True,
+    trims: bool = False,
 ) -> LoadedModel:
     """Loads a causal language model and probes that it can be served exactly.
 
@@ -68,6 +71,7 @@ def load_model(
         compiles: whether to compile the layers, where that can be done.
         ranks: the processes among which the model is split, by transformers' plan for it; None for this one alone.
         invariant: see `EngineOptions`.
+        trims: whether to compute logits only for the draft vocabulary that lies beside the model, if one does.
 
     Raises:
         InvalidArgument: a value is not understood.
@@ -112,8 +116,12 @@ def load_model(
     options = EngineOptions(
         kv_budget_bytes, compiles=compiles, packs=not quantization, ranks=ranks, invariant=invariant
     )
+    vocabulary = load_vocabulary(Path(source)) if trims else None
+    if vocabulary is not None:
+        trim_output_layer(model, vocabulary)
     ready = TransformersModel(label, model, fingerprint, options)
-    return LoadedModel(ready, tokenizer, ready.run)
+    served = TrimmedModel(ready, vocabulary) if vocabulary is not None else ready
+    return LoadedModel(served, tokenizer, ready.run)
 
 
 def _first_layers(config: PretrainedConfig, num_layers: int | None) -> PretrainedConfig:

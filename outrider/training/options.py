@@ -40,6 +40,7 @@ class DistillOptions:
         seed: of the order of the data and the initial weights.
         device: `auto`, `cpu`, `cuda`, ...
         max_store_bytes: disk for what the target computed; computed anew in every epoch where it takes more.
+        checkpoint_every_s: seconds between checkpoints; what comes after the last is repeated by an interrupted run.
         trim: leave out the weights that are the target's own; the draft node then takes them from the target's files.
     """
 
@@ -59,6 +60,7 @@ class DistillOptions:
     seed: int = 0
     device: str = "auto"
     max_store_bytes: int = 32 << 30
+    checkpoint_every_s: float = 60.0
     trim: bool = False
 
     def __post_init__(self) -> None:
@@ -66,6 +68,7 @@ class DistillOptions:
             _check(name, getattr(self, name) >= 1, "at least 1")
         _check("num_steps", self.num_steps >= 0, "at least 0")
         _check("budget_s", self.budget_s > 0, "above 0")
+        _check("checkpoint_every_s", self.checkpoint_every_s >= 0, "at least 0")
         _check("learning_rate", self.learning_rate > 0, "above 0")
         _check("held_out", 0 < self.held_out < 1, "between 0 and 1")
         _check("depth", self.depth <= 16, "at most 16")

@@ -21,6 +21,8 @@ from outrider.lm.tokenizer import vocabulary_fingerprint
 from outrider.training.corpus import Corpus
 
 _PROBE_IDS: Final = (5, 3, 4, 6)
+# What some families of models do to logits behind the output layer.
+_LOGIT_CHANGES: Final = ("final_logit_softcapping", "logit_scale", "logits_scaling")
 _CHUNK_ROWS: Final = 1024
 
 
@@ -131,7 +133,9 @@ class Teacher:
         states = self.model.base_model(token_ids, use_cache=False, output_hidden_states=True)
         logits = self.model(token_ids, use_cache=False).logits.float()
         own = (states.last_hidden_state @ self.output_layer.T).float()
-        if (own - logits).abs().max() > 0.05 * logits.abs().max():
+        text = self.model.config.get_text_config()
+        changes = [name for name in _LOGIT_CHANGES if getattr(text, name, None) not in (None, 1)]
+        if changes or (own - logits).abs().max() > 0.05 * logits.abs().max():
             raise ModelUnsupported(
                 "the target changes its logits behind the output layer (a bound or a bias): "
                 "a draft that shares the layer cannot learn them"

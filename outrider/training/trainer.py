@@ -23,7 +23,6 @@ from outrider.training.teacher import LessonStore
 _NUM_TIMED_STEPS: Final = 6
 _NUM_MEASUREMENTS: Final = 12
 _MEASURE_SHARE: Final = 0.06
-_CHECKPOINT_EVERY_S: Final = 60.0
 _CLIP: Final = 1.0
 _BETAS: Final = (0.9, 0.95)
 _DECAY: Final = 0.01
@@ -123,7 +122,7 @@ class Trainer:
             self._curve.append({"step": self._step, "loss": loss, "tokens": self._num_tokens})
             if self._num_steps and (is_last or self._step % max(1, self._num_steps // _NUM_MEASUREMENTS) == 0):
                 self._note_measurement()
-            if is_last or now_s - saved_s > _CHECKPOINT_EVERY_S:
+            if is_last or now_s - saved_s > self._options.checkpoint_every_s:
                 self.save()
                 saved_s = now_s
             step_s = (now_s - started_s) / (self._step - first)

@@ -78,5 +78,5 @@ def test_what_is_no_corpus_is_refused(tmp_path: Path) -> None:
     (tmp_path / "a.npz").write_text("no")
     with pytest.raises(InvalidArgument, match=r"a\.npz is no corpus"):
         load_corpus(tmp_path / "a.npz")
-    with pytest.raises(InvalidArgument, match="no .safetensors file"):
+    with pytest.raises(InvalidArgument, match=r"no \.safetensors file"):
         load_corpus(tmp_path)

@@ -51,6 +51,7 @@ _METHODS = ("eagle3", "layers", "medusa")
 @click.option("--learning-rate", default=1e-3, show_default=True, type=click.FloatRange(0, min_open=True))
 @click.option("--seed", default=0, show_default=True, help="Of the data's order and the first weights.")
 @click.option("--device", default="auto", show_default=True, help="auto, cpu, cuda, cuda:1, ...")
+@click.option("--checkpoint-every", default="60s", show_default=True, metavar="TIME", help="Between checkpoints.")
 @click.option("--trim", is_flag=True, help="Leave out weights that are the target's own.")
 @click.option("--json", "wants_json", is_flag=True, help="Print the results as one JSON object.")
 def distill(output: Path, wants_json: bool, **values: Any) -> None:
@@ -76,6 +77,7 @@ def distill(output: Path, wants_json: bool, **values: Any) -> None:
         learning_rate=values["learning_rate"],
         seed=values["seed"],
         device=values["device"],
+        checkpoint_every_s=options.parse_duration(values["checkpoint_every"]),
         trim=values["trim"],
     )
     data = training.DataOptions(

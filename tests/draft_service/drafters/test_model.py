@@ -3,12 +3,15 @@ from pathlib import Path
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
 from draft_service.drafters.drafter import Drafter
 from draft_service.drafters.loading import load_drafter
 from draft_service.drafters.model import share_rows
 from draft_service.settings import DrafterKind, DraftSettings
-from outrider.errors import Overloaded
+from outrider.errors import ModelUnsupported, Overloaded
+from outrider.lm.heads.checkpoint import save_vocabulary
+from outrider.lm.heads.vocabulary import DraftVocabulary
 from outrider.parameters import AcceptanceRule, SamplingParameters
 from outrider.randomness import KeyedSource
 from outrider.tokens import ProposalTree
@@ -196,3 +199,39 @@ def test_the_first_layers_draft_with_the_models_own_head(checkpoint: Path) -> No
 
     assert drafted(every) == drafted(whole)
     assert drafted(first) != drafted(whole)
+
+
+@pytest.fixture
+def trimmed(tmp_path: Path) -> Path:
+    """A model that may say every third token only."""
+    folder = Path(save_model(CONFIGS["llama"], tmp_path))
+    save_vocabulary(folder, DraftVocabulary(torch.arange(2, 64, 3), 64))
+    return folder
+
+
+def test_a_map_beside_the_model_bounds_what_it_says(checkpoint: Path, trimmed: Path) -> None:
+    drafter = load_drafter(_settings(trimmed, DrafterKind.MODEL, None))
+    [drafted] = draft(drafter, branch([5, 6, 7], 6, "a", GREEDY))
+    model = AutoModelForCausalLM.from_pretrained(checkpoint).requires_grad_(False)
+    token_ids = [5, 6, 7]
+    for token_id in drafted:
+        logits = model(torch.tensor([token_ids])).logits[0, -1]
+        assert token_id == max(range(2, 64, 3), key=lambda other: float(logits[other]))
+        token_ids.append(token_id)
+    assert drafter.info.vocabulary_size == 64
+
+
+def test_under_rejection_the_law_is_of_the_tokens_that_it_can_say(trimmed: Path) -> None:
+    given = terms(SamplingParameters(seed=3, max_tokens=100), AcceptanceRule.REJECTION)
+    wanted = branch([5, 6, 7], 4, "a", given)
+    draft(load_drafter(_settings(trimmed, DrafterKind.MODEL, None)), wanted)
+    for node in wanted.nodes:
+        assert node.draft_distribution is not None
+        assert set(node.draft_distribution.token_ids) == set(range(2, 64, 3))
+        assert sum(node.draft_distribution.probabilities) == pytest.approx(1)
+
+
+def test_a_map_of_another_model_is_refused(trimmed: Path) -> None:
+    save_vocabulary(trimmed, DraftVocabulary(torch.arange(2, 64, 3), 65))
+    with pytest.raises(ModelUnsupported, match="of 65 tokens, the model has 64"):
+        load_drafter(_settings(trimmed, DrafterKind.MODEL, None))
