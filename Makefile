@@ -8,7 +8,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
-EXTRAS := local,orchestrator,draft,target,bench,dev
+EXTRAS := local,orchestrator,draft,target,bench,training,dev
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 # Without a GPU the version that the bits in docs/ were measured with; with one, whatever fits its driver.
 # PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu spares a Linux machine without a GPU the CUDA libraries.

@@ -75,16 +75,19 @@ def distill(options: DistillOptions, data: DataOptions, command: str, reporter: 
     counts = torch.from_numpy(train.counts(teacher.vocabulary_size))
     vocabulary = DraftVocabulary.most_frequent(counts, options.draft_vocab_size, teacher.eos_token_ids)
     method = make_method(teacher, vocabulary, options)
-    lessons = _lessons(teacher, train, work / "train", options, reporter)
-    measured = _lessons(teacher, held_out, work / "held_out", options, reporter)
-    trainer = Trainer(method, vocabulary, lessons, measured, options, work, time.monotonic() - started_s)
-    trainer.run(reporter.training)
+    lessons = _store(teacher, train, work / "train", options)
+    measured = _store(teacher, held_out, work / "held_out", options)
+    trainer = Trainer(method, vocabulary, lessons, measured, options, work)
+    for store in (measured, lessons) if trainer.resume() else (measured,):
+        for done in store.fill(options.tokens_per_batch):
+            reporter.stage("lessons", done, len(store.corpus.token_ids))
+    trainer.run(time.monotonic() - started_s, reporter.training)
     results = _results(options, teacher, method, vocabulary, trainer, (train, held_out), source, command)
     save_draft(method, vocabulary, teacher, options)
     draw_curve(options.output / "curve.png", Curve(work / "curve.jsonl").points())
     write_card(options.output, results)
     for folder in (work / "train", work / "held_out"):
-        shutil.rmtree(folder)
+        shutil.rmtree(folder, ignore_errors=True)
     return results
 
 
@@ -110,17 +113,9 @@ def _synthesise(options: DistillOptions, data: DataOptions, folder: Path, report
         reporter.stage("conversations", done, synthesis.num_conversations)
 
 
-def _lessons(
-    teacher: Teacher, corpus: Corpus, folder: Path, options: DistillOptions, reporter: Reporter
-) -> LessonStore:
+def _store(teacher: Teacher, corpus: Corpus, folder: Path, options: DistillOptions) -> LessonStore:
     num_bytes = len(corpus.token_ids) * teacher.hidden_size * 4 * _STATE_BYTES
-    if num_bytes > options.max_store_bytes:
-        return LessonStore(teacher, corpus, None)
-    folder.mkdir(parents=True, exist_ok=True)
-    store = LessonStore(teacher, corpus, folder)
-    for done in store.fill(options.tokens_per_batch):
-        reporter.stage("lessons", done, len(corpus.token_ids))
-    return store
+    return LessonStore(teacher, corpus, folder if num_bytes <= options.max_store_bytes else None)
 
 
 def _results(

@@ -163,11 +163,7 @@ class LessonStore:
         self._width = 4 * teacher.hidden_size
         self._states: np.memmap[Any, np.dtype[np.uint16]] | None = None
         self._totals: np.memmap[Any, np.dtype[np.float32]] | None = None
-        self._progress = folder / "lessons.json" if folder else None
-        if folder:
-            num = max(1, len(corpus.token_ids))
-            self._states = _mapped(folder / "lessons.states", np.uint16, (num, self._width))
-            self._totals = _mapped(folder / "lessons.totals", np.float32, (num,))
+        self._folder = folder
 
     def fill(self, tokens_per_batch: int) -> Iterator[int]:
         """Computes what has not been; yields the number of tokens done, again and again until all are.
@@ -175,8 +171,12 @@ class LessonStore:
         Args:
             tokens_per_batch: of one pass, padding included.
         """
-        if self._states is None or self._totals is None:
+        if self._folder is None:
             return
+        self._folder.mkdir(parents=True, exist_ok=True)
+        num = max(1, len(self._corpus.token_ids))
+        self._states = _mapped(self._folder / "lessons.states", np.uint16, (num, self._width))
+        self._totals = _mapped(self._folder / "lessons.totals", np.float32, (num,))
         order = np.argsort(self._corpus.lens, kind="stable")
         done = self._num_done()
         for start, end in _slices(self._corpus.lens[order], tokens_per_batch):
@@ -242,15 +242,18 @@ class LessonStore:
         digest = hashlib.sha256(self._corpus.token_ids.astype("<i4").tobytes()).hexdigest()
         return {"target": self._teacher.fingerprint, "tokens": digest}
 
+    @property
+    def _progress(self) -> Path:
+        assert self._folder is not None
+        return self._folder / "lessons.json"
+
     def _num_done(self) -> int:
-        assert self._progress is not None
         if not self._progress.exists():
             return 0
         noted = json.loads(self._progress.read_text())
         return int(noted["done"]) if noted["identity"] == self.identity else 0
 
     def _note_done(self, num: int) -> None:
-        assert self._progress is not None and self._states is not None and self._totals is not None
         scratch = self._progress.with_suffix(".partial")
         scratch.write_text(json.dumps({"identity": self.identity, "done": num}))
         scratch.rename(self._progress)

@@ -60,7 +60,6 @@ class Trainer:
         held_out: to measure on.
         options: see there.
         folder: for `checkpoint.pt` and `curve.jsonl`.
-        spent_s: seconds of the budget that went into getting here.
     """
 
     def __init__(
@@ -71,7 +70,6 @@ class Trainer:
         held_out: LessonStore,
         options: DistillOptions,
         folder: Path,
-        spent_s: float = 0.0,
     ) -> None:
         self._method = method
         self._vocabulary = vocabulary
@@ -80,9 +78,9 @@ class Trainer:
         self._options = options
         self._checkpoint = folder / "checkpoint.pt"
         self._curve = Curve(folder / "curve.jsonl")
-        self._spent_s = spent_s
         self._parameters = [item for item in method.module.parameters() if item.requires_grad]
         self._optimizer = torch.optim.AdamW(self._parameters, betas=_BETAS, weight_decay=_DECAY)
+        self._spent_s = 0.0
         self._step = 0
         self._num_steps = options.num_steps
         self._num_tokens = 0
@@ -104,9 +102,14 @@ class Trainer:
         """Seconds of training, over all starts."""
         return self._trained_s
 
-    def run(self, report: Callable[[Progress], None] = lambda _: None) -> None:
-        """Trains until the plan is done, from the last checkpoint if there is one."""
-        self._resume()
+    def run(self, spent_s: float = 0.0, report: Callable[[Progress], None] = lambda _: None) -> None:
+        """Trains until the plan is done.
+
+        Args:
+            spent_s: seconds of the budget that went into getting here.
+            report: is told after each step.
+        """
+        self._spent_s = spent_s
         if self._step == 0:
             self._note_measurement()
         saved_s = started_s = time.monotonic()
@@ -157,10 +160,15 @@ class Trainer:
         torch.save(state, scratch)
         scratch.rename(self._checkpoint)
 
-    def _resume(self) -> None:
+    def resume(self) -> bool:
+        """Goes back to the last checkpoint, or to the beginning; returns whether steps are left to do.
+
+        Raises:
+            InvalidArgument: the checkpoint is of another training.
+        """
         if not self._checkpoint.exists():
             self._curve.truncate(-1)
-            return
+            return True
         state = torch.load(self._checkpoint, weights_only=True)
         if state["identity"] != self._identity():
             raise InvalidArgument(
@@ -173,6 +181,7 @@ class Trainer:
         self._method.module.load_state_dict(state["weights"], strict=False)
         self._optimizer.load_state_dict(state["optimizer"])
         self._curve.truncate(self._step)
+        return not self._num_steps or self._step < self._num_steps
 
     def _identity(self) -> dict[str, Any]:
         """Returns what must be the same for a checkpoint to be of use."""
@@ -198,8 +207,8 @@ class Trainer:
         total = 0.0
         for indices in source:
             lesson = self._lessons.lesson(indices)
-            targets = targets_of(lesson, self._method, self._vocabulary)
             with self._precision():
+                targets = targets_of(lesson, self._method, self._vocabulary)
                 loss = loss_of(self._method, lesson, targets) / self._options.accumulate
             loss.backward()  # type: ignore[no-untyped-call]
             total += loss.item()

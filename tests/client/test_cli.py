@@ -2,6 +2,7 @@ import json
 import signal
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from click.testing import CliRunner, Result
@@ -15,7 +16,7 @@ from outrider.v1 import tokens_pb2
 from tests.client.scripted import HANG, WORDS, ScriptedService, accepted, delta, finished, whole
 
 TEXT = "".join(WORDS)
-COMMANDS = ("up", "generate", "chat", "info", "bench", "demo")
+COMMANDS = ("up", "generate", "chat", "info", "bench", "distill", "demo")
 
 
 def outrider(*arguments: str, input: str | None = None) -> Result:
@@ -223,6 +224,20 @@ def test_bench_lists_what_there_is() -> None:
     unknown = outrider("bench", "nonsense")
     assert (unknown.exit_code, unknown.stderr.count("\n")) == (2, 1)
     assert "there are: overhead" in unknown.stderr
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("--budget", "3d"), "'3d' is no duration such as 90s, 30m or 1.5h"),
+        (("--data", "{folder}"), "has no .safetensors file"),
+        (("--steps", "1", "--data", "{folder}/none"), "does not exist"),
+    ],
+)
+def test_distill_names_what_is_wrong(options: tuple[str, ...], message: str, tmp_path: Path) -> None:
+    given = [option.replace("{folder}", str(tmp_path)) for option in options]
+    result = outrider("distill", "nowhere", str(tmp_path / "draft"), *given)
+    assert result.exit_code in (1, 2) and message in result.stderr and result.stderr.count("\n") == 1
 
 
 def test_an_interrupt_cancels_the_generation_and_shows_what_there_is(service: ScriptedService) -> None:

@@ -169,6 +169,14 @@ def _wait_for_checkpoint(work: Path, process: "subprocess.Popen[bytes]") -> None
     raise AssertionError("no checkpoint was written")
 
 
+def test_a_finished_run_is_not_repeated(target: str, data: Path, tmp_path: Path) -> None:
+    first = distill(_options(target, tmp_path, num_steps=3), DataOptions(corpus=data), "", Told())
+    points, told = _points(tmp_path), Told()
+    again = distill(_options(target, tmp_path, num_steps=3), DataOptions(corpus=data), "", told)
+    assert not told.steps and _points(tmp_path) == points
+    assert again.acceptance == first.acceptance
+
+
 def test_a_checkpoint_of_another_training_is_refused(target: str, data: Path, tmp_path: Path) -> None:
     distill(_options(target, tmp_path, num_steps=2), DataOptions(corpus=data), "", Told())
     with pytest.raises(InvalidArgument, match="another training"):
