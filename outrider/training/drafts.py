@@ -1,7 +1,6 @@
 """Finished drafts: into a folder that a draft node loads."""
 
 import torch
-from safetensors.torch import load_file, save_file
 
 from outrider.lm.heads.checkpoint import DraftManifest, save_eagle3, save_medusa, save_vocabulary
 from outrider.lm.heads.vocabulary import DraftVocabulary
@@ -43,18 +42,10 @@ def _save_layers(
     weights = {name: item.to(dtype) for name, item in method.model.state_dict().items()}
     method.model.config.dtype = dtype
     method.model.save_pretrained(options.output, state_dict=weights)
-    if options.trim:
-        path = options.output / "model.safetensors"
-        kept = {name: item for name, item in load_file(path).items() if not _is_shared(name)}
-        save_file({name: item.contiguous() for name, item in kept.items()}, path, {"format": "pt"})
     if teacher.tokenizer is not None:
         teacher.tokenizer.save_pretrained(options.output)
     save_vocabulary(options.output, vocabulary)
     manifest.save(options.output)
-
-
-def _is_shared(name: str) -> bool:
-    return any(part in name.split(".") for part in ("embed_tokens", "lm_head", "wte"))
 
 
 def num_trained(module: torch.nn.Module) -> int:

@@ -41,7 +41,7 @@ class DistillOptions:
         device: `auto`, `cpu`, `cuda`, ...
         max_store_bytes: disk for what the target computed; computed anew in every epoch where it takes more.
         checkpoint_every_s: seconds between checkpoints; what comes after the last is repeated by an interrupted run.
-        trim: leave out the weights that are the target's own; the draft node then takes them from the target's files.
+        trim: leave out a head's output layer, which is the target's own: whoever loads the head takes it from there.
     """
 
     target: str
@@ -72,6 +72,9 @@ class DistillOptions:
         _check("learning_rate", self.learning_rate > 0, "above 0")
         _check("held_out", 0 < self.held_out < 1, "between 0 and 1")
         _check("depth", self.depth <= 16, "at most 16")
+        _check(
+            "trim", not self.trim or self.method is not MethodKind.LAYERS, "off for `layers`, which is a whole model"
+        )
 
 
 def parse_duration(text: str) -> float:

@@ -135,7 +135,7 @@ def _table(acceptance: dict[str, dict[bool, Acceptance]]) -> list[str]:
     head = "| proposal | answers | " + " | ".join(f"position {k + 1}" for k in range(depth))
     lines = [head + " | mean acceptance length |", "|---" * (depth + 3) + "|"]
     for shape, kinds in acceptance.items():
-        for kind, item in kinds.items():
+        for kind, item in ((kind, item) for kind, item in kinds.items() if item.num_rounds):
             cells = [f"{rate:.1%}" for rate in item.rates] + ["-"] * (depth - len(item.rates))
             name = "greedy" if kind else "temperature 1"
             lines.append(f"| {shape} | {name} | {' | '.join(cells)} | {item.mean_acceptance_length:.2f} |")

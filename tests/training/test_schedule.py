@@ -1,12 +1,13 @@
 """Rates, budgets, and the order of the data."""
 
 from itertools import islice
+from pathlib import Path
 
 import pytest
 
 from outrider.errors import InvalidArgument
 from outrider.training.corpus import from_conversations
-from outrider.training.options import DistillOptions, parse_duration
+from outrider.training.options import DistillOptions, MethodKind, parse_duration
 from outrider.training.schedule import batches, rate, steps_within
 
 
@@ -49,6 +50,11 @@ def test_what_is_no_duration_is_refused(text: str) -> None:
 
 
 @pytest.mark.parametrize("field", ["depth", "tokens_per_batch", "draft_vocab_size", "held_out", "learning_rate"])
-def test_wrong_options_are_named(field: str, tmp_path: object) -> None:
+def test_wrong_options_are_named(field: str, tmp_path: Path) -> None:
     with pytest.raises(InvalidArgument, match=field):
-        DistillOptions("embedded", tmp_path, **{field: 0})  # type: ignore[arg-type]
+        DistillOptions("embedded", tmp_path, **{field: 0})
+
+
+def test_a_whole_model_is_not_trimmed(tmp_path: Path) -> None:
+    with pytest.raises(InvalidArgument, match="trim must be off"):
+        DistillOptions("embedded", tmp_path, MethodKind.LAYERS, trim=True)

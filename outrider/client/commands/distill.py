@@ -52,7 +52,7 @@ _METHODS = ("eagle3", "layers", "medusa")
 @click.option("--seed", default=0, show_default=True, help="Of the data's order and the first weights.")
 @click.option("--device", default="auto", show_default=True, help="auto, cpu, cuda, cuda:1, ...")
 @click.option("--checkpoint-every", default="60s", show_default=True, metavar="TIME", help="Between checkpoints.")
-@click.option("--trim", is_flag=True, help="Leave out weights that are the target's own.")
+@click.option("--trim", is_flag=True, help="Leave out a head's output layer, the target's own.")
 @click.option("--json", "wants_json", is_flag=True, help="Print the results as one JSON object.")
 def distill(output: Path, wants_json: bool, **values: Any) -> None:
     """Makes a draft for TARGET (a folder, a hub id, or `embedded`) in the folder OUTPUT.
