@@ -58,6 +58,10 @@ class TransformersPeer:
         """Returns `token_ids` and `seconds`; speculates by prompt lookup where the number is not 0."""
         return await self._ask("chat", text=text, num_tokens=num_tokens, num_speculative_tokens=num_speculative_tokens)
 
+    async def assist(self, text: str, num_tokens: int, draft: str) -> dict[str, Any]:
+        """Returns `token_ids` and `seconds` of assisted generation with the model in a folder as draft."""
+        return await self._ask("assist", text=text, num_tokens=num_tokens, draft=draft)
+
     async def generate(self, token_ids: Sequence[int], num_tokens: int) -> float:
         """Returns the seconds that one session takes for exactly so many tokens."""
         return float((await self._ask("generate", token_ids=list(token_ids), num_tokens=num_tokens))["seconds"])

@@ -1,6 +1,7 @@
 """transformers alone, for comparison: `python -m bench.transformers_peer MODEL` reads a JSON object a line.
 
     {"operation": "chat", "text", "num_tokens", "num_speculative_tokens"}: prompt lookup unless the last is 0
+    {"operation": "assist", "text", "num_tokens", "draft"}: assisted generation with that model
     {"operation": "generate", "token_ids", "num_tokens"}: one session, exactly that many tokens
     {"operation": "batch", "prompts", "num_tokens", "timeout_s"}: all at once, by continuous batching
     {"operation": "bandwidth"}: how fast this machine reads memory
@@ -39,6 +40,7 @@ class Peer:
         model: Any = AutoModelForCausalLM.from_pretrained(name, dtype=_DTYPES[dtype])
         self._model = model.to(device)
         self._tokenizer: Any = None
+        self._drafts: dict[str, Any] = {}
 
     def describe(self) -> dict[str, Any]:
         """Returns the bytes of the weights that a pass over one token reads: of an untied embedding it is one row."""
@@ -49,12 +51,17 @@ class Peer:
 
     def chat(self, text: str, num_tokens: int, num_speculative_tokens: int) -> dict[str, Any]:
         """Answers a message, greedily; returns output token ids and seconds."""
-        self._tokenizer = self._tokenizer or AutoTokenizer.from_pretrained(self._name)
-        inputs = self._tokenizer.apply_chat_template(
-            [{"role": "user", "content": text}], add_generation_prompt=True, return_tensors="pt", return_dict=True
-        ).to(self._model.device)
         lookup = {"prompt_lookup_num_tokens": num_speculative_tokens} if num_speculative_tokens else {}
-        return self._timed(inputs, max_new_tokens=num_tokens, do_sample=False, **lookup)
+        return self._timed(self._asked(text), max_new_tokens=num_tokens, do_sample=False, **lookup)
+
+    def assist(self, text: str, num_tokens: int, draft: str) -> dict[str, Any]:
+        """Answers a message, greedily, with a draft model's help; returns output token ids and seconds."""
+        if draft not in self._drafts:
+            model: Any = AutoModelForCausalLM.from_pretrained(draft)
+            self._drafts[draft] = model.to(self._model.device)
+        return self._timed(
+            self._asked(text), max_new_tokens=num_tokens, do_sample=False, assistant_model=self._drafts[draft]
+        )
 
     def generate(self, token_ids: list[int], num_tokens: int) -> dict[str, Any]:
         """Continues token ids, greedily, by exactly so many; returns output token ids and seconds."""
@@ -79,6 +86,13 @@ class Peer:
     def bandwidth(self) -> dict[str, Any]:
         """Returns bytes read a second."""
         return {"bytes_per_second": read_bandwidth(self._model.device)}
+
+    def _asked(self, text: str) -> Any:
+        self._tokenizer = self._tokenizer or AutoTokenizer.from_pretrained(self._name)
+        messages = [{"role": "user", "content": text}]
+        return self._tokenizer.apply_chat_template(
+            messages, add_generation_prompt=True, return_tensors="pt", return_dict=True
+        ).to(self._model.device)
 
     def _timed(self, inputs: Any, **options: Any) -> dict[str, Any]:
         started = time.perf_counter()

@@ -68,6 +68,12 @@ class SpeculationStatistics:
         """Output tokens per pass that verified a proposal, the target's own token included; 1 where none did."""
         return 1 + self.num_accepted_tokens / self.num_drafts if self.num_drafts else 1.0
 
+    @property
+    def acceptance_rates(self) -> list[float]:
+        """For each position, of the proposals of which all before it was kept, the share that had it kept too."""
+        reached = [self.num_drafts, *self.num_accepted_tokens_per_pos]
+        return [hit / num if num else 0.0 for hit, num in zip(self.num_accepted_tokens_per_pos, reached, strict=False)]
+
     def _extend(self, num_positions: int) -> None:
         missing = num_positions - len(self.num_accepted_tokens_per_pos)
         self.num_accepted_tokens_per_pos += [0] * max(0, missing)

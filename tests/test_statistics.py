@@ -29,6 +29,7 @@ def test_passes_add_up() -> None:
     )
     assert statistics.acceptance_rate == 0.5
     assert statistics.mean_acceptance_length == pytest.approx(1 + 5 / 3)
+    assert statistics.acceptance_rates == pytest.approx([2 / 3, 1 / 2, 1, 1])
 
 
 def test_a_plain_pass_is_no_draft() -> None:

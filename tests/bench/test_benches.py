@@ -4,8 +4,10 @@ from pathlib import Path
 
 import pytest
 
-from bench import context, engine, load, registry
+from bench import context, drafts, engine, load, registry
+from bench.kinds import KINDS
 from outrider.errors import InvalidArgument
+from tests.training.models import save_target, save_tokenizer
 
 
 async def test_load(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -72,6 +74,29 @@ async def test_context(tmp_path: Path) -> None:
     assert result.figures["kv_bytes_over_formula"] == pytest.approx(1, abs=0.05)
     assert result.figures["time_64_over_16"] > 0
     context.plot(result, tmp_path / "context.png")
+
+
+async def test_drafts(tmp_path: Path) -> None:
+    target = save_target(tmp_path / "target")
+    save_tokenizer(tmp_path / "target")
+    # The target as its own draft: every token is accepted, here and by transformers.
+    options = drafts.Options("model", draft=target, model=target, num_prompts=1, num_tokens=24)
+    result = await drafts.measure(options)
+    assert [(row["kind"], row["temperature"]) for row in result.rows] == [
+        (kind, temperature) for temperature in (0.0, 1.0) for kind in ("code", "chat", "creative", "documentation")
+    ]
+    assert result.figures["acceptance_rate_pos_1_greedy"] == 1.0
+    assert result.figures["mean_acceptance_length_greedy"] > 3
+    assert result.figures["mean_acceptance_length_t1"] > 3
+    assert result.figures["draft_over_plain_greedy"] > 0
+    assert result.figures["draft_over_transformers_assisted"] > 0
+    assert all(row["position 4"] in (1.0, None) for row in result.rows)
+    drafts.plot(result, tmp_path / "drafts.png")
+
+
+def test_there_are_ten_prompts_of_each_kind() -> None:
+    assert [len(prompts) for prompts in KINDS.values()] == [10, 10, 10, 10]
+    assert len({prompt for prompts in KINDS.values() for prompt in prompts}) == 40
 
 
 def test_every_bench_names_its_options() -> None:

@@ -1,0 +1,188 @@
+"""What a draft is worth: its acceptance on forty prompts of four kinds, and its speed over plain decoding.
+
+Acceptance is measured where every round waits for a whole proposal; speed as served, where the policy may do without.
+With a draft that transformers can run too, its assisted generation with the same draft is measured beside it.
+"""
+
+import asyncio
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from bench.kinds import KINDS
+from bench.models import served_name, transformers_name
+from bench.peer import TransformersPeer
+from bench.result import BenchResult, machine, median
+from outrider.client import (
+    DraftOptions,
+    Generation,
+    GenerationRequest,
+    LocalStack,
+    Message,
+    OutriderClient,
+    Speculation,
+    StackOptions,
+)
+from outrider.lm.embedded import NAME as EMBEDDED
+from outrider.parameters import SamplingParameters
+from outrider.statistics import SpeculationStatistics
+
+_GREEDY: Final = 0.0
+_PATIENT: Final = {"OUTRIDER_DRAFT_MAX_WAIT_S": "30"}
+_NEVER_GIVES_UP: Final = {"OUTRIDER_ADAPTIVE_SPECULATION": "false"}
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """What is measured.
+
+    Attributes:
+        drafter: ngram, model or layers.
+        draft: the draft's model, for `model`.
+        num_layers: layers of the target, for `layers`.
+        model: the target.
+        num_prompts: prompts of each kind.
+        num_tokens: output tokens of a generation, at most.
+        num_speculative_tokens: tokens drafted per round.
+        assisted: 1 where transformers' assisted generation is measured too, for a `model` in a folder; 0 where not.
+    """
+
+    drafter: str = "ngram"
+    draft: str = ""
+    num_layers: int = 4
+    model: str = EMBEDDED
+    num_prompts: int = 10
+    num_tokens: int = 64
+    num_speculative_tokens: int = 4
+    assisted: int = 1
+
+
+async def measure(options: Options) -> BenchResult:
+    """Measures acceptance, then speed."""
+    drafted = await _drafted(options)
+    speeds = await _speeds(options)
+    depth = options.num_speculative_tokens
+    rows = [_row(kind, temperature, found, depth, speeds) for (kind, temperature), found in drafted.items()]
+    config = {**machine(), **{name: getattr(options, name) for name in Options.__dataclass_fields__}}
+    return BenchResult("drafts", config, rows, _figures(drafted, speeds))
+
+
+async def _drafted(options: Options) -> dict[tuple[str, float], SpeculationStatistics]:
+    """Returns what speculation gave, by kind of prompt and temperature."""
+    found: dict[tuple[str, float], SpeculationStatistics] = {}
+    async with _stack(options, patient=True) as stack, stack.client() as client:
+        for temperature in (_GREEDY, 1.0):
+            for kind, prompts in KINDS.items():
+                for text in prompts[: options.num_prompts]:
+                    generation, _ = await _generate(client, text, temperature, options, speculates=True)
+                    found.setdefault((kind, temperature), SpeculationStatistics()).add(_counts(generation))
+    return found
+
+
+async def _speeds(options: Options) -> dict[str, dict[str, list[float]]]:
+    """Returns tokens a second, greedy, by mode and kind of prompt."""
+    speeds: dict[str, dict[str, list[float]]] = {"plain": {}, "drafted": {}}
+    compares = options.drafter == "model" and options.assisted and Path(options.draft).is_dir()
+    async with (
+        _stack(options, patient=False) as stack,
+        stack.client() as client,
+        TransformersPeer(transformers_name(options.model)) as peer,
+    ):
+        for kind, prompts in KINDS.items():
+            for text in prompts[: options.num_prompts]:
+                for mode in ("plain", "drafted"):
+                    _, rate = await _generate(client, text, _GREEDY, options, speculates=mode == "drafted")
+                    speeds[mode].setdefault(kind, []).append(rate)
+                if compares:
+                    answer = await peer.assist(text, options.num_tokens, options.draft)
+                    rate = len(answer["token_ids"]) / answer["seconds"]
+                    speeds.setdefault("assisted", {}).setdefault(kind, []).append(rate)
+    return speeds
+
+
+def _stack(options: Options, *, patient: bool) -> LocalStack:
+    draft = DraftOptions(drafter=options.drafter, model=options.draft, num_layers=options.num_layers)
+    environment = {"OUTRIDER_NUM_SPECULATIVE_TOKENS": str(options.num_speculative_tokens)}
+    return LocalStack(
+        StackOptions(
+            model=served_name(options.model),
+            drafts=(draft,),
+            target_environment=_NEVER_GIVES_UP if patient else {},
+            orchestrator_environment={**environment, **(_PATIENT if patient else {})},
+        )
+    )
+
+
+async def _generate(
+    client: OutriderClient, text: str, temperature: float, options: Options, *, speculates: bool
+) -> tuple[Generation, float]:
+    request = GenerationRequest(
+        messages=[Message("user", text)],
+        parameters=SamplingParameters(temperature=temperature, seed=1, max_tokens=options.num_tokens),
+        speculation=Speculation(disabled=not speculates),
+    )
+    started_s = asyncio.get_running_loop().time()
+    generation = await client.complete(request, timeout_s=300)
+    return generation, len(generation.token_ids) / (asyncio.get_running_loop().time() - started_s)
+
+
+def _counts(generation: Generation) -> SpeculationStatistics:
+    given = generation.statistics
+    return SpeculationStatistics(
+        num_drafts=given.num_drafts,
+        num_draft_tokens=given.num_draft_tokens,
+        num_accepted_tokens=given.num_accepted_tokens,
+        num_accepted_tokens_per_pos=list(given.num_accepted_tokens_per_pos),
+    )
+
+
+def _row(
+    kind: str,
+    temperature: float,
+    found: SpeculationStatistics,
+    depth: int,
+    speeds: dict[str, dict[str, list[float]]],
+) -> dict[str, Any]:
+    row: dict[str, Any] = {"kind": kind, "temperature": temperature}
+    rates = found.acceptance_rates
+    row |= {f"position {place + 1}": rates[place] if place < len(rates) else None for place in range(depth)}
+    row["mean acceptance length"] = found.mean_acceptance_length
+    for mode in ("plain", "drafted", "assisted"):
+        measured = speeds.get(mode, {}).get(kind) if temperature == _GREEDY else None
+        row[f"{mode}, tokens/s"] = median(measured) if measured else None
+    return row
+
+
+def _figures(
+    drafted: dict[tuple[str, float], SpeculationStatistics], speeds: dict[str, dict[str, list[float]]]
+) -> dict[str, float]:
+    greedy, sampled = SpeculationStatistics(), SpeculationStatistics()
+    for (_, temperature), found in drafted.items():
+        (greedy if temperature == _GREEDY else sampled).add(found)
+    figures = {
+        "acceptance_rate_pos_1_greedy": greedy.acceptance_rates[0] if greedy.acceptance_rates else 0.0,
+        "mean_acceptance_length_greedy": greedy.mean_acceptance_length,
+        "mean_acceptance_length_t1": sampled.mean_acceptance_length,
+        "draft_over_plain_greedy": _over(speeds["drafted"], speeds["plain"]),
+    }
+    if "assisted" in speeds:
+        figures["draft_over_transformers_assisted"] = _over(speeds["drafted"], speeds["assisted"])
+    return figures
+
+
+def _over(some: dict[str, list[float]], others: dict[str, list[float]]) -> float:
+    """Returns the geometric mean over all prompts of one speed over the other."""
+    ratios = [one / other for kind in some for one, other in zip(some[kind], others[kind], strict=True)]
+    product = 1.0
+    for ratio in ratios:
+        product *= ratio ** (1 / len(ratios))
+    return product
+
+
+def plot(result: BenchResult, path: Path) -> None:
+    """Draws acceptance at each position for each kind of prompt."""
+    from bench.pictures import bars
+
+    labels = [f"{row['kind']}, T={row['temperature']:g}" for row in result.rows]
+    places = sorted({name for name in result.rows[0] if name.startswith("position")})
+    bars(path, labels, {name: [row[name] or 0.0 for row in result.rows] for name in places}, "acceptance rate")
