@@ -57,8 +57,8 @@ format: install ## Formats the code and sorts its imports.
 exactness: install ## Proves losslessness: enumeration, known wrong rules, 30,000 served samples a law, 30 prompts. Takes 50 minutes.
 	@$(BIN)/python -m pytest -q tests/exactness tests/served -m 'slow or not slow' $(ARGS)
 
-bench: install ## Measures speed, load, memory and acceptance on this machine. Takes 25 minutes.
-	@for name in overhead speed engine context load; do $(BIN)/outrider bench $$name $(ARGS); done
+bench: install ## Measures speed, load, memory and acceptance on this machine. Takes 30 minutes.
+	@for name in overhead speed engine context load drafts; do $(BIN)/outrider bench $$name $(ARGS); done
 
 clean: ## Removes .venv, generated code and caches.
 	@rm -rf $(VENV) outrider/v1 dist build .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .grimp_cache .hypothesis

@@ -101,16 +101,27 @@ def load_model(
         if ranks is not None:
             _check_split(config, ranks)
         tokenizer = _load_tokenizer(source)
-        model = AutoModelForCausalLM.from_pretrained(
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
             source,
             config=_first_layers(config, num_layers),
             dtype=_dtype(dtype),
             **_placement(chosen_device(device), ranks),
             attn_implementation=attention.NAME,
+            output_loading_info=True,
             **({"quantization_config": _quantization(quantization)} if quantization else {}),
         )
     except (OSError, ValueError, ImportError, TypeError, AssertionError) as error:
         raise ModelUnsupported(f"cannot load {name}: {str(error).splitlines()[0]}") from error
+    except RuntimeError as error:
+        raise ModelUnsupported(
+            f"cannot load {name}: its weights do not have the shapes of its configuration"
+        ) from error
+    model, loading = loaded
+    if missing := sorted(loading["missing_keys"]):
+        # transformers would leave them as they were drawn.
+        raise ModelUnsupported(
+            f"{name} lacks {len(missing)} weights of a {config.model_type} model, such as {missing[0]}"
+        )
     label = name if num_layers is None else f"{name}[:{num_layers}]"
     fingerprint = tokenizer.fingerprint if tokenizer else ""
     options = EngineOptions(

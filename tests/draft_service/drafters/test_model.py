@@ -10,7 +10,7 @@ from draft_service.drafters.loading import load_drafter
 from draft_service.drafters.model import share_rows
 from draft_service.settings import DrafterKind, DraftSettings
 from outrider.errors import ModelUnsupported, Overloaded
-from outrider.lm.heads.checkpoint import save_vocabulary
+from outrider.lm.heads.checkpoint import DraftManifest, save_eagle3, save_vocabulary
 from outrider.lm.heads.vocabulary import DraftVocabulary
 from outrider.parameters import AcceptanceRule, SamplingParameters
 from outrider.randomness import KeyedSource
@@ -18,6 +18,7 @@ from outrider.tokens import ProposalTree
 from outrider.verification import verify_coupled, verify_rejection
 from tests.draft_service.conftest import branch, draft, terms
 from tests.draft_service.drafters.models import RecordedModel, markov, model_drafter
+from tests.lm.heads.models import WIDTH, make_head
 from tests.lm.models import CONFIGS, save_model
 
 GREEDY = terms(SamplingParameters(temperature=0, max_tokens=10_000))
@@ -229,6 +230,17 @@ def test_under_rejection_the_law_is_of_the_tokens_that_it_can_say(trimmed: Path)
         assert node.draft_distribution is not None
         assert set(node.draft_distribution.token_ids) == set(range(2, 64, 3))
         assert sum(node.draft_distribution.probabilities) == pytest.approx(1)
+
+
+def test_a_head_is_no_model(tmp_path: Path) -> None:
+    vocabulary = DraftVocabulary(torch.arange(0, 64, 4), 64)
+    manifest = DraftManifest("eagle3", "a target", "f" * 64, "t" * 64, WIDTH, (1, 2, 3), 4, False)
+    save_eagle3(tmp_path, make_head(), vocabulary, manifest)
+    with pytest.raises(ModelUnsupported, match="do not have the shapes of its configuration"):
+        load_drafter(_settings(tmp_path, DrafterKind.MODEL, None))
+    save_eagle3(tmp_path, make_head(), vocabulary, replace(manifest, trimmed=True))
+    with pytest.raises(ModelUnsupported, match=r"lacks \d+ weights of a llama model, such as lm_head"):
+        load_drafter(_settings(tmp_path, DrafterKind.MODEL, None))
 
 
 def test_a_map_of_another_model_is_refused(trimmed: Path) -> None:
