@@ -14,6 +14,7 @@ from outrider.lm.loading import load_model
 from outrider.training.corpus import Corpus, load_corpus
 from outrider.training.cost import cost_ratio, predicted_speedup
 from outrider.training.drafts import num_trained, save_draft
+from outrider.training.memory import keep_freed_memory
 from outrider.training.methods import Method, make_method
 from outrider.training.options import DistillOptions, MethodKind
 from outrider.training.report import Results, draw_curve, write_card
@@ -62,6 +63,7 @@ def distill(options: DistillOptions, data: DataOptions, command: str, reporter: 
         InvalidArgument: an option is not understood, or does not fit the others.
         ModelUnsupported: no draft can be made for this target.
     """
+    keep_freed_memory()
     started_s = time.monotonic()
     work = options.output / "work"
     work.mkdir(parents=True, exist_ok=True)
