@@ -5,6 +5,7 @@ With a draft that transformers can run too, its assisted generation with the sam
 """
 
 import asyncio
+from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -58,7 +59,7 @@ class Options:
 
 
 async def measure(options: Options) -> BenchResult:
-    """Measures acceptance, then speed."""
+    """Measures acceptance (`pos k`, mean acceptance `length`), then speed in tokens a second."""
     drafted = await _drafted(options)
     speeds = await _speeds(options)
     depth = options.num_speculative_tokens
@@ -83,17 +84,18 @@ async def _speeds(options: Options) -> dict[str, dict[str, list[float]]]:
     """Returns tokens a second, greedy, by mode and kind of prompt."""
     speeds: dict[str, dict[str, list[float]]] = {"plain": {}, "drafted": {}}
     compares = options.drafter == "model" and options.assisted and Path(options.draft).is_dir()
-    async with (
-        _stack(options, patient=False) as stack,
-        stack.client() as client,
-        TransformersPeer(transformers_name(options.model)) as peer,
-    ):
+    async with AsyncExitStack() as open_until_done:
+        stack = await open_until_done.enter_async_context(_stack(options, patient=False))
+        client = await open_until_done.enter_async_context(stack.client())
+        peer = None
+        if compares:
+            peer = await open_until_done.enter_async_context(TransformersPeer(transformers_name(options.model)))
         for kind, prompts in KINDS.items():
             for text in prompts[: options.num_prompts]:
                 for mode in ("plain", "drafted"):
                     _, rate = await _generate(client, text, _GREEDY, options, speculates=mode == "drafted")
                     speeds[mode].setdefault(kind, []).append(rate)
-                if compares:
+                if peer is not None:
                     answer = await peer.assist(text, options.num_tokens, options.draft)
                     rate = len(answer["token_ids"]) / answer["seconds"]
                     speeds.setdefault("assisted", {}).setdefault(kind, []).append(rate)
@@ -145,11 +147,11 @@ def _row(
 ) -> dict[str, Any]:
     row: dict[str, Any] = {"kind": kind, "temperature": temperature}
     rates = found.acceptance_rates
-    row |= {f"position {place + 1}": rates[place] if place < len(rates) else None for place in range(depth)}
-    row["mean acceptance length"] = found.mean_acceptance_length
+    row |= {f"pos {place + 1}": rates[place] if place < len(rates) else None for place in range(depth)}
+    row["length"] = found.mean_acceptance_length
     for mode in ("plain", "drafted", "assisted"):
         measured = speeds.get(mode, {}).get(kind) if temperature == _GREEDY else None
-        row[f"{mode}, tokens/s"] = median(measured) if measured else None
+        row[mode] = median(measured) if measured else None
     return row
 
 
@@ -184,5 +186,5 @@ def plot(result: BenchResult, path: Path) -> None:
     from bench.pictures import bars
 
     labels = [f"{row['kind']}, T={row['temperature']:g}" for row in result.rows]
-    places = sorted({name for name in result.rows[0] if name.startswith("position")})
+    places = sorted({name for name in result.rows[0] if name.startswith("pos ")})
     bars(path, labels, {name: [row[name] or 0.0 for row in result.rows] for name in places}, "acceptance rate")

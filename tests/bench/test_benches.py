@@ -90,7 +90,7 @@ async def test_drafts(tmp_path: Path) -> None:
     assert result.figures["mean_acceptance_length_t1"] > 3
     assert result.figures["draft_over_plain_greedy"] > 0
     assert result.figures["draft_over_transformers_assisted"] > 0
-    assert all(row["position 4"] in (1.0, None) for row in result.rows)
+    assert all(row["pos 4"] in (1.0, None) for row in result.rows)
     drafts.plot(result, tmp_path / "drafts.png")
 
 
