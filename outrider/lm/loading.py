@@ -12,6 +12,7 @@ from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
     PretrainedConfig,
+    PreTrainedModel,
     PreTrainedTokenizerFast,
     TorchAoConfig,
 )
@@ -113,15 +114,12 @@ def load_model(
     except (OSError, ValueError, ImportError, TypeError, AssertionError) as error:
         raise ModelUnsupported(f"cannot load {name}: {str(error).splitlines()[0]}") from error
     except RuntimeError as error:
+        if "ignore_mismatched_sizes" not in str(error):
+            raise
         raise ModelUnsupported(
             f"cannot load {name}: its weights do not have the shapes of its configuration"
         ) from error
-    model, loading = loaded
-    if missing := sorted(loading["missing_keys"]):
-        # transformers would leave them as they were drawn.
-        raise ModelUnsupported(
-            f"{name} lacks {len(missing)} weights of a {config.model_type} model, such as {missing[0]}"
-        )
+    model = _complete(name, *loaded)
     label = name if num_layers is None else f"{name}[:{num_layers}]"
     fingerprint = tokenizer.fingerprint if tokenizer else ""
     options = EngineOptions(
@@ -133,6 +131,14 @@ def load_model(
     ready = TransformersModel(label, model, fingerprint, options)
     served = TrimmedModel(ready, vocabulary) if vocabulary is not None else ready
     return LoadedModel(served, tokenizer, ready.run)
+
+
+def _complete(name: str, model: PreTrainedModel, loading: Mapping[str, Any]) -> PreTrainedModel:
+    """Returns the model; refuses one whose checkpoint lacks weights, which transformers leaves as they were drawn."""
+    if missing := sorted(loading["missing_keys"]):
+        kind = model.config.model_type
+        raise ModelUnsupported(f"{name} lacks {len(missing)} weights of a {kind} model, such as {missing[0]}")
+    return model
 
 
 def _first_layers(config: PretrainedConfig, num_layers: int | None) -> PretrainedConfig:

@@ -6,6 +6,7 @@ from itertools import count
 from typing import Final
 
 import numpy as np
+from numpy.typing import NDArray
 
 from outrider.training.corpus import Corpus
 
@@ -37,20 +38,26 @@ def batches(corpus: Corpus, tokens_per_batch: int, seed: int) -> Iterator[list[i
     for epoch in count():
         random = np.random.default_rng([seed, epoch])
         order = np.argsort(lens * random.uniform(1 - _MIXING, 1 + _MIXING, len(lens)), kind="stable")
-        groups = list(_groups(order, lens, tokens_per_batch))
-        for number in random.permutation(len(groups)):
-            yield groups[number]
+        epoch_groups = list(groups(order, lens, tokens_per_batch))
+        for number in random.permutation(len(epoch_groups)):
+            yield epoch_groups[number]
 
 
-def _groups(order: "np.ndarray[tuple[int], np.dtype[np.int64]]", lens: object, size: int) -> Iterator[list[int]]:
+def groups(order: NDArray[np.int64], lens: NDArray[np.int64], tokens_per_batch: int) -> Iterator[list[int]]:
+    """Yields conversations in this order, as many together as fill a pass once all are padded to the longest.
+
+    Args:
+        order: numbers of conversations.
+        lens: tokens of each conversation.
+        tokens_per_batch: of a pass, padding included; a single conversation may have more.
+    """
     group: list[int] = []
     longest = 0
     for index in order.tolist():
-        longer = max(longest, int(lens[index]))  # type: ignore[index]
-        if group and longer * (len(group) + 1) > size:
+        longest = max(longest, int(lens[index]))
+        if group and longest * (len(group) + 1) > tokens_per_batch:
             yield group
-            group, longer = [], int(lens[index])  # type: ignore[index]
+            group, longest = [], int(lens[index])
         group.append(index)
-        longest = longer
     if group:
         yield group

@@ -50,7 +50,6 @@ class SynthesisOptions:
 class _Sampling:
     """One text that is being written."""
 
-    number: int
     token_ids: list[int]
     parameters: SamplingParameters
     max_new: int
@@ -145,7 +144,6 @@ class Synthesis:
         """Returns what the model writes behind each start, an end-of-text token included."""
         waiting = [
             _Sampling(
-                number,
                 list(start),
                 each,
                 min(max_new, self._model.info.max_session_len - len(start)),

@@ -19,6 +19,7 @@ from outrider.lm.fingerprint import model_fingerprint
 from outrider.lm.loading import chosen_device
 from outrider.lm.tokenizer import vocabulary_fingerprint
 from outrider.training.corpus import Corpus
+from outrider.training.schedule import groups
 
 _PROBE_IDS: Final = (5, 3, 4, 6)
 # What some families of models do to logits behind the output layer.
@@ -177,21 +178,20 @@ class LessonStore:
         num = max(1, len(self._corpus.token_ids))
         self._states = _mapped(self._folder / "lessons.states", np.uint16, (num, self._width))
         self._totals = _mapped(self._folder / "lessons.totals", np.float32, (num,))
-        order = np.argsort(self._corpus.lens, kind="stable")
-        done = self._num_done()
-        for start, end in _slices(self._corpus.lens[order], tokens_per_batch):
-            if end > done:
-                self._compute(order[start:end].tolist())
-                self._note_done(end)
-            yield int(self._corpus.lens[order[:end]].sum())
+        lens = self._corpus.lens
+        noted, done, num_tokens = self._num_done(), 0, 0
+        for group in groups(np.argsort(lens, kind="stable"), lens, tokens_per_batch):
+            done += len(group)
+            num_tokens += int(lens[group].sum())
+            if done > noted:
+                self._compute(group)
+                self._note_done(done)
+            yield num_tokens
 
     def lesson(self, indices: Sequence[int]) -> Lesson:
         """Returns the lesson of these conversations."""
         corpus = self._corpus
-        lens = corpus.lens[list(indices)]
-        token_ids = torch.zeros(len(indices), int(lens.max()), dtype=torch.long)
-        for row, index in enumerate(indices):
-            token_ids[row, : lens[row]] = torch.from_numpy(corpus.tokens(index).astype(np.int64))
+        lens, token_ids = self._padded(indices)
         states = self._kept(indices, token_ids.shape[1]) or self._teacher.run(token_ids)
         device = self._teacher.device
         features, hidden, log_totals = (part.to(device) for part in states)
@@ -205,12 +205,17 @@ class LessonStore:
             log_totals,
         )
 
-    def _compute(self, indices: Sequence[int]) -> None:
-        assert self._states is not None and self._totals is not None
+    def _padded(self, indices: Sequence[int]) -> tuple[NDArray[np.int64], Tensor]:
+        """Returns the conversations' lengths, and their tokens: int64 [B, T]."""
         lens = self._corpus.lens[list(indices)]
         token_ids = torch.zeros(len(indices), int(lens.max()), dtype=torch.long)
         for row, index in enumerate(indices):
             token_ids[row, : lens[row]] = torch.from_numpy(self._corpus.tokens(index).astype(np.int64))
+        return lens, token_ids
+
+    def _compute(self, indices: Sequence[int]) -> None:
+        assert self._states is not None and self._totals is not None
+        lens, token_ids = self._padded(indices)
         features, hidden, totals = self._teacher.run(token_ids)
         states = torch.cat([features, hidden], dim=-1).to(torch.bfloat16).cpu().view(torch.uint16).numpy()
         for row, index in enumerate(indices):
@@ -257,15 +262,6 @@ class LessonStore:
         scratch = self._progress.with_suffix(".partial")
         scratch.write_text(json.dumps({"identity": self.identity, "done": num}))
         scratch.rename(self._progress)
-
-
-def _slices(lens: NDArray[np.int64], tokens_per_batch: int) -> Iterator[tuple[int, int]]:
-    """Yields ranges of conversations, sorted by length, that fill a pass."""
-    start = 0
-    for end in range(1, len(lens) + 1):
-        if end == len(lens) or (end + 1 - start) * lens[end] > tokens_per_batch:
-            yield start, end
-            start = end
 
 
 def _mapped(path: Path, dtype: Any, shape: tuple[int, ...]) -> Any:

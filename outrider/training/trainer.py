@@ -17,7 +17,7 @@ from outrider.training.acceptance import Acceptance
 from outrider.training.methods import Method
 from outrider.training.objective import loss_of, measure, targets_of
 from outrider.training.options import DistillOptions
-from outrider.training.schedule import batches, rate, steps_within
+from outrider.training.schedule import batches, groups, rate, steps_within
 from outrider.training.teacher import LessonStore
 
 _NUM_TIMED_STEPS: Final = 6
@@ -137,7 +137,8 @@ class Trainer:
         found: dict[bool, Acceptance] = {}
         self._method.module.eval()
         generator = torch.Generator().manual_seed(self._options.seed)
-        for indices in _in_order(self._held_out, self._options.tokens_per_batch):
+        lens = self._held_out.corpus.lens
+        for indices in groups(lens.argsort(kind="stable"), lens, self._options.tokens_per_batch):
             with self._precision():
                 part = measure(self._method, self._held_out.lesson(indices), self._vocabulary, generator, widths)
             found = {kind: found[kind] + part[kind] if found else part[kind] for kind in part}
@@ -262,18 +263,6 @@ class Curve:
         """Drops what was noted beyond a step."""
         kept = [json.dumps(point) + "\n" for point in self.points() if point["step"] <= step]
         self._path.write_text("".join(kept))
-
-
-def _in_order(store: LessonStore, tokens_per_batch: int) -> Iterator[list[int]]:
-    lens = store.corpus.lens
-    group: list[int] = []
-    for index in lens.argsort(kind="stable").tolist():
-        if group and int(lens[index]) * (len(group) + 1) > tokens_per_batch:
-            yield group
-            group = []
-        group.append(index)
-    if group:
-        yield group
 
 
 def _trained_weights(module: nn.Module) -> dict[str, Tensor]:
