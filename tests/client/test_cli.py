@@ -6,8 +6,10 @@ from pathlib import Path
 
 import pytest
 from click.testing import CliRunner, Result
+from rich.progress import Progress
 
 from outrider.client.cli import main
+from outrider.client.commands.distill import Bars
 from outrider.client.commands.rendering import origins_of_words
 from outrider.errors import InvalidArgument, Overloaded
 from outrider.parameters import SamplingParameters
@@ -238,6 +240,19 @@ def test_distill_names_what_is_wrong(options: tuple[str, ...], message: str, tmp
     given = [option.replace("{folder}", str(tmp_path)) for option in options]
     result = outrider("distill", "nowhere", str(tmp_path / "draft"), *given)
     assert result.exit_code in (1, 2) and message in result.stderr and result.stderr.count("\n") == 1
+
+
+def test_distill_shows_one_bar_for_each_stage() -> None:
+    progress = Progress(disable=True)
+    bars = Bars(progress, is_terminal=True)
+    for done in range(1, 4):
+        bars.stage("conversations", done, 3)
+    for done in range(1, 4):
+        bars.stage("lessons", done, 5)
+    assert [(task.description, task.completed, task.total) for task in progress.tasks] == [
+        ("conversations", 3, 3),
+        ("lessons", 3, 5),
+    ]
 
 
 def test_an_interrupt_cancels_the_generation_and_shows_what_there_is(service: ScriptedService) -> None:

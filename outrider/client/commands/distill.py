@@ -112,8 +112,9 @@ class Bars:
 
     def _show(self, name: str, done: int, total: int, text: str) -> None:
         if self._is_terminal:
-            task = self._tasks.setdefault(name, self._progress.add_task(name, total=None, text=""))
-            self._progress.update(task, completed=done, total=total or None, text=text)
+            if name not in self._tasks:
+                self._tasks[name] = self._progress.add_task(name, total=None, text="")
+            self._progress.update(self._tasks[name], completed=done, total=total or None, text=text)
             return
         share = done / total if total else 0.0
         if share >= self._told + 0.05 or done >= total > 0 or share < self._told:

@@ -6,6 +6,7 @@ with the maps `d2t` and `t2d` (SGLang's layout); `layers.0.*` in place of `midla
 """
 
 import json
+import pickle
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -202,7 +203,7 @@ def _weights(folder: Path) -> dict[str, Tensor]:
         if safe.exists():
             return load_file(safe)
         return dict(torch.load(pickled, map_location="cpu", weights_only=True))
-    except (OSError, SafetensorError) as error:
+    except (OSError, SafetensorError, pickle.UnpicklingError) as error:
         raise ModelUnsupported(f"{folder} has no weights that can be read: {error}") from error
 
 

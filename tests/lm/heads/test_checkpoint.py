@@ -131,6 +131,9 @@ def test_a_folder_without_a_head_is_refused(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
     with pytest.raises(ModelUnsupported, match="no weights"):
         load_eagle3(tmp_path)
+    (tmp_path / "pytorch_model.bin").write_text("no")
+    with pytest.raises(ModelUnsupported, match="no weights"):
+        load_eagle3(tmp_path)
 
 
 def test_a_damaged_manifest_is_refused(saved: tuple[Path, Eagle3Head]) -> None:
