@@ -72,6 +72,7 @@ class PagedKVCache:
 
     def __init__(self, pool: PagePool, salt: bytes = b"") -> None:
         self._pool = pool
+        self._salt = salt
         self._root = pool.root(salt)
         self._table: list[int] = []
         self._token_ids = array("I")
@@ -90,6 +91,11 @@ class PagedKVCache:
         """Memory of the pages held, in bytes; shared pages in full."""
         side_pages = sum(len(branch.table) - branch.own_from for branch in self._side_branches())
         return (len(self._table) + side_pages) * self._pool.page_bytes
+
+    @property
+    def is_current(self) -> bool:
+        """Whether it was made since the pool's pages got their present meaning; see `PagePool.rename`."""
+        return self._root == self._pool.root(self._salt)
 
     @property
     def table(self) -> tuple[int, ...]:

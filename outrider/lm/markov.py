@@ -118,6 +118,10 @@ class MarkovModel:
         """How full the KV cache is."""
         return self._pool.usage
 
+    @property
+    def features(self) -> None:
+        """None: a table has no layers."""
+
     def new_cache(self, salt: bytes = b"") -> PagedKVCache:
         """Returns an empty cache for one session."""
         return PagedKVCache(self._pool, salt)

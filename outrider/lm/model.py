@@ -23,6 +23,8 @@ class ModelInfo:
         max_session_len: longest session in tokens.
         eos_token_ids: the model's end-of-text tokens.
         kv_token_bytes: KV cache of one token, in bytes.
+        num_layers: decoder layers whose features a draft may ask for; 0 where there are none.
+        hidden_size: H, width of one feature; 0 where there are none.
     """
 
     name: str
@@ -33,6 +35,8 @@ class ModelInfo:
     max_session_len: int
     eos_token_ids: tuple[int, ...]
     kv_token_bytes: int
+    num_layers: int = 0
+    hidden_size: int = 0
 
 
 class KVCache(Protocol):
@@ -45,6 +49,10 @@ class KVCache(Protocol):
     @property
     def num_bytes(self) -> int:
         """Memory held, in bytes; what is shared with other sessions in full."""
+
+    @property
+    def is_current(self) -> bool:
+        """Whether what it holds has the features that are kept now."""
 
     def missing_bytes(self, length: int) -> int:
         """Returns the memory that caching `length` tokens would take beyond what is held."""
@@ -93,6 +101,22 @@ class SessionStep:
         return len(self.span.token_ids) + len(self.tree)
 
 
+class FeatureSource(Protocol):
+    """Features of a model's cached positions; see `features`."""
+
+    def keep(self, layers: Sequence[int]) -> None:
+        """Has all passes from now on keep the features of these layers too.
+
+        Caches that were made before are not `is_current`, and not to be read from.
+
+        Raises:
+            ModelUnsupported: there are no such layers, or they are too many.
+        """
+
+    def read(self, cache: KVCache, layers: Sequence[int], start: int, end: int) -> torch.Tensor:
+        """Returns the features of cached positions start .. end - 1: bfloat16 [end - start, len(layers) * H]."""
+
+
 class LanguageModel(Protocol):
     """A causal language model whose bits do not depend on how a position was computed (see docs/architecture.md)."""
 
@@ -103,6 +127,10 @@ class LanguageModel(Protocol):
     @property
     def kv_usage(self) -> KVUsage:
         """How full the KV cache is."""
+
+    @property
+    def features(self) -> FeatureSource | None:
+        """What is kept for drafts that are made of a target's features; None where there are no layers to take them of."""
 
     def new_cache(self, salt: bytes = b"") -> KVCache:
         """Returns an empty KV cache for one session, which shares memory with sessions of the same salt only."""

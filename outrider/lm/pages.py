@@ -9,7 +9,7 @@ until its memory is needed, the least recently used first.
 import hashlib
 from array import array
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -93,6 +93,14 @@ class PagePool:
     def root(self, salt: bytes) -> bytes:
         """Returns the digest that the first page of a session with this salt continues."""
         return hashlib.sha256(len(salt).to_bytes(4, "big") + salt + self._root).digest()
+
+    def rename(self, rename: Callable[[bytes], bytes]) -> None:
+        """Changes what the pages published from now on stand for; those published before are not found any more.
+
+        Args:
+            rename: returns the new name of model and numerics for the present one.
+        """
+        self._root = rename(self._root)
 
     def num_pages_for(self, length: int) -> int:
         """Returns how many pages `length` positions take."""

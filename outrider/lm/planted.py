@@ -179,6 +179,11 @@ class PlantedKVCache:
         """Memory held, in bytes."""
         return self.inner.num_bytes
 
+    @property
+    def is_current(self) -> bool:
+        """Whether what it holds has the features that are kept now."""
+        return self.inner.is_current
+
     def missing_bytes(self, length: int) -> int:
         """Returns the memory that caching `length` tokens would take beyond what is held."""
         return self.inner.missing_bytes(length)
@@ -250,6 +255,10 @@ class PlantedModel:
     def kv_usage(self) -> KVUsage:
         """How full the KV cache is."""
         return self._base.kv_usage
+
+    @property
+    def features(self) -> None:
+        """None: what is planted follows from tokens, not from features."""
 
     def new_cache(self, salt: bytes = b"") -> PlantedKVCache:
         """Returns an empty cache for one session."""

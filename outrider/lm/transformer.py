@@ -14,6 +14,7 @@ from outrider.errors import ModelUnsupported
 from outrider.lm import attention
 from outrider.lm.attention.flex import FlexPasses
 from outrider.lm.compilation import can_compile, compile_layers, find_layers, uncompile_layers
+from outrider.lm.features import FeatureStore
 from outrider.lm.fingerprint import model_fingerprint
 from outrider.lm.kv_cache import PagedKVCache
 from outrider.lm.kv_storage import KVStorage
@@ -117,7 +118,7 @@ class TransformersModel:
             )
         self._storage = KVStorage(shapes.shapes, num_pages + 1, _PAGE_LEN, kv_dtype, self._device)
         shapes.attach(self._storage)
-        self._pool = PagePool(num_pages, _PAGE_LEN, _PAGE_LEN * token_bytes)
+        self._pool, self._features = self._pages(num_pages, token_bytes, info)
         self._flex = self._compile() if compiles else None
         kernel = f"flex-pages-{_PAGE_LEN}" if self._flex else f"blocks-{attention.BLOCK_LEN}"
         kernel = kernel if options.invariant else "sdpa"
@@ -125,7 +126,8 @@ class TransformersModel:
         split = f" ranks-{options.ranks.num}" if options.ranks else ""
         info = replace(info, numerics=f"{numerics} linear-{_linear_kind(model, num_packed)}{split}")
         self._info = self._probe(replace(info, kv_token_bytes=token_bytes))
-        self._pool = PagePool(num_pages, _PAGE_LEN, _PAGE_LEN * token_bytes, self._digest_root())
+        # Anew: what the probes left is nobody's.
+        self._pool, self._features = self._pages(num_pages, token_bytes, self._info)
         # So far all ranks have run the same probes side by side; from here on the first one leads.
         self._ranks = options.ranks
 
@@ -133,6 +135,11 @@ class TransformersModel:
     def info(self) -> ModelInfo:
         """Identity and limits."""
         return self._info
+
+    @property
+    def features(self) -> FeatureStore | None:
+        """Features for drafts; None where the model has no list of layers."""
+        return self._features if self._info.num_layers else None
 
     @property
     def kv_usage(self) -> KVUsage:
@@ -156,7 +163,10 @@ class TransformersModel:
     def run(self, plan: PassPlan) -> torch.Tensor:
         """Runs a planned pass: on the first rank for its logits [wanted, V], on the others for their share of it."""
         self._storage.prepare(plan.new_pages, plan.copies)
-        return self._run(plan.token_ids, plan.positions, plan.wanted or [0], self._made(plan.rows))
+        self._features.prepare(plan.copies)
+        logits = self._run(plan.token_ids, plan.positions, plan.wanted or [0], self._made(plan.rows))
+        self._features.write(plan.rows)
+        return logits
 
     def _made(self, rows: attention.PassRows) -> AnyPass:
         if self._flex:
@@ -217,8 +227,11 @@ class TransformersModel:
             return None
         return self._flex
 
-    def _digest_root(self) -> bytes:
-        return hashlib.sha256(f"{self._info.fingerprint} {self._info.numerics}".encode()).digest()
+    def _pages(self, num_pages: int, token_bytes: int, info: ModelInfo) -> tuple[PagePool, FeatureStore]:
+        root = hashlib.sha256(f"{info.fingerprint} {info.numerics}".encode()).digest()
+        pool = PagePool(num_pages, _PAGE_LEN, _PAGE_LEN * token_bytes, root)
+        layers = find_layers(self._model, self._num_layers)
+        return pool, FeatureStore(self._model.base_model, layers, info.hidden_size, self._storage, pool)
 
     def _describe(self, name: str, tokenizer_fingerprint: str) -> ModelInfo:
         config = self._model.config.get_text_config()
@@ -234,6 +247,8 @@ class TransformersModel:
             max_session_len=getattr(config, "max_position_embeddings", None) or _UNBOUNDED_LEN,
             eos_token_ids=_eos_token_ids(self._model),
             kv_token_bytes=0,
+            num_layers=len(find_layers(self._model, self._num_layers)),
+            hidden_size=config.hidden_size,
         )
 
     def _probe(self, info: ModelInfo) -> ModelInfo:

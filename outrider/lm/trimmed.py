@@ -36,6 +36,10 @@ class TrimmedModel:
         """How full the KV cache is."""
         return self._model.kv_usage
 
+    @property
+    def features(self) -> None:
+        """None: a draft has no drafts."""
+
     def new_cache(self, salt: bytes = b"") -> PagedKVCache:
         """Returns an empty KV cache; see `TransformersModel`."""
         return self._model.new_cache(salt)
