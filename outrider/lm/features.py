@@ -72,7 +72,9 @@ class FeatureStore:
         if not new:
             return
         if new[0] < 0 or new[-1] > self.num_layers:
-            raise ModelUnsupported(f"features of layers {list(layers)} are asked for, the last one is {self.num_layers}")
+            raise ModelUnsupported(
+                f"features of layers {list(layers)} are asked for, the last one is {self.num_layers}"
+            )
         if len(self._planes) + len(new) > _MAX_LAYERS:
             raise ModelUnsupported(f"features of more than {_MAX_LAYERS} layers are asked for")
         num_slots = len(self._storage.positions)

@@ -53,14 +53,20 @@ def guesses(method: Method, lesson: Lesson, targets: Targets, depth: int) -> Ite
         yield functional.linear(chosen, method.head.weight), places
 
 
-def loss_of(method: Method, lesson: Lesson, targets: Targets) -> Tensor:
+def loss_of(method: Method, lesson: Lesson, targets: Targets, depth: int) -> Tensor:
     """Returns the cross entropy of the draft under the target, a mean over tokens, weighed over depths.
 
     What the target gives tokens that the draft cannot say weighs nothing.
+
+    Args:
+        method: the draft.
+        lesson: texts of the target.
+        targets: of the lesson.
+        depth: guesses one after another that are looked at.
     """
     total = lesson.hidden.new_zeros((), dtype=torch.float32)
     weights = 0.0
-    for number, (logits, places) in enumerate(guesses(method, lesson, targets, method.trained_depth)):
+    for number, (logits, places) in enumerate(guesses(method, lesson, targets, depth)):
         if len(places):
             wanted = targets.log_probs[places].exp()
             total = total + DECAY**number * functional.cross_entropy(logits.float(), wanted)

@@ -52,9 +52,9 @@ class DistillOptions:
     depth: int = 4
     draft_vocab_size: int = 8192
     num_layers: int = 2
-    tokens_per_batch: int = 4096
+    tokens_per_batch: int = 2048
     accumulate: int = 1
-    learning_rate: float = 1e-3
+    learning_rate: float = 2e-3
     max_len: int = 2048
     held_out: float = 0.03
     seed: int = 0

@@ -13,6 +13,10 @@ from outrider.training.corpus import Corpus
 _WARM_SHARE: Final = 0.03
 _LAST_SHARE: Final = 0.05
 _MIXING: Final = 0.1
+_DEEP_SHARE: Final = 0.35
+
+NUM_TIMED_STEPS: Final = 8
+"""Steps whose times decide how many there will be, where a budget is given."""
 
 
 def rate(step: int, num_steps: int, highest: float) -> float:
@@ -24,9 +28,28 @@ def rate(step: int, num_steps: int, highest: float) -> float:
     return highest * (_LAST_SHARE + (1 - _LAST_SHARE) * (1 + math.cos(math.pi * done)) / 2)
 
 
-def steps_within(budget_s: float, step_s: float, spent_s: float) -> int:
-    """Returns how many steps fit into what is left of a budget, at least 1."""
-    return max(1, int((budget_s - spent_s) / step_s))
+def is_deep(step: int, num_steps: int) -> bool:
+    """Returns whether a step trains guesses of every depth, and not the first one alone.
+
+    A step over the first guess alone takes a fraction of the time and teaches it as much, and the deeper guesses are
+    made by the same weights: so those come last. Of the steps that are timed to make a plan, the first half is deep.
+
+    Args:
+        step: its number, from 0.
+        num_steps: of the plan; 0 while it is being made.
+    """
+    return step < NUM_TIMED_STEPS // 2 or (num_steps > 0 and step >= (1 - _DEEP_SHARE) * num_steps)
+
+
+def steps_within(left_s: float, deep_s: float, shallow_s: float) -> int:
+    """Returns how many steps a plan has that fits into a time, at least 1.
+
+    Args:
+        left_s: the time.
+        deep_s: seconds of a step that is deep.
+        shallow_s: seconds of one that is not.
+    """
+    return max(1, int(left_s / (_DEEP_SHARE * deep_s + (1 - _DEEP_SHARE) * shallow_s)))
 
 
 def batches(corpus: Corpus, tokens_per_batch: int, seed: int) -> Iterator[list[int]]:

@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, P
 
 from outrider.errors import InvalidArgument, ModelUnsupported
 from outrider.lm import embedded
+from outrider.lm.compilation import find_layers
 from outrider.lm.fingerprint import model_fingerprint
 from outrider.lm.loading import chosen_device
 from outrider.lm.tokenizer import vocabulary_fingerprint
@@ -107,6 +108,19 @@ class Teacher:
         """Weights of the output layer: [V, H]."""
         layer: torch.nn.Linear = self.model.get_output_embeddings()  # type: ignore[no-untyped-call]
         return layer.weight
+
+    @property
+    def last_layer(self) -> dict[str, Tensor]:
+        """Weights of the last decoder layer by name; none where the model has no list of layers."""
+        layers = find_layers(self.model, self.model.config.get_text_config().num_hidden_layers)
+        return dict(layers[-1].state_dict()) if layers else {}
+
+    @property
+    def final_norm(self) -> Tensor:
+        """Weights of the norm before the output layer: [H]; ones where it goes by another name."""
+        norm = getattr(self.model.base_model, "norm", None)
+        ones = torch.ones(self.hidden_size, device=self.device)
+        return getattr(norm, "weight", ones)
 
     @property
     def eos_token_ids(self) -> tuple[int, ...]:

@@ -17,10 +17,9 @@ from outrider.training.acceptance import Acceptance
 from outrider.training.methods import Method
 from outrider.training.objective import loss_of, measure, targets_of
 from outrider.training.options import DistillOptions
-from outrider.training.schedule import batches, groups, rate, steps_within
+from outrider.training.schedule import NUM_TIMED_STEPS, batches, groups, is_deep, rate, steps_within
 from outrider.training.teacher import LessonStore
 
-_NUM_TIMED_STEPS: Final = 6
 _NUM_MEASUREMENTS: Final = 12
 _MEASURE_SHARE: Final = 0.06
 _CLIP: Final = 1.0
@@ -81,6 +80,7 @@ class Trainer:
         self._parameters = [item for item in method.module.parameters() if item.requires_grad]
         self._optimizer = torch.optim.AdamW(self._parameters, betas=_BETAS, weight_decay=_DECAY)
         self._spent_s = 0.0
+        self._times_s: dict[bool, float] = {}
         self._step = 0
         self._num_steps = options.num_steps
         self._num_tokens = 0
@@ -113,14 +113,17 @@ class Trainer:
         if self._step == 0:
             self._note_measurement()
         saved_s = started_s = time.monotonic()
-        before_s, first = self._trained_s, self._step
+        before_s = self._trained_s
         source = self._batches()
         while not self._num_steps or self._step < self._num_steps:
+            began_s = time.monotonic()
             loss = self._train(islice(source, self._options.accumulate))
             self._step += 1
             now_s = time.monotonic()
             self._trained_s = before_s + now_s - started_s
-            self._plan((now_s - started_s) / (self._step - first))
+            # Of each kind the last one, as the first ones warm up.
+            self._times_s[is_deep(self._step - 1, self._num_steps)] = now_s - began_s
+            self._plan()
             is_last = self._step == self._num_steps
             self._curve.append({"step": self._step, "loss": loss, "tokens": self._num_tokens})
             if self._num_steps and (is_last or self._step % max(1, self._num_steps // _NUM_MEASUREMENTS) == 0):
@@ -128,9 +131,7 @@ class Trainer:
             if is_last or now_s - saved_s > self._options.checkpoint_every_s:
                 self.save()
                 saved_s = now_s
-            step_s = (now_s - started_s) / (self._step - first)
-            left_s = max(0, self._num_steps - self._step) * step_s
-            report(Progress(self._step, self._num_steps, loss, self._acceptance, left_s))
+            report(Progress(self._step, self._num_steps, loss, self._acceptance, self._left_s()))
 
     def measure(self, widths: tuple[int, ...]) -> dict[bool, Acceptance]:
         """Returns what drafting comes to on all that was held out, for greedy answers (True) and sampled ones."""
@@ -206,11 +207,13 @@ class Trainer:
         for group in self._optimizer.param_groups:
             group["lr"] = rate(self._step, num_steps, self._options.learning_rate)
         total = 0.0
+        method = self._method
+        depth = method.trained_depth if is_deep(self._step, self._num_steps) else method.shallow_depth
         for indices in source:
             lesson = self._lessons.lesson(indices)
             with self._precision():
                 targets = targets_of(lesson, self._method, self._vocabulary)
-                loss = loss_of(self._method, lesson, targets) / self._options.accumulate
+                loss = loss_of(self._method, lesson, targets, depth) / self._options.accumulate
             loss.backward()  # type: ignore[no-untyped-call]
             total += loss.item()
             self._num_tokens += int(lesson.lens.sum())
@@ -219,12 +222,23 @@ class Trainer:
         self._optimizer.zero_grad(set_to_none=True)
         return total
 
-    def _plan(self, step_s: float) -> None:
-        """Fixes the number of steps, once what a step takes is known."""
-        if not self._num_steps and self._step >= _NUM_TIMED_STEPS:
+    def _plan(self) -> None:
+        """Fixes the number of steps, once what the two kinds of them take is known."""
+        if not self._num_steps and self._step >= NUM_TIMED_STEPS:
             budget_s = self._options.budget_s * (1 - _MEASURE_SHARE)
-            self._num_steps = self._step + steps_within(budget_s, step_s, self._spent_s + self._trained_s)
+            left_s = budget_s - self._spent_s - self._trained_s
+            self._num_steps = self._step + steps_within(left_s, self._step_s(deep=True), self._step_s(deep=False))
             self.save()
+
+    def _step_s(self, *, deep: bool) -> float:
+        """Returns what a step of a kind takes; where none was timed since the start, by one of the other kind."""
+        other_s = self._times_s[not deep] if deep not in self._times_s else 0.0
+        return self._times_s.get(deep, other_s * self._method.trained_depth if deep else other_s)
+
+    def _left_s(self) -> float:
+        """Returns about how long the steps that are left take; 0 while their number is not known."""
+        kinds = [is_deep(step, self._num_steps) for step in range(self._step, self._num_steps)]
+        return sum(kinds) * self._step_s(deep=True) + (len(kinds) - sum(kinds)) * self._step_s(deep=False)
 
     def _note_measurement(self) -> None:
         found = self.measure((1,) * self._method.depth)

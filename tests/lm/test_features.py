@@ -4,7 +4,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from tests.lm.models import CONFIGS, save_model
 from transformers import AutoModelForCausalLM
 
 from outrider.errors import ModelUnsupported
@@ -12,6 +11,7 @@ from outrider.lm.features import FeatureStore
 from outrider.lm.loading import load_model
 from outrider.lm.model import KVCache, LanguageModel, SessionStep
 from outrider.tokens import ROOT, NodeKind, ProposalNode, ProposalTree, TokenSpan
+from tests.lm.models import CONFIGS, save_model
 
 LAYERS = (0, 2, 3)
 TEXT = tuple(3 + 7 * index % 60 for index in range(50))

@@ -8,7 +8,7 @@ import pytest
 from outrider.errors import InvalidArgument
 from outrider.training.corpus import from_conversations
 from outrider.training.options import DistillOptions, MethodKind, parse_duration
-from outrider.training.schedule import batches, rate, steps_within
+from outrider.training.schedule import NUM_TIMED_STEPS, batches, is_deep, rate, steps_within
 
 
 def test_the_rate_rises_then_falls() -> None:
@@ -20,8 +20,18 @@ def test_the_rate_rises_then_falls() -> None:
 
 
 def test_a_budget_holds_the_steps_that_fit() -> None:
-    assert steps_within(100.0, 2.0, 40.0) == 30
-    assert steps_within(10.0, 2.0, 40.0) == 1
+    assert steps_within(60.0, 2.0, 2.0) == 30
+    assert steps_within(60.0, 4.0, 2.0) == 22
+    assert steps_within(-30.0, 2.0, 2.0) == 1
+
+
+def test_deep_guesses_come_last() -> None:
+    kinds = [is_deep(step, 100) for step in range(100)]
+    planned = kinds[NUM_TIMED_STEPS:]
+    assert planned == sorted(planned) and 20 < sum(planned) < 50
+    # While the plan is being made both kinds are timed.
+    assert {is_deep(step, 0) for step in range(NUM_TIMED_STEPS)} == {True, False}
+    assert kinds[:NUM_TIMED_STEPS] == [is_deep(step, 0) for step in range(NUM_TIMED_STEPS)]
 
 
 def test_every_epoch_has_every_conversation_once() -> None:
