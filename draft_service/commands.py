@@ -6,15 +6,19 @@ from typing import Protocol, TypeAlias
 
 from draft_service.drafters.drafter import DraftTerms
 from outrider.errors import OutriderError
-from outrider.tokens import Base, ProposalNode, TokenSpan
+from outrider.tokens import Base, FeatureSpan, ProposalNode, TokenSpan
 
 
 @dataclass(frozen=True, slots=True)
 class Opened:
-    """A session is open; `known_len` of its tokens are here, and the first span starts there or before."""
+    """A session is open; `known_len` of its tokens are here, and the first span starts there or before.
+
+    Of its features those from position `features_len` on are wanted.
+    """
 
     handle: int
     known_len: int
+    features_len: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +33,14 @@ class ProposalPart:
 
 
 @dataclass(frozen=True, slots=True)
+class FeaturesMissing:
+    """A session's proposal waits for features of the target, from position `start` on."""
+
+    handle: int
+    start: int
+
+
+@dataclass(frozen=True, slots=True)
 class Refused:
     """A session cannot go on as asked."""
 
@@ -36,7 +48,7 @@ class Refused:
     error: OutriderError
 
 
-Reply: TypeAlias = Opened | ProposalPart | Refused
+Reply: TypeAlias = Opened | ProposalPart | FeaturesMissing | Refused
 
 
 class ReplyStream(Protocol):
@@ -75,6 +87,15 @@ class AdvanceSession:
     base: Base
     span: TokenSpan
     num_speculative_tokens: int
+    max_nodes: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class GiveFeatures:
+    """Hands features of the target to a session."""
+
+    seat: Seat
+    features: FeatureSpan
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,4 +117,4 @@ class BeginDrain:
     """Opens no more sessions from now on."""
 
 
-Command: TypeAlias = OpenSession | AdvanceSession | CloseSession | EndStream | BeginDrain
+Command: TypeAlias = OpenSession | AdvanceSession | GiveFeatures | CloseSession | EndStream | BeginDrain

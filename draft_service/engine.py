@@ -15,6 +15,8 @@ from draft_service.commands import (
     CloseSession,
     Command,
     EndStream,
+    FeaturesMissing,
+    GiveFeatures,
     Opened,
     OpenSession,
     ProposalPart,
@@ -23,7 +25,7 @@ from draft_service.commands import (
     ReplyStream,
     Seat,
 )
-from draft_service.drafters.drafter import Branch, Drafter
+from draft_service.drafters.drafter import Drafter, OpenProposal
 from draft_service.inbox import Inbox
 from draft_service.sessions import Session, Sessions
 from outrider.errors import Draining, Fenced, OutriderError
@@ -65,22 +67,31 @@ class EngineLoad:
 
 @dataclass(slots=True, eq=False)
 class _Drafting:
-    """A branch, whom it is for, and how much of it has been sent."""
+    """A proposal, whom it is for, and how much of it has been sent."""
 
     seat: Seat
     base: Base
-    branch: Branch
+    proposal: OpenProposal
     num_sent: int = 0
+    has_asked: bool = False
+
+    @property
+    def can_go_on(self) -> bool:
+        """Whether a step may bring it forward."""
+        return not self.proposal.complete and self.proposal.missing_features_from is None
 
     def next_part(self) -> Reply | None:
         """Returns what has come since the last part."""
-        branch = self.branch
-        if branch.refusal is not None:
-            return Refused(self.seat.handle, branch.refusal)
-        nodes = tuple(branch.nodes[self.num_sent :])
-        if not nodes and not branch.complete:
+        proposal = self.proposal
+        if proposal.refusal is not None:
+            return Refused(self.seat.handle, proposal.refusal)
+        if proposal.missing_features_from is not None:
+            asked, self.has_asked = self.has_asked, True
+            return None if asked else FeaturesMissing(self.seat.handle, proposal.missing_features_from)
+        nodes = tuple(proposal.nodes[self.num_sent :])
+        if not nodes and not proposal.complete:
             return None
-        part = ProposalPart(self.seat.handle, self.base, self.num_sent + 1, nodes, branch.complete)
+        part = ProposalPart(self.seat.handle, self.base, self.num_sent + 1, nodes, proposal.complete)
         self.num_sent += len(nodes)
         return part
 
@@ -160,7 +171,7 @@ class Engine:
             self._quiet.set()
 
     def _turn(self) -> None:
-        idle = not self._draftings
+        idle = not any(drafting.can_go_on for drafting in self._draftings.values())
         for command in self._inbox.take(wait=idle, timeout_s=self._sessions.next_expiry_s() if idle else None):
             self._apply(command)
         self._sessions.expire()
@@ -170,7 +181,7 @@ class Engine:
 
     def _apply(self, command: Command) -> None:
         match command:
-            case OpenSession() | AdvanceSession():
+            case OpenSession() | AdvanceSession() | GiveFeatures():
                 self._try(command)
             case CloseSession(seat):
                 self._close([seat])
@@ -181,13 +192,16 @@ class Engine:
             case BeginDrain():
                 self._draining = True
 
-    def _try(self, command: OpenSession | AdvanceSession) -> None:
+    def _try(self, command: OpenSession | AdvanceSession | GiveFeatures) -> None:
         seat = command.seat
         try:
-            if isinstance(command, OpenSession):
-                self._open(command)
-            else:
-                self._advance(command)
+            match command:
+                case OpenSession():
+                    self._open(command)
+                case AdvanceSession():
+                    self._advance(command)
+                case GiveFeatures():
+                    self._give(command)
         except OutriderError as error:
             self._num_stale += isinstance(error, Fenced)
             self._replies[seat.stream].append(Refused(seat.handle, error))
@@ -199,15 +213,26 @@ class Engine:
         if (lost := self._draftings.pop(command.session_id, None)) is not None:
             error = Fenced("the session was opened again elsewhere")
             self._replies[lost.seat.stream].append(Refused(lost.seat.handle, error))
-        self._replies[command.seat.stream].append(Opened(command.seat.handle, len(session.token_ids)))
+        features_len = self._drafter.resume(session.session_id)
+        self._replies[command.seat.stream].append(Opened(command.seat.handle, len(session.token_ids), features_len))
 
     def _advance(self, command: AdvanceSession) -> None:
         session = self._sessions.at(command.seat, command.base.fencing_token)
         self._draftings.pop(session.session_id, None)
         same_len = session.apply(command.span)
         self._drafter.truncate(session.session_id, same_len)
-        branch = Branch(session.session_id, session.token_ids, session.terms, self._num_nodes(session, command))
-        self._draftings[session.session_id] = _Drafting(command.seat, command.base, branch)
+        proposal = OpenProposal(session.session_id, session.token_ids, session.terms, self._num_nodes(session, command))
+        proposal.max_nodes = min(command.max_nodes, self._limits.max_proposal_nodes)
+        self._draftings[session.session_id] = _Drafting(command.seat, command.base, proposal)
+
+    def _give(self, command: GiveFeatures) -> None:
+        session = self._sessions.session(command.seat)
+        if session is None:
+            self._num_stale += 1
+            return
+        self._drafter.give(session.session_id, command.features)
+        if (drafting := self._draftings.get(session.session_id)) is not None:
+            drafting.proposal.missing_features_from = None
 
     def _num_nodes(self, session: Session, command: AdvanceSession) -> int:
         """Returns how many nodes are of use: asked for, allowed, and before the ends of context and request."""
@@ -226,34 +251,34 @@ class Engine:
                 self._draftings.pop(session.session_id, None)
 
     def _step(self) -> None:
-        branches = [drafting.branch for drafting in self._draftings.values() if not drafting.branch.complete]
-        if branches:
+        proposals = [drafting.proposal for drafting in self._draftings.values() if drafting.can_go_on]
+        if proposals:
             started_s = time.perf_counter()
-            self._draft(branches)
+            self._draft(proposals)
             self._model_time_s += time.perf_counter() - started_s
         for drafting in list(self._draftings.values()):
             if (part := drafting.next_part()) is not None:
                 self._replies[drafting.seat.stream].append(part)
-            if drafting.branch.complete:
-                del self._draftings[drafting.branch.session_id]
+            if drafting.proposal.complete:
+                del self._draftings[drafting.proposal.session_id]
 
-    def _draft(self, branches: Sequence[Branch]) -> None:
+    def _draft(self, proposals: Sequence[OpenProposal]) -> None:
         """Runs one step; where it fails, each session by itself, so that only those that fail are refused."""
         try:
-            self._num_tokens += self._drafter.step(branches)
+            self._num_tokens += self._drafter.step(proposals)
             self._num_passes += 1
             return
         except Exception as error:
-            _LOG.exception("a draft step failed", extra={"num_sessions": len(branches)})
+            _LOG.exception("a draft step failed", extra={"num_sessions": len(proposals)})
             failure = error if isinstance(error, OutriderError) else OutriderError("the draft failed")
-        for branch in branches:
-            self._drafter.forget(branch.session_id)  # what a broken pass has cached is not known
-        if len(branches) == 1:
-            branches[0].refuse(failure)
+        for proposal in proposals:
+            self._drafter.forget(proposal.session_id)  # what a broken pass has cached is not known
+        if len(proposals) == 1:
+            proposals[0].refuse(failure)
             return
-        for branch in branches:
-            if not branch.complete:
-                self._draft([branch])
+        for proposal in proposals:
+            if not proposal.complete and proposal.missing_features_from is None:
+                self._draft([proposal])
 
     def _publish(self) -> None:
         self._load = EngineLoad(

@@ -4,6 +4,8 @@ from draft_service.commands import (
     AdvanceSession,
     CloseSession,
     Command,
+    FeaturesMissing,
+    GiveFeatures,
     Opened,
     OpenSession,
     ProposalPart,
@@ -12,8 +14,9 @@ from draft_service.commands import (
     Seat,
 )
 from draft_service.drafters.drafter import DrafterInfo, DraftTerms
-from outrider.errors import InvalidArgument, TokenizerMismatch
+from outrider.errors import InvalidArgument, ModelMismatch, TokenizerMismatch
 from outrider.parameters import AcceptanceRule
+from outrider.tokens import FeatureSpan
 from outrider.v1 import draft_pb2, tokens_pb2
 from outrider.wire import (
     base_from_message,
@@ -45,6 +48,8 @@ def command_from_frame(frame: draft_pb2.DraftRequestFrame, seat: Seat, info: Dra
             return _open(frame.open, seat, info)
         case "advance":
             return _advance(frame.advance, seat, info)
+        case "features":
+            return GiveFeatures(seat, FeatureSpan(frame.features.start, frame.features.data))
         case "close":
             return CloseSession(seat)
         case _:
@@ -54,8 +59,12 @@ def command_from_frame(frame: draft_pb2.DraftRequestFrame, seat: Seat, info: Dra
 def frame_from_reply(reply: Reply) -> draft_pb2.DraftResponseFrame:
     """Returns the frame that carries a reply."""
     match reply:
-        case Opened(handle, known_len):
-            return draft_pb2.DraftResponseFrame(handle=handle, opened=draft_pb2.DraftOpened(cached_len=known_len))
+        case Opened(handle, known_len, features_len):
+            opened = draft_pb2.DraftOpened(cached_len=known_len, features_len=features_len)
+            return draft_pb2.DraftResponseFrame(handle=handle, opened=opened)
+        case FeaturesMissing(handle, start):
+            missing = draft_pb2.FeaturesMissing(start=start)
+            return draft_pb2.DraftResponseFrame(handle=handle, features_missing=missing)
         case ProposalPart():
             return draft_pb2.DraftResponseFrame(handle=reply.handle, proposal=_proposal(reply))
         case Refused(handle, error):
@@ -66,6 +75,7 @@ def _open(message: draft_pb2.DraftOpen, seat: Seat, info: DrafterInfo) -> OpenSe
     if not 1 <= len(message.session_id) <= MAX_SESSION_ID_LEN:
         raise InvalidArgument(f"must have 1 to {MAX_SESSION_ID_LEN} characters", "session_id")
     _check_tokenizer(message.tokenizer_fingerprint, info.tokenizer_fingerprint)
+    _check_target(message.target_fingerprint, info)
     parameters = parameters_from_message(message.parameters)
     parameters.check_vocabulary(info.vocabulary_size)
     if parameters.seed is None and not parameters.is_greedy:
@@ -90,12 +100,17 @@ def _advance(message: draft_pb2.DraftAdvance, seat: Seat, info: DrafterInfo) -> 
     if not 1 <= base.len <= info.max_session_len:
         raise InvalidArgument(f"is {base.len}, must be in [1, {info.max_session_len}]", "base.len")
     _check_token_ids(span.token_ids, info.vocabulary_size, "span.token_ids")
-    return AdvanceSession(seat, base, span, message.num_speculative_tokens)
+    return AdvanceSession(seat, base, span, message.num_speculative_tokens, message.max_nodes)
 
 
 def _check_tokenizer(target: str, draft: str) -> None:
     if target and draft and target != draft:
         raise TokenizerMismatch("draft and target do not share a tokenizer", draft=draft, target=target)
+
+
+def _check_target(target: str, info: DrafterInfo) -> None:
+    if target and info.target_fingerprint and target != info.target_fingerprint:
+        raise ModelMismatch(f"the draft {info.model} was made for target {info.target_fingerprint}, this is {target}")
 
 
 def _check_token_ids(token_ids: tuple[int, ...], vocabulary_size: int, field: str) -> None:

@@ -128,6 +128,11 @@ class Sessions:
         session.fencing_token = fencing_token
         return session
 
+    def session(self, seat: Seat) -> Session | None:
+        """Returns the session that is open at the seat, if it still is."""
+        session = self._seats.get(seat)
+        return session if session is not None and session.seat == seat else None
+
     def close(self, seat: Seat) -> Session | None:
         """Frees the seat; returns the session that is idle from now on, if there is one."""
         session = self._seats.pop(seat, None)

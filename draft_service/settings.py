@@ -16,6 +16,8 @@ class DrafterKind(Enum):
     MODEL = "model"
     NGRAM = "ngram"
     LAYERS = "layers"
+    EAGLE3 = "eagle3"
+    MEDUSA = "medusa"
 
 
 class DraftSettings(ServingSettings):
@@ -23,7 +25,9 @@ class DraftSettings(ServingSettings):
 
     drafter: DrafterKind = Field(DrafterKind.MODEL, description="How to draft.")
     model: str = Field(
-        "embedded", description="Folder, hub id, `embedded` or `markov:...`: the draft model; for layers, the target's."
+        "embedded",
+        description="Folder, hub id, `embedded` or `markov:...`: the draft model; for layers, the target's; for eagle3 "
+        "and medusa, the head's folder (`embedded`: the one that comes with Outrider).",
     )
     replica: str = Field("", description="Name of this replica; empty takes the host's name and the process id.")
     dtype: str = Field("auto", description="auto (the checkpoint's), bfloat16, float16 or float32.")
@@ -37,6 +41,15 @@ class DraftSettings(ServingSettings):
     )
     num_layers: int | None = Field(
         None, ge=1, le=1024, description="First layers of the model that draft; needed by the layers drafter."
+    )
+    target: str = Field(
+        "", description="Folder or hub id of the target that a head was made for; empty takes what the head says."
+    )
+    tree_nodes: int = Field(
+        0,
+        ge=0,
+        le=4096,
+        description="Nodes of a proposal unless a request says otherwise; 0: 7 for eagle3 and medusa, else a chain.",
     )
     ngram_min: int = Field(2, ge=1, le=32, description="Tokens of the shortest n-gram that is looked up.")
     ngram_max: int = Field(5, ge=1, le=32, description="Tokens of the longest n-gram; it is tried first.")

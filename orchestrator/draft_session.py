@@ -1,17 +1,19 @@
 """A request's place on a draft. Whatever happens to it, the request goes on by plain decoding."""
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Final
 
 from orchestrator.links import Handle, WorkerLink
 from outrider import wire
-from outrider.errors import KVCacheMiss, OutriderError
+from outrider.errors import KVCacheMiss, OutriderError, Unavailable
 from outrider.tokens import Base, TokenSpan
 from outrider.v1 import draft_pb2, tokens_pb2
 
 _MAX_MISSES: Final = 3
-"""Misses of the KV cache without a proposal between them, after which a draft is taken for broken."""
+"""Misses of the KV cache, or of features, without a proposal between them, after which a draft is taken for broken."""
+_MAX_PENDING_BYTES: Final = 16 << 20
+"""Frames for a draft that may wait before features are no longer added: it asks for them when it has caught up."""
 
 
 class DraftSession:
@@ -19,33 +21,38 @@ class DraftSession:
 
     Args:
         link: the draft.
-        num_speculative_tokens: tokens to draft per round.
+        limits: tokens to draft per round from base to leaf, and nodes in all (0 leaves them to the draft).
         on_proposal: gets each part of a proposal as it comes.
         on_ready: is called once the draft has opened the session.
         on_lost: gets the error that ends drafting, once.
+        ask_features: asks the target for the features of these layers, from a position on.
         tokens_from: reads the session's tokens from a position on, up to its present end.
     """
 
     def __init__(
         self,
         link: WorkerLink,
-        num_speculative_tokens: int,
+        limits: tuple[int, int],
         on_proposal: Callable[[tokens_pb2.Proposal], None],
         on_ready: Callable[[], None],
         on_lost: Callable[["DraftSession", OutriderError], None],
+        ask_features: Callable[[Sequence[int], int], None],
         tokens_from: Callable[[int], Awaitable[tuple[int, ...]]],
     ) -> None:
         self.link = link
         self.is_ready = False
-        self._num_speculative_tokens = num_speculative_tokens
+        self._num_speculative_tokens, self._max_nodes = limits
         self._on_proposal = on_proposal
         self._on_ready = on_ready
         self._on_lost = on_lost
+        self._ask_features = ask_features
         self._tokens_from = tokens_from
         self._handle: Handle | None = None
         self._fencing_token = 0
         self._trusted_len = 0
         self._known_len = 0
+        self._features_len = 0
+        self._has_gap = False
         self._num_misses = 0
         self._replay: asyncio.Task[None] | None = None
 
@@ -82,6 +89,30 @@ class DraftSession:
             self._known_len = min(self._known_len, known.start)
             self.advance(known)
 
+    def give(self, features: tokens_pb2.Features) -> None:
+        """Hands features of the target on, but for those that the draft has, or cannot use for a gap before them."""
+        if self._handle is None:
+            return
+        if features.start != self._features_len or self.link.pending_bytes > _MAX_PENDING_BYTES:
+            self._has_gap = self._has_gap or features.start >= self._features_len
+            return
+        self._features_len += len(features.data) // self._position_bytes
+        self._handle.send(features=features)
+
+    def on_new_target(self) -> None:
+        """Asks a target that has taken over for the features that are missing."""
+        if self._handle is not None and self._layers:
+            self._has_gap = False
+            self._ask_features(self._layers, self._features_len)
+
+    @property
+    def _layers(self) -> Sequence[int]:
+        return self.link.info.feature_layers if self.link.info else ()
+
+    @property
+    def _position_bytes(self) -> int:
+        return max(1, 2 * len(self._layers) * (self.link.info.hidden_size if self.link.info else 0))
+
     def on_frame(self, frame: draft_pb2.DraftResponseFrame) -> None:
         """Takes a frame; see `Receiver`."""
         match frame.WhichOneof("frame"):
@@ -89,7 +120,12 @@ class DraftSession:
                 self._num_misses = 0
                 self._on_proposal(frame.proposal)
             case "opened":
+                if self._layers:
+                    self._features_len = min(frame.opened.features_len, self._trusted_len)
+                    self._ask_features(self._layers, self._features_len)
                 self._catch_up(min(frame.opened.cached_len, self._trusted_len))
+            case "features_missing":
+                self._miss_features(frame.features_missing.start)
             case "refusal":
                 error = wire.refusal_from_message(frame.refusal)
                 self._num_misses += 1
@@ -120,6 +156,7 @@ class DraftSession:
             base=wire.base_to_message(Base(span.end, self._fencing_token)),
             span=wire.span_to_message(span),
             num_speculative_tokens=self._num_speculative_tokens,
+            max_nodes=self._max_nodes,
         )
         self._handle.send(advance=advance)
 
@@ -140,6 +177,17 @@ class DraftSession:
         if not self.is_ready:
             self.is_ready = True
             self._on_ready()
+
+    def _miss_features(self, start: int) -> None:
+        """Has features sent again that the draft has lost, or that could not be handed on."""
+        if start == self._features_len and not self._has_gap:
+            return  # they are on their way
+        self._num_misses += start < self._features_len
+        if self._num_misses > _MAX_MISSES:
+            self._lose(Unavailable("the draft does not keep the features that it needs"))
+        elif self.link.pending_bytes <= _MAX_PENDING_BYTES:
+            self._features_len, self._has_gap = start, False
+            self._ask_features(self._layers, start)
 
     def _lose(self, error: OutriderError) -> None:
         if self._handle is not None:

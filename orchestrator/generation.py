@@ -7,7 +7,7 @@ coroutine (`events`) takes the verdicts that have come, commits their tokens tog
 import asyncio
 import logging
 import time
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -59,10 +59,17 @@ class Services:
 
 @dataclass(frozen=True, slots=True)
 class SpeculationChoice:
-    """How a request speculates: tokens per round (0 for none), and the drafter (empty for any)."""
+    """How a request speculates.
+
+    Attributes:
+        num_speculative_tokens: per round; 0 for none.
+        drafter: empty for any.
+        max_nodes: of a proposal; 0 leaves it to the draft.
+    """
 
     num_speculative_tokens: int
     drafter: str
+    max_nodes: int = 0
 
 
 @dataclass(slots=True)
@@ -288,6 +295,15 @@ class Generation:
             return
         self._target.propose(proposal)
 
+    def _on_features(self, features: tokens_pb2.Features) -> None:
+        self._tally.features(len(features.data))
+        if self._draft is not None:
+            self._draft.give(features)
+
+    def _ask_features(self, layers: Sequence[int], start: int) -> None:
+        if self._target is not None:
+            self._target.request_features(layers, start)
+
     def _on_draft_ready(self) -> None:
         if self._target is not None:
             self._target.speculate(self._choice.num_speculative_tokens, self._settings.draft_max_wait_s)
@@ -310,7 +326,7 @@ class Generation:
         if num_failures:
             # No other one is there; it is not worth asking as fast as it refuses.
             await asyncio.sleep(min(_FIRST_PAUSE_S * 2 ** (num_failures - 1), _MAX_PAUSE_S))
-        target = TargetSession(link, self._on_verdict, self._on_target_error, self._tokens.read_from)
+        target = TargetSession(link, self._on_verdict, self._on_target_error, self._on_features, self._tokens.read_from)
         self._target, self._target_error = target, None
         try:
             await target.open(self._verify_open())
@@ -319,6 +335,7 @@ class Generation:
             return
         self._tally.target(link.info.numerics if link.info else "")
         if self._draft is not None:
+            self._draft.on_new_target()
             self._draft.repeat(self._tokens.since(self._tokens.end - 1))
 
     def _drop_target(self, error: OutriderError) -> None:
@@ -363,10 +380,11 @@ class Generation:
             return
         draft = DraftSession(
             link,
-            self._choice.num_speculative_tokens,
+            (self._choice.num_speculative_tokens, self._choice.max_nodes),
             self._on_proposal,
             self._on_draft_ready,
             self._on_draft_lost,
+            self._ask_features,
             self._tokens.read_from,
         )
         try:
@@ -385,6 +403,7 @@ class Generation:
             acceptance_rule=wire.rule_to_number(self._record.rule),
             prompt_len=self._record.prompt_len,
             tokenizer_fingerprint=target.tokenizer_fingerprint if target else "",
+            target_fingerprint=target.model_fingerprint if target else "",
             stop_token_ids=self._stop_token_ids,
             cache_salt=self._record.cache_salt,
         )

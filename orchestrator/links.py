@@ -111,6 +111,11 @@ class WorkerLink:
         return len(self._handles)
 
     @property
+    def pending_bytes(self) -> int:
+        """Bytes of the frames that wait to be sent."""
+        return self._outbox.pending_bytes if self._outbox else 0
+
+    @property
     def channel(self) -> grpc.aio.Channel:
         """The channel, for unary calls; raises `Unavailable` while there is none."""
         if self._channel is None:

@@ -10,7 +10,7 @@ from orchestrator.settings import OrchestratorSettings
 from orchestrator.tokenizer import Tokenizer, fetch_tokenizer
 from outrider.errors import Unavailable
 from outrider.parameters import AcceptanceRule
-from outrider.v1 import generation_pb2
+from outrider.v1 import generation_pb2, worker_pb2
 
 _LOOK_S: Final = 0.5
 
@@ -64,6 +64,8 @@ class Replicas:
         expected = first.info.tokenizer_fingerprint if first and first.info else ""
         if own and expected and own != expected:
             return f"FAILED_PRECONDITION: its tokenizer {own} is not the target's {expected}"
+        if first and first.info and (problem := _feature_problem(link.info, first.info)):
+            return f"FAILED_PRECONDITION: {problem}"
         if self._breakers[link.address].is_open:
             return "it failed and rests"
         return ""
@@ -150,6 +152,19 @@ class Replicas:
         finally:
             for wait in waits:
                 wait.cancel()
+
+
+def _feature_problem(draft: worker_pb2.GetInfoResponse, target: worker_pb2.GetInfoResponse) -> str:
+    """Returns why a draft cannot be made of this target's features; empty where it can, or needs none."""
+    if draft.target_fingerprint and draft.target_fingerprint != target.model_fingerprint:
+        return f"it was made for target {draft.target_fingerprint}, not for {target.model_fingerprint}"
+    if not draft.feature_layers:
+        return ""
+    if draft.hidden_size != target.hidden_size:
+        return f"it takes features of {draft.hidden_size} numbers, the target's have {target.hidden_size}"
+    if max(draft.feature_layers) > target.num_layers:
+        return f"it asks for layer {max(draft.feature_layers)}, the target has {target.num_layers}"
+    return ""
 
 
 def _suits(link: WorkerLink, drafter: str, rule: AcceptanceRule) -> bool:

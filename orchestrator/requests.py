@@ -16,7 +16,8 @@ from outrider.v1 import generation_pb2
 
 _ID: Final = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 _MAX_SPECULATIVE_TOKENS: Final = 64
-DRAFTERS: Final = ("", "model", "ngram", "layers")
+_MAX_NODES: Final = 4096
+DRAFTERS: Final = ("", "model", "ngram", "layers", "eagle3", "medusa")
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +31,7 @@ class CheckedRequest:
         parameters: seed included, given or drawn.
         rule: acceptance rule.
         num_speculative_tokens: per round; 0 for plain decoding.
+        max_nodes: of a proposal; 0 leaves it to the draft.
         drafter: to be used; empty for any.
         resume_offset: output tokens that the client has; None for a new request or a repetition.
     """
@@ -40,6 +42,7 @@ class CheckedRequest:
     parameters: SamplingParameters
     rule: AcceptanceRule
     num_speculative_tokens: int
+    max_nodes: int
     drafter: str
     resume_offset: int | None
 
@@ -63,6 +66,8 @@ def check_request(
             f"num_speculative_tokens is {speculation.num_speculative_tokens}, may be at most {_MAX_SPECULATIVE_TOKENS}",
             "num_speculative_tokens",
         )
+    if speculation.max_nodes > _MAX_NODES:
+        raise InvalidArgument(f"max_nodes is {speculation.max_nodes}, may be at most {_MAX_NODES}", "max_nodes")
     if speculation.drafter not in DRAFTERS:
         raise InvalidArgument(
             f"drafter is {speculation.drafter!r}, must be one of {', '.join(DRAFTERS[1:])}", "drafter"
@@ -75,6 +80,7 @@ def check_request(
         parameters=parameters,
         rule=wire.rule_from_number(speculation.acceptance_rule) or settings.acceptance_rule,
         num_speculative_tokens=num,
+        max_nodes=speculation.max_nodes,
         drafter=speculation.drafter,
         resume_offset=message.resume_offset if message.HasField("resume_offset") else None,
     )

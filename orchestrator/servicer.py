@@ -193,7 +193,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
                     begun.lease,
                     SessionTokens(self._store, record, record.prompt_start, tokens),
                     output,
-                    SpeculationChoice(checked.num_speculative_tokens, checked.drafter),
+                    SpeculationChoice(checked.num_speculative_tokens, checked.drafter, checked.max_nodes),
                     _stop_token_ids(record, _info(link)),
                 )
             yield _accepted(record)

@@ -18,6 +18,7 @@ class Tally:
         self._statistics = SpeculationStatistics()
         self._fallbacks: Counter[str] = Counter()
         self._varying_numerics = False
+        self._feature_bytes = 0
 
     def verdict(self, verdict: target_pb2.Verdict, num_tokens: int) -> None:
         """Counts a pass of which `num_tokens` belong to the output."""
@@ -31,6 +32,10 @@ class Tally:
     def fallback(self, reason: str) -> None:
         """Counts a case of plain decoding in place of speculation."""
         self._fallbacks[reason] += 1
+
+    def features(self, num_bytes: int) -> None:
+        """Counts features that a target sent for the draft."""
+        self._feature_bytes += num_bytes
 
     def target(self, numerics: str) -> None:
         """Notes the numerics of a target that takes part."""
@@ -55,4 +60,5 @@ class Tally:
             num_fallbacks=self._fallbacks,
             tokens_per_second=num_later / (duration_s - first_token_s) if num_later > 0 else 0.0,
             varying_numerics=self._varying_numerics,
+            feature_bytes=self._feature_bytes,
         )

@@ -1,7 +1,7 @@
 """A request's place on a target: opened, given its span, heard, closed."""
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Final
 
 from orchestrator.links import Handle, WorkerLink
@@ -24,6 +24,7 @@ class TargetSession:
         link: the target.
         on_verdict: gets each verdict, in order.
         on_error: gets the error that ends the session on this target, once.
+        on_features: gets features, in order, once they are asked for.
         tokens_from: reads the session's tokens from a position on, up to the end it had when the session was opened.
     """
 
@@ -32,11 +33,13 @@ class TargetSession:
         link: WorkerLink,
         on_verdict: Callable[[target_pb2.Verdict], None],
         on_error: Callable[[OutriderError], None],
+        on_features: Callable[[tokens_pb2.Features], None],
         tokens_from: Callable[[int], Awaitable[tuple[int, ...]]],
     ) -> None:
         self.link = link
         self._on_verdict = on_verdict
         self._on_error = on_error
+        self._on_features = on_features
         self._tokens_from = tokens_from
         self._opened: asyncio.Future[int] = asyncio.get_running_loop().create_future()
         self._handle: Handle | None = None
@@ -71,6 +74,8 @@ class TargetSession:
         match frame.WhichOneof("frame"):
             case "verdict":
                 self._on_verdict(frame.verdict)
+            case "features":
+                self._on_features(frame.features)
             case "opened":
                 if not self._opened.done():
                     self._opened.set_result(frame.opened.cached_len)
@@ -90,6 +95,11 @@ class TargetSession:
         """Forwards a part of a proposal as it came."""
         if self._handle is not None:
             self._handle.send(proposal=proposal)
+
+    def request_features(self, layers: Sequence[int], start: int) -> None:
+        """Asks for the session's features from a position on."""
+        if self._handle is not None:
+            self._handle.send(features=target_pb2.FeatureRequest(layers=layers, start=start))
 
     def speculate(self, num_speculative_tokens: int, max_wait_s: float) -> None:
         """Says what a round waits for."""

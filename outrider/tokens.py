@@ -26,6 +26,14 @@ class TokenSpan:
 
 
 @dataclass(frozen=True, slots=True)
+class FeatureSpan:
+    """What chosen layers of the target take in at positions start, start + 1, ...: bfloat16, little endian."""
+
+    start: int
+    data: bytes
+
+
+@dataclass(frozen=True, slots=True)
 class Base:
     """What a proposal or a verdict continues: the session's length, and its lease's fencing token."""
 

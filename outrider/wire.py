@@ -11,6 +11,7 @@ from outrider.errors import InvalidArgument, OutriderError, from_reason
 from outrider.parameters import AcceptanceRule, FinishReason, SamplingParameters
 from outrider.tokens import (
     Base,
+    FeatureSpan,
     NodeKind,
     ProposalNode,
     SparseDistribution,
@@ -79,6 +80,11 @@ def parameters_to_message(parameters: SamplingParameters) -> tokens_pb2.Sampling
         stop=parameters.stop,
         stop_token_ids=parameters.stop_token_ids,
     )
+
+
+def features_to_message(features: FeatureSpan) -> tokens_pb2.Features:
+    """Returns the message of features."""
+    return tokens_pb2.Features(start=features.start, data=features.data)
 
 
 def span_from_message(message: tokens_pb2.TokenSpan) -> TokenSpan:

@@ -16,11 +16,11 @@ from typing import Final
 
 import torch
 
-from outrider.errors import Draining, Fenced, InvalidArgument, OutriderError, Overloaded
+from outrider.errors import Draining, Fenced, InvalidArgument, ModelUnsupported, OutriderError, Overloaded
 from outrider.lm.model import LanguageModel
 from outrider.policy import PassTimes, SpeculationPolicy
 from outrider.randomness import KeyedSource
-from outrider.tokens import Base, ProposalNode, ProposalTree, TokenSpan
+from outrider.tokens import Base, FeatureSpan, ProposalNode, ProposalTree, TokenSpan
 from target_service.results import RoundResult
 from target_service.rounds import Round, decide_all
 from target_service.scheduling import Scheduler, Share
@@ -30,6 +30,8 @@ from target_service.stream import OpenCommand, Stream
 
 _LOG: Final = logging.getLogger(__name__)
 _MAX_LATE_TREES: Final = 8
+_MAX_FEATURE_BYTES: Final = 64 << 10
+"""Of a frame: other sessions' frames go between the parts of a long prompt."""
 
 
 @dataclass(slots=True)
@@ -44,6 +46,7 @@ class EngineLoad:
     model_time_s: float = 0.0
     num_stale_messages: int = 0
     num_invalid_proposals: int = 0
+    feature_bytes: int = 0
 
 
 class Engine:
@@ -145,6 +148,7 @@ class Engine:
                 command.max_wait_s, self._times, adapts=self._settings.adaptive_speculation
             ),
             num_speculative_tokens=command.num_speculative_tokens,
+            cache_salt=command.cache_salt,
         )
         stream.opened(handle, min(len(resident.token_ids), max(0, command.committed_len - 1)))
 
@@ -199,6 +203,35 @@ class Engine:
         request.policy.max_wait_s = max_wait_s
         if num_speculative_tokens == 0:
             request.wait_until = 0.0
+
+    def give_features(self, stream: Stream, handle: int, layers: tuple[int, ...], start: int) -> None:
+        """Sends a session's features, of what is cached now and of what will be.
+
+        Raises:
+            ModelUnsupported: the model has none, or none of such layers.
+        """
+        request = self._request(stream, handle)
+        if request is None:
+            return
+        request.feature_layers, request.features_len = (), start
+        if not layers:
+            return
+        if self._model.features is None:
+            raise ModelUnsupported("the target has no features to give")
+        self._model.features.keep(layers)
+        if not request.resident.cache.is_current:
+            # Of what was run before nothing has been kept; it is run again.
+            request.resident.cache.release()
+            request.resident.cache = self._model.new_cache(request.cache_salt)
+        request.feature_layers = layers
+        self._send_features(request)
+        stream.flush()
+
+    def refuse_features(self, stream: Stream, handle: int, error: Exception) -> None:
+        """Sends no features: the session goes on, with whatever its draft makes of that."""
+        _LOG.warning("features refused", extra={"problem": str(error)})
+        if (request := self._request(stream, handle)) is not None:
+            request.feature_layers = ()
 
     def close(self, stream: Stream, handle: int, committed_len: int, *, drop: bool) -> None:
         """Ends a request; its session stays resident up to what is committed, unless dropped."""
@@ -315,11 +348,12 @@ class Engine:
         results = self._judge(judged)
         for share, result in results:
             self._conclude(share, result, duration_s)
-        for stream in {share.request.stream.key: share.request.stream for share, _ in results}.values():
-            stream.flush()
         for share in shares:
             if not share.step.wants_logits:
+                self._send_features(share.request)
                 share.request.round_started = time.monotonic()
+        for stream in {share.request.stream.key: share.request.stream for share in shares}.values():
+            stream.flush()
 
     def _judge(self, judged: list[tuple[Share, torch.Tensor]]) -> list[tuple[Share, RoundResult]]:
         """Returns the results of all shares together; where that fails, of those that do not fail by themselves."""
@@ -344,11 +378,26 @@ class Engine:
         base = request.base
         resident.cache.keep(result.kept_path)
         resident.token_ids += result.token_ids
+        self._send_features(request)
         request.finished = result.finish_reason is not None
         self._inform_policy(share, result)
         request.begin_round(time.monotonic())
         awaits = request.wait_until > request.round_started
         request.stream.verdict(request.handle, base, result, (duration_s, share.wait_s), awaits_proposal=awaits)
+
+    def _send_features(self, request: Request) -> None:
+        """Sends what a session's draft has not been sent yet, in parts; what there is no room for waits for a pass."""
+        source, layers, cache = self._model.features, request.feature_layers, request.resident.cache
+        if source is None or not layers:
+            return
+        most = max(1, _MAX_FEATURE_BYTES // (2 * self._model.info.hidden_size * len(layers)))
+        while request.features_len < cache.cached_len and request.stream.has_room_for_features:
+            end = min(cache.cached_len, request.features_len + most)
+            rows = source.read(cache, layers, request.features_len, end)
+            data = rows.cpu().view(torch.uint8).numpy().tobytes()
+            request.stream.features(request.handle, FeatureSpan(request.features_len, data))
+            request.features_len = end
+            self.load.feature_bytes += len(data)
 
     def _inform_policy(self, share: Share, result: RoundResult) -> None:
         request, policy = share.request, share.request.policy

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from typing import Final
 
 import grpc
@@ -21,6 +21,11 @@ from target_service.stream import OpenCommand, Stream
 
 _CHUNK_BYTES: Final = 1 << 20
 _MAX_WAIT_S: Final = 60.0
+_GENTLE: Final[Mapping[str | None, Callable[[Engine, Stream, int, Exception], None]]] = {
+    "proposal": Engine.refuse_proposal,
+    "features": Engine.refuse_features,
+}
+"""Frames without which a session goes on, and what is done about a wrong one."""
 
 
 class TargetServicer(target_pb2_grpc.TargetServiceServicer):
@@ -66,10 +71,8 @@ class TargetServicer(target_pb2_grpc.TargetServiceServicer):
         try:
             command = _command(engine, stream, frame)
         except OutriderError as error:
-            is_proposal = frame.WhichOneof("frame") == "proposal"
-            command = functools.partial(
-                engine.refuse_proposal if is_proposal else engine.refuse, stream, frame.handle, error
-            )
+            refuse = _GENTLE.get(frame.WhichOneof("frame"))
+            command = functools.partial(refuse or Engine.refuse, engine, stream, frame.handle, error)
         engine.submit(functools.partial(_guard, engine, stream, frame, command))
 
 
@@ -78,8 +81,9 @@ def _guard(engine: Engine, stream: Stream, frame: target_pb2.VerifyRequestFrame,
     try:
         command()
     except (OutriderError, ValueError) as error:
-        if frame.WhichOneof("frame") == "proposal":
-            engine.refuse_proposal(stream, frame.handle, error)
+        refuse = _GENTLE.get(frame.WhichOneof("frame"))
+        if refuse is not None:
+            refuse(engine, stream, frame.handle, error)
         else:
             known = error if isinstance(error, OutriderError) else InvalidArgument(str(error), "frame")
             engine.refuse(stream, frame.handle, known)
@@ -106,6 +110,9 @@ def _command(engine: Engine, stream: Stream, frame: target_pb2.VerifyRequestFram
             settings = frame.speculation
             wait_s = _wait_s(settings)
             return functools.partial(engine.speculate, stream, handle, settings.num_speculative_tokens, wait_s)
+        case "features":
+            wanted = frame.features
+            return functools.partial(engine.give_features, stream, handle, tuple(wanted.layers), wanted.start)
         case "close":
             close = functools.partial(engine.close, stream, handle, frame.close.committed_len)
             return functools.partial(close, drop=frame.close.drop_kv_cache)
@@ -172,6 +179,8 @@ class TargetWorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
             eos_token_ids=info.eos_token_ids,
             version=outrider.__version__,
             acceptance_rules=[rule.value for rule in AcceptanceRule],
+            num_layers=info.num_layers,
+            hidden_size=info.hidden_size,
         )
 
     async def GetLoad(
@@ -195,6 +204,7 @@ class TargetWorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
             num_prefix_hit_tokens=usage.num_hit_tokens,
             num_evicted_pages=usage.num_evicted_pages,
             num_preemptions=load.num_preemptions,
+            feature_bytes=load.feature_bytes,
         )
 
     async def GetTokenizer(

@@ -72,10 +72,13 @@ class Request:
         handle: its name on that stream.
         start_len: session length at which generation starts.
         num_speculative_tokens: main-line length that a round waits for; 0 for plain decoding.
+        cache_salt: see `OpenCommand`.
         tree: the proposal under the current base, as far as it has come.
         tree_complete: whether nothing more will come under this base.
         round_started: monotonic time of the last verdict.
         late_trees: proposals that came too late, with the length they continued; see `SpeculationPolicy`.
+        feature_layers: layers whose features the session's draft asked for.
+        features_len: positions from 0 on whose features it was sent, or has no need of.
     """
 
     number: int
@@ -92,11 +95,14 @@ class Request:
     source: KeyedSource
     policy: SpeculationPolicy
     num_speculative_tokens: int
+    cache_salt: bytes = b""
     tree: ProposalTree = field(default_factory=ProposalTree)
     tree_complete: bool = False
     round_started: float = 0.0
     wait_until: float = 0.0
     late_trees: OrderedDict[int, ProposalTree] = field(default_factory=OrderedDict)
+    feature_layers: tuple[int, ...] = ()
+    features_len: int = 0
     finished: bool = False
 
     @property

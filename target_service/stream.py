@@ -3,14 +3,17 @@
 import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Final
 
 from outrider import wire
 from outrider.errors import OutriderError, Overloaded
 from outrider.parameters import AcceptanceRule, SamplingParameters
 from outrider.serving.frames import FrameOutbox
-from outrider.tokens import Base
+from outrider.tokens import Base, FeatureSpan
 from outrider.v1 import target_pb2
 from target_service.results import RoundResult
+
+_MAX_PENDING_FEATURE_BYTES: Final = 8 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +42,7 @@ class Stream:
         )
         self._loop = asyncio.get_running_loop()
         self._held: list[target_pb2.VerifyResponseFrame] = []
+        self._held_feature_bytes = 0
 
     @property
     def key(self) -> int:
@@ -80,13 +84,24 @@ class Stream:
         )
         self._held.append(target_pb2.VerifyResponseFrame(handle=handle, verdict=message))
 
+    def features(self, handle: int, features: FeatureSpan) -> None:
+        """Sends, with the next `flush`, features of one session."""
+        frame = target_pb2.VerifyResponseFrame(handle=handle, features=wire.features_to_message(features))
+        self._held.append(frame)
+        self._held_feature_bytes += len(features.data)
+
+    @property
+    def has_room_for_features(self) -> bool:
+        """Whether what waits to be sent is little enough for features, which can wait, to join it."""
+        return self.outbox.pending_bytes + self._held_feature_bytes < _MAX_PENDING_FEATURE_BYTES
+
     def flush(self) -> None:
         """Sends the verdicts of a pass together: whoever gets them then handles them together too."""
         if self._held:
             self._put()
 
     def _put(self, *frames: target_pb2.VerifyResponseFrame) -> None:
-        held, self._held = self._held, []
+        held, self._held, self._held_feature_bytes = self._held, [], 0
         try:
             self.outbox.put_threadsafe(*held, *frames)
         except Overloaded as error:

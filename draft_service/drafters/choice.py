@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import torch
 
-from draft_service.drafters.drafter import Branch
+from draft_service.drafters.drafter import OpenProposal
 from outrider.parameters import AcceptanceRule
 from outrider.randomness import KeyedSource
 from outrider.sampling import TokenHistory, target_distribution
@@ -20,7 +20,7 @@ class ChoiceOptions:
         top_k: most likely tokens that are sampled from under `rejection`, after the request's own truncation; at least
             1. Under `coupled` nothing of the law crosses the wire, and an unlikely token that wins by noise is worth
             a try (at temperature 1 a model that drafts for itself would lose a fifth of its acceptance to 64 tokens).
-        p_min: the branch ends before a token to which the model's raw logits give less; 0 for never.
+        p_min: the proposal ends before a token to which the model's raw logits give less; 0 for never.
     """
 
     top_k: int
@@ -28,24 +28,24 @@ class ChoiceOptions:
 
 
 def choose(
-    logits: torch.Tensor, branch: Branch, history: TokenHistory, options: ChoiceOptions
+    logits: torch.Tensor, proposal: OpenProposal, history: TokenHistory, options: ChoiceOptions
 ) -> tuple[int, SparseDistribution | None] | None:
-    """Returns the branch's next token, under `rejection` with the law it was drawn from; None where it better ends.
+    """Returns the proposal's next token, under `rejection` with the law it was drawn from; None where it better ends.
 
     Args:
-        logits: [V], which follow the branch's last token.
-        branch: incomplete.
-        history: the tokens of session and branch.
+        logits: [V], which follow the proposal's last token.
+        proposal: incomplete.
+        history: the tokens of session and proposal.
         options: see there.
     """
-    terms = branch.terms
+    terms = proposal.terms
     source = KeyedSource(terms.parameters.seed or 0)
     law = target_distribution(logits, terms.parameters, history, terms.stop_token_ids)
     if terms.acceptance_rule is AcceptanceRule.REJECTION:
         law = keep_top(law, options.top_k)
         # No threshold here: a node withheld for its value would change the output's law.
-        return draft_rejection(law, len(branch.token_ids), branch.len, source), sparse(law)
-    token_id = draft_coupled(law, branch.len, source)
+        return draft_rejection(law, len(proposal.token_ids), proposal.len, source), sparse(law)
+    token_id = draft_coupled(law, proposal.len, source)
     if options.p_min > 0 and float(logits.double().softmax(-1)[token_id]) < options.p_min:
         return None
     return token_id, None

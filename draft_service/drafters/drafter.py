@@ -6,7 +6,7 @@ from typing import Protocol
 
 from outrider.errors import OutriderError
 from outrider.parameters import AcceptanceRule, SamplingParameters
-from outrider.tokens import NodeKind, ProposalNode, SparseDistribution
+from outrider.tokens import FeatureSpan, NodeKind, ProposalNode, SparseDistribution
 
 
 @dataclass(frozen=True, slots=True)
@@ -14,7 +14,7 @@ class DrafterInfo:
     """Identity and limits of a drafter.
 
     Attributes:
-        drafter: its kind: ngram, model or layers.
+        drafter: its kind: ngram, model, layers, eagle3 or medusa.
         model: as configured; the drafter's kind where there is no model.
         model_fingerprint: SHA-256 over the model's configuration and weights; empty where there is no model.
         tokenizer_fingerprint: SHA-256 over the vocabulary; empty where any vocabulary fits.
@@ -22,6 +22,9 @@ class DrafterInfo:
         vocabulary_size: token ids are below it.
         max_session_len: longest session, in tokens.
         eos_token_ids: the model's end-of-text tokens.
+        feature_layers: layers of the target whose features it is made of.
+        hidden_size: H of one of these features; 0 where there are none.
+        target_fingerprint: of the one target that it was made for; empty where that is not known.
     """
 
     drafter: str
@@ -32,6 +35,9 @@ class DrafterInfo:
     vocabulary_size: int
     max_session_len: int
     eos_token_ids: tuple[int, ...] = ()
+    feature_layers: tuple[int, ...] = ()
+    hidden_size: int = 0
+    target_fingerprint: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +48,7 @@ class DraftTerms:
         parameters: the request's sampling parameters; the draft's own law follows them too.
         acceptance_rule: the rule that will judge the proposals.
         prompt_len: length of the session when the request's output begins.
-        stop_token_ids: token ids beyond which a branch is of no use.
+        stop_token_ids: token ids beyond which a proposal is of no use.
         cache_salt: sessions of the same salt may share KV cache.
     """
 
@@ -54,56 +60,66 @@ class DraftTerms:
 
 
 @dataclass(slots=True, eq=False)
-class Branch:
-    """The chain that is being drafted for one session under one base; a drafter appends to it, step by step.
+class OpenProposal:
+    """What is being drafted for one session under one base; a drafter appends to it, step by step, or fills it at once.
 
-    Invariants: `token_ids` does not change while the branch lives; no node is appended to a complete branch.
+    Invariants: `token_ids` does not change while the proposal lives; no node is added to a complete proposal.
 
     Attributes:
         session_id: the session.
         token_ids: the session's tokens up to the base.
         terms: what the session was opened with.
-        num_speculative_tokens: most nodes.
-        nodes: the nodes so far; each is the child of the one before.
+        num_speculative_tokens: most nodes from the base to a leaf.
+        max_nodes: most nodes; 0 leaves it to the drafter.
+        nodes: the nodes so far.
         complete: whether nothing more will be drafted.
         refusal: why the drafter cannot draft here, where it cannot.
+        missing_features_from: the session position of the first feature without which it cannot go on; None while it
+            can. Until features come, `step` is not called for it.
     """
 
     session_id: str
     token_ids: Sequence[int]
     terms: DraftTerms
     num_speculative_tokens: int
+    max_nodes: int = 0
     nodes: list[ProposalNode] = field(default_factory=list)
     complete: bool = False
     refusal: OutriderError | None = None
+    missing_features_from: int | None = None
 
     def __post_init__(self) -> None:
         self.complete = self.complete or self.num_speculative_tokens <= 0
 
     @property
     def len(self) -> int:
-        """Tokens of the session and of the branch: the session position of the next node."""
+        """Tokens of the session and of the proposal: the session position of the next node."""
         return len(self.token_ids) + len(self.nodes)
 
     def token_id(self, position: int) -> int:
-        """Returns the token at that session position, drafted ones included."""
+        """Returns the token at that session position, drafted ones of a chain included."""
         known_len = len(self.token_ids)
         return self.token_ids[position] if position < known_len else self.nodes[position - known_len].token_id
 
     def slice(self, start: int, end: int) -> tuple[int, ...]:
-        """Returns the tokens at session positions start, ..., end - 1, drafted ones included."""
+        """Returns the tokens at session positions start, ..., end - 1, drafted ones of a chain included."""
         known_len = len(self.token_ids)
         drafted = self.nodes[max(0, start - known_len) : max(0, end - known_len)]
         return (*self.token_ids[start:end], *(node.token_id for node in drafted))
 
     def append(self, token_id: int, law: SparseDistribution | None = None) -> None:
-        """Adds a drafted node; the branch is complete with a stop token, or when it has all its nodes."""
+        """Adds a drafted node; the proposal is complete with a stop token, or when it has all its nodes."""
         self.nodes.append(ProposalNode(len(self.nodes), token_id, NodeKind.DRAFTED, law))
         full = len(self.nodes) >= self.num_speculative_tokens
         self.complete = full or token_id in self.terms.stop_token_ids
 
+    def fill(self, nodes: Sequence[ProposalNode]) -> None:
+        """Adds all nodes there will be, parents before their children."""
+        self.nodes.extend(nodes)
+        self.complete = True
+
     def refuse(self, error: OutriderError) -> None:
-        """Ends the branch with an error."""
+        """Ends the proposal with an error."""
         self.refusal = error
         self.complete = True
 
@@ -112,7 +128,7 @@ class Drafter(Protocol):
     """Drafts for many sessions at once. All calls come from one thread.
 
     What it keeps of a session (an index, a KV cache) is its own to drop at any time: it can be made again from a
-    branch's tokens, and changes no proposal. A proposal is a function of the session's tokens, its terms and the
+    proposal's tokens, and changes no proposal. A proposal is a function of the session's tokens, its terms and the
     drafter's configuration alone, so that a lookup is a point mass under `rejection` and a test can repeat it.
     """
 
@@ -124,10 +140,10 @@ class Drafter(Protocol):
     def used_bytes(self) -> int:
         """Memory kept for sessions, in bytes."""
 
-    def step(self, branches: Sequence[Branch]) -> int:
-        """Brings each branch forward by up to one pass: appends nodes, completes it, or refuses it.
+    def step(self, proposals: Sequence[OpenProposal]) -> int:
+        """Brings each proposal forward by up to one pass: appends nodes, completes it, or refuses it.
 
-        A step that adds no node to an incomplete branch has brought it nearer to one (as a prefill chunk does).
+        A step that adds no node to an incomplete proposal has brought it nearer to one (as a prefill chunk does).
 
         Returns:
             Tokens run through the model, drafted ones included.
@@ -138,3 +154,11 @@ class Drafter(Protocol):
 
     def forget(self, session_id: str) -> None:
         """Drops what is kept of a session, if anything is."""
+
+    def resume(self, session_id: str) -> int:
+        """Learns that a session is opened; returns the number of positions, from 0 on, whose features it has used."""
+        return 0
+
+    def give(self, session_id: str, features: FeatureSpan) -> None:
+        """Takes features of the target; what they leave a gap before, or what was given already, is not needed."""
+        return

@@ -22,3 +22,7 @@ def load_drafter(settings: DraftSettings) -> Drafter:
             from draft_service.drafters.model import load_model_drafter
 
             return load_model_drafter(settings)
+        case DrafterKind.EAGLE3 | DrafterKind.MEDUSA:
+            from draft_service.drafters.heads import load_head_drafter
+
+            return load_head_drafter(settings)

@@ -11,14 +11,18 @@ from dataclasses import dataclass
 import torch
 
 from draft_service.drafters.choice import ChoiceOptions, choose
-from draft_service.drafters.drafter import Branch, DrafterInfo
+from draft_service.drafters.drafter import Drafter, DrafterInfo, OpenProposal
+from draft_service.drafters.growth import GrowthOptions, RankedGrowth, num_nodes
+from draft_service.drafters.shares import share_rows
 from draft_service.drafters.states import BoundedStates
 from draft_service.settings import DraftSettings
 from outrider.errors import Overloaded
+from outrider.lm.heads.vocabulary import DraftVocabulary
 from outrider.lm.loading import load_model
 from outrider.lm.model import KVCache, LanguageModel, SessionStep
+from outrider.parameters import AcceptanceRule
 from outrider.sampling import TokenHistory
-from outrider.tokens import TokenSpan
+from outrider.tokens import ROOT, NodeKind, ProposalNode, ProposalTree, TokenSpan
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,12 +34,14 @@ class ModelDrafterOptions:
         prefill_chunk_len: rows of one pass over all sessions; every session has at least one.
         max_session_len: longest session in tokens; the model's own limit may be lower.
         choice: how nodes are chosen.
+        tree_nodes: nodes of a proposal under `coupled` that does not say how many it may have; 0 for chains.
     """
 
     kv_budget_bytes: int
     prefill_chunk_len: int
     max_session_len: int
     choice: ChoiceOptions
+    tree_nodes: int = 0
 
 
 class CachedTokens:
@@ -45,7 +51,7 @@ class CachedTokens:
         self.kv_cache = kv_cache
         self._token_ids = array("I")
         self._agreed_len = 0
-        self._history: tuple[Branch, TokenHistory] | None = None
+        self._history: tuple[OpenProposal, TokenHistory] | None = None
 
     @property
     def num_bytes(self) -> int:
@@ -60,37 +66,58 @@ class CachedTokens:
         """Learns that the session's tokens from position `length` on may be others than these."""
         self._agreed_len = min(self._agreed_len, length)
 
-    def missing(self, branch: Branch) -> range:
-        """Keeps what is cached of the branch, drops the rest; returns the positions still to be run, at least one."""
-        known_len = min(len(self._token_ids), branch.len - 1)
-        while self._agreed_len < known_len and self._token_ids[self._agreed_len] == branch.token_id(self._agreed_len):
+    def missing(self, proposal: OpenProposal) -> range:
+        """Keeps what is cached of the proposal, drops the rest; returns the positions still to be run, at least one."""
+        known_len = min(len(self._token_ids), proposal.len - 1)
+        while self._agreed_len < known_len and self._token_ids[self._agreed_len] == proposal.token_id(self._agreed_len):
             self._agreed_len += 1
         self._agreed_len = min(self._agreed_len, known_len)
         if self._agreed_len < len(self._token_ids):
             del self._token_ids[self._agreed_len :]
             self.kv_cache.truncate(self._agreed_len)
-        if self._agreed_len < len(branch.token_ids) - 1 and self.kv_cache.adopt(branch.token_ids):
+        if self._agreed_len < len(proposal.token_ids) - 1 and self.kv_cache.adopt(proposal.token_ids):
             # Another session of the same beginning has run it.
-            self._token_ids = array("I", branch.token_ids[: self.kv_cache.cached_len])
+            self._token_ids = array("I", proposal.token_ids[: self.kv_cache.cached_len])
             self._agreed_len = len(self._token_ids)
-        return range(self._agreed_len, branch.len)
+        return range(self._agreed_len, proposal.len)
 
     def extend(self, token_ids: Sequence[int]) -> None:
         """Learns that a pass has cached these tokens too."""
         self._token_ids.extend(token_ids)
         self._agreed_len = len(self._token_ids)
 
-    def history(self, branch: Branch) -> TokenHistory:
-        """Returns the tokens of session and branch, as penalties need them; the session's are gone through once."""
-        if self._history is None or self._history[0] is not branch:
-            prompt_len = branch.terms.prompt_len
-            prompt, output = branch.token_ids[:prompt_len], branch.token_ids[prompt_len:]
-            self._history = branch, TokenHistory(prompt, output, branch.terms.parameters)
-        return self._history[1].extended([node.token_id for node in branch.nodes])
+    def history(self, proposal: OpenProposal) -> TokenHistory:
+        """Returns the tokens of session and proposal, as penalties need them; the session's are gone through once."""
+        if self._history is None or self._history[0] is not proposal:
+            prompt_len = proposal.terms.prompt_len
+            prompt, output = proposal.token_ids[:prompt_len], proposal.token_ids[prompt_len:]
+            self._history = proposal, TokenHistory(prompt, output, proposal.terms.parameters)
+        return self._history[1].extended([node.token_id for node in proposal.nodes])
 
 
-class ModelDrafter:
-    """A `Drafter` that runs a language model: one batched pass a step, in which each session gets its next node.
+class _Tree:
+    """A proposal's tree while it grows, and the part of it that has been run.
+
+    Every pass runs that part again behind the session's last token: so no cache holds more than the session.
+    """
+
+    def __init__(self, growth: RankedGrowth) -> None:
+        self.growth = growth
+        self.nodes = ProposalTree()
+        self._numbers = {ROOT: ROOT}
+
+    def enter_frontier(self) -> list[int]:
+        """Adds the frontier to the nodes that are run; returns which of them it is."""
+        for number in self.growth.frontier:
+            if number not in self._numbers:
+                parent = self._numbers[self.growth.parent(number)]
+                node = ProposalNode(parent, self.growth.token_id(number), NodeKind.GUESSED)
+                self._numbers[number] = self.nodes.append(node)
+        return [self._numbers[number] for number in self.growth.frontier]
+
+
+class ModelDrafter(Drafter):
+    """A `Drafter` that runs a language model: one batched pass a step, in which each session gets its next nodes.
 
     Args:
         model: shares the targets' vocabulary.
@@ -103,6 +130,10 @@ class ModelDrafter:
         self._options = options
         self._caches = BoundedStates(lambda: CachedTokens(model.new_cache()), options.kv_budget_bytes)
         self._info = _describe(model, options, kind)
+        self._growth = GrowthOptions(options.tree_nodes, options.choice.top_k, options.choice.p_min)
+        size = model.info.vocabulary_size
+        self._vocabulary = DraftVocabulary(torch.arange(size), size)
+        self._trees: dict[OpenProposal, _Tree] = {}
 
     @property
     def info(self) -> DrafterInfo:
@@ -114,14 +145,16 @@ class ModelDrafter:
         """Memory of the KV caches, in bytes."""
         return self._caches.used_bytes
 
-    def step(self, branches: Sequence[Branch]) -> int:
-        """Runs one pass: a chunk of what each branch's cache is missing, and a node where nothing is missing then."""
-        admitted = self._admit(branches)
-        missing = [self._cached(branch).missing(branch) for branch in admitted]
+    def step(self, proposals: Sequence[OpenProposal]) -> int:
+        """Runs one pass: a chunk of what each proposal's cache is missing, and a node where nothing is missing then."""
+        active = set(proposals)
+        self._trees = {item: tree for item, tree in self._trees.items() if item in active}
+        admitted = self._admit(proposals)
+        missing = [self._cached(proposal).missing(proposal) for proposal in admitted]
         shares = share_rows([len(positions) for positions in missing], self._options.prefill_chunk_len)
         spans = [
-            TokenSpan(positions.start, branch.slice(positions.start, positions.start + share))
-            for branch, positions, share in zip(admitted, missing, shares, strict=True)
+            TokenSpan(positions.start, proposal.slice(positions.start, positions.start + share))
+            for proposal, positions, share in zip(admitted, missing, shares, strict=True)
         ]
         if admitted:
             self._run(admitted, spans)
@@ -136,65 +169,75 @@ class ModelDrafter:
         """Drops the session's KV cache."""
         self._caches.forget(session_id)
 
-    def _cached(self, branch: Branch) -> CachedTokens:
-        salt = branch.terms.cache_salt
-        return self._caches.use(branch.session_id, lambda: CachedTokens(self._model.new_cache(salt)))
+    def _cached(self, proposal: OpenProposal) -> CachedTokens:
+        salt = proposal.terms.cache_salt
+        return self._caches.use(proposal.session_id, lambda: CachedTokens(self._model.new_cache(salt)))
 
-    def _run(self, branches: Sequence[Branch], spans: Sequence[TokenSpan]) -> None:
-        caches = [self._caches.use(branch.session_id) for branch in branches]
+    def _run(self, proposals: Sequence[OpenProposal], spans: Sequence[TokenSpan]) -> None:
+        caches = [self._caches.use(proposal.session_id) for proposal in proposals]
         steps = [
-            SessionStep(cached.kv_cache, span, wants_logits=span.end == branch.len)
-            for branch, cached, span in zip(branches, caches, spans, strict=True)
+            SessionStep(cached.kv_cache, span, self._tree_to_run(proposal, span), span.end == proposal.len)
+            for proposal, cached, span in zip(proposals, caches, spans, strict=True)
         ]
         outputs = self._model.forward(steps)
-        for branch, cached, step, logits in zip(branches, caches, steps, outputs, strict=True):
+        for proposal, cached, step, logits in zip(proposals, caches, steps, outputs, strict=True):
+            cached.kv_cache.keep(())
             cached.extend(step.span.token_ids)
-            self._caches.weigh(branch.session_id)
+            self._caches.weigh(proposal.session_id)
             if step.wants_logits:
-                self._grow(branch, logits[0], cached.history(branch))
+                self._grow(proposal, cached, logits)
 
-    def _grow(self, branch: Branch, logits: torch.Tensor, history: TokenHistory) -> None:
-        choice = choose(logits, branch, history, self._options.choice)
+    def _tree_to_run(self, proposal: OpenProposal, span: TokenSpan) -> ProposalTree:
+        tree = self._trees.get(proposal)
+        if tree is None or span.end < proposal.len:
+            return ProposalTree()
+        tree.enter_frontier()
+        return tree.nodes
+
+    def _grow(self, proposal: OpenProposal, cached: CachedTokens, logits: torch.Tensor) -> None:
+        if self._wants_tree(proposal):
+            self._grow_tree(proposal, logits)
+            return
+        choice = choose(logits[0], proposal, cached.history(proposal), self._options.choice)
         if choice is None:
-            branch.complete = True
+            proposal.complete = True
         else:
-            branch.append(*choice)
+            proposal.append(*choice)
 
-    def _admit(self, branches: Sequence[Branch]) -> list[Branch]:
-        """Makes room for the branches' KV caches; refuses those for which there is none."""
-        admitted: list[Branch] = []
-        in_use = {branch.session_id for branch in branches}
+    def _wants_tree(self, proposal: OpenProposal) -> bool:
+        """Whether the proposal is to be a tree; under `rejection` it is the sampled chain alone."""
+        if proposal.terms.acceptance_rule is AcceptanceRule.REJECTION:
+            return False
+        return num_nodes(proposal, self._growth) > proposal.num_speculative_tokens
+
+    def _grow_tree(self, proposal: OpenProposal, logits: torch.Tensor) -> None:
+        tree = self._trees.get(proposal)
+        if tree is None:
+            tree = self._trees[proposal] = _Tree(RankedGrowth(proposal, self._growth, self._vocabulary))
+        tree.growth.grow(logits[tree.enter_frontier()])
+        if not tree.growth.frontier:
+            proposal.fill(tree.growth.nodes())
+            del self._trees[proposal]
+
+    def _admit(self, proposals: Sequence[OpenProposal]) -> list[OpenProposal]:
+        """Makes room for the proposals' KV caches; refuses those for which there is none."""
+        admitted: list[OpenProposal] = []
+        in_use = {proposal.session_id for proposal in proposals}
         needed_bytes = 0
-        for branch in branches:
-            more_bytes = self._missing_bytes(branch)
+        for proposal in proposals:
+            more_bytes = self._missing_bytes(proposal)
             if self._caches.make_room(needed_bytes + more_bytes, in_use):
                 needed_bytes += more_bytes
-                admitted.append(branch)
+                admitted.append(proposal)
             else:
-                in_use.discard(branch.session_id)
-                branch.refuse(Overloaded("the KV caches of the sessions that draft now fill the budget"))
+                in_use.discard(proposal.session_id)
+                proposal.refuse(Overloaded("the KV caches of the sessions that draft now fill the budget"))
         return admitted
 
-    def _missing_bytes(self, branch: Branch) -> int:
-        cached = self._caches.find(branch.session_id)
+    def _missing_bytes(self, proposal: OpenProposal) -> int:
+        cached = self._caches.find(proposal.session_id)
         cache = cached.kv_cache if cached else self._model.new_cache()
-        return cache.missing_bytes(len(branch.token_ids) + branch.num_speculative_tokens)
-
-
-def share_rows(wanted: Sequence[int], num_rows: int) -> list[int]:
-    """Returns how many rows of a pass each session gets: what it wants, or an even share of what the others leave.
-
-    Args:
-        wanted: rows that each session could use, at least 1.
-        num_rows: rows to share; exceeded where sessions are more than rows, since each gets at least 1.
-    """
-    shares = [0] * len(wanted)
-    by_size = sorted(range(len(wanted)), key=lambda index: wanted[index])
-    for num_served, index in enumerate(by_size):
-        even = max(1, num_rows // (len(wanted) - num_served))
-        shares[index] = min(wanted[index], even)
-        num_rows -= shares[index]
-    return shares
+        return cache.missing_bytes(len(proposal.token_ids) + num_nodes(proposal, self._growth))
 
 
 def load_model_drafter(settings: DraftSettings) -> ModelDrafter:
@@ -221,6 +264,7 @@ def load_model_drafter(settings: DraftSettings) -> ModelDrafter:
         prefill_chunk_len=settings.prefill_chunk_len,
         max_session_len=settings.max_session_len,
         choice=ChoiceOptions(top_k=settings.draft_top_k, p_min=settings.draft_p_min),
+        tree_nodes=settings.tree_nodes,
     )
     return ModelDrafter(loaded.model, options, settings.drafter.value)
 

@@ -4,7 +4,7 @@ from array import array
 from collections.abc import Sequence
 from typing import Final
 
-from draft_service.drafters.drafter import Branch, DrafterInfo
+from draft_service.drafters.drafter import Drafter, DrafterInfo, OpenProposal
 from draft_service.drafters.states import BoundedStates
 from outrider.parameters import AcceptanceRule
 from outrider.tokens import SparseDistribution
@@ -93,7 +93,7 @@ class NgramIndex:
             del self._latest[key]
 
 
-class NgramDrafter:
+class NgramDrafter(Drafter):
     """A `Drafter` without a model: proposes the continuation of an earlier occurrence of the session's last tokens.
 
     Args:
@@ -125,11 +125,11 @@ class NgramDrafter:
         """Memory of the indexes, in bytes, about."""
         return self._indexes.used_bytes
 
-    def step(self, branches: Sequence[Branch]) -> int:
-        """Completes every branch with what its lookup gives, possibly nothing."""
-        for branch in branches:
-            self._draft(branch)
-        return sum(len(branch.nodes) for branch in branches)
+    def step(self, proposals: Sequence[OpenProposal]) -> int:
+        """Completes every proposal with what its lookup gives, possibly nothing."""
+        for proposal in proposals:
+            self._draft(proposal)
+        return sum(len(proposal.nodes) for proposal in proposals)
 
     def truncate(self, session_id: str, length: int) -> None:
         """Drops the index of the tokens from position `length` on."""
@@ -140,16 +140,16 @@ class NgramDrafter:
         """Drops the session's index."""
         self._indexes.forget(session_id)
 
-    def _draft(self, branch: Branch) -> None:
-        index = self._indexes.use(branch.session_id)
-        index.extend(branch.token_ids[len(index) :])
+    def _draft(self, proposal: OpenProposal) -> None:
+        index = self._indexes.use(proposal.session_id)
+        index.extend(proposal.token_ids[len(index) :])
         position = index.continuation()
-        while position is not None and not branch.complete:
-            token_id = branch.token_id(position)  # past the base it repeats what it has just drafted
-            branch.append(token_id, _point_mass(token_id, branch.terms.acceptance_rule))
+        while position is not None and not proposal.complete:
+            token_id = proposal.token_id(position)  # past the base it repeats what it has just drafted
+            proposal.append(token_id, _point_mass(token_id, proposal.terms.acceptance_rule))
             position += 1
-        branch.complete = True
-        self._indexes.weigh(branch.session_id)
+        proposal.complete = True
+        self._indexes.weigh(proposal.session_id)
         self._indexes.make_room(0, in_use=())
 
 

@@ -66,6 +66,7 @@ class Statistics:
         num_fallbacks: why plain decoding took the place of speculation, reason to number of times.
         varying_numerics: whether load, speculation or a failover may have changed the text, because a target took part
             whose bits depend on how a position is computed.
+        feature_bytes: bytes of features that went from target to draft.
     """
 
     num_drafts: int = 0
@@ -80,6 +81,7 @@ class Statistics:
     tokens_per_second: float = 0.0
     num_fallbacks: dict[str, int] = field(default_factory=dict)
     varying_numerics: bool = False
+    feature_bytes: int = 0
 
     @property
     def acceptance_rate(self) -> float:
@@ -217,4 +219,5 @@ def _statistics(message: generation_pb2.GenerationStatistics) -> Statistics:
         tokens_per_second=message.tokens_per_second,
         num_fallbacks=dict(message.num_fallbacks),
         varying_numerics=message.varying_numerics,
+        feature_bytes=message.feature_bytes,
     )

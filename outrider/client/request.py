@@ -28,13 +28,15 @@ class Speculation:
         disabled: decodes without a draft.
         num_speculative_tokens: tokens drafted per round, at most; 0 takes the service's default.
         acceptance_rule: the rule that judges proposals; None takes the service's default.
-        drafter: model, ngram or layers, where several are deployed; empty takes any.
+        drafter: model, ngram, layers, eagle3 or medusa, where several are deployed; empty takes any.
+        max_nodes: nodes of a proposal, all its branches together, at most; 0 leaves it to the draft.
     """
 
     disabled: bool = False
     num_speculative_tokens: int = 0
     acceptance_rule: AcceptanceRule | None = None
     drafter: str = ""
+    max_nodes: int = 0
 
     def to_message(self) -> generation_pb2.SpeculationParameters:
         """Returns the message."""
@@ -42,6 +44,7 @@ class Speculation:
             disabled=self.disabled,
             num_speculative_tokens=_uint32("num_speculative_tokens", self.num_speculative_tokens),
             drafter=self.drafter,
+            max_nodes=_uint32("max_nodes", self.max_nodes),
         )
         if self.acceptance_rule is not None:
             message.acceptance_rule = wire.rule_to_number(self.acceptance_rule)

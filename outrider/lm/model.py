@@ -130,7 +130,7 @@ class LanguageModel(Protocol):
 
     @property
     def features(self) -> FeatureSource | None:
-        """What is kept for drafts that are made of a target's features; None where there are no layers to take them of."""
+        """What is kept for drafts that are made of a target's features; None where it has no layers to give any of."""
 
     def new_cache(self, salt: bytes = b"") -> KVCache:
         """Returns an empty KV cache for one session, which shares memory with sessions of the same salt only."""

@@ -51,6 +51,7 @@ class FrameOutbox(Generic[FrameT, MessageT]):
         self._max_frames = max_frames_per_message
         self._max_bytes = max_message_bytes
         self._pending: deque[FrameT] = deque()
+        self._pending_bytes = 0
         self._lock = threading.Lock()
         self._loop = asyncio.get_running_loop()
         self._wake = asyncio.Event()
@@ -60,6 +61,11 @@ class FrameOutbox(Generic[FrameT, MessageT]):
     def __len__(self) -> int:
         """Frames that wait."""
         return len(self._pending)
+
+    @property
+    def pending_bytes(self) -> int:
+        """Bytes of the frames that wait."""
+        return self._pending_bytes
 
     @property
     def closed(self) -> bool:
@@ -84,6 +90,7 @@ class FrameOutbox(Generic[FrameT, MessageT]):
             self._closed, self._error = True, error
             if error is not None:
                 self._pending.clear()
+                self._pending_bytes = 0
         self._wake.set()
 
     async def messages(self) -> AsyncIterator[MessageT]:
@@ -108,6 +115,7 @@ class FrameOutbox(Generic[FrameT, MessageT]):
                 raise Overloaded(f"{len(self._pending)} frames wait to be sent, the limit is {self._max_pending}")
             asleep = not self._pending
             self._pending.extend(frames)
+            self._pending_bytes += sum(frame.ByteSize() for frame in frames)
             return asleep
 
     def _wake_threadsafe(self) -> None:
@@ -123,8 +131,10 @@ class FrameOutbox(Generic[FrameT, MessageT]):
         with self._lock:
             self._wake.clear()
             while self._pending and len(frames) < self._max_frames:
-                num_bytes += self._pending[0].ByteSize()
-                if frames and num_bytes > self._max_bytes:
+                frame_bytes = self._pending[0].ByteSize()
+                if frames and num_bytes + frame_bytes > self._max_bytes:
                     break
+                num_bytes += frame_bytes
                 frames.append(self._pending.popleft())
+            self._pending_bytes -= num_bytes
         return frames

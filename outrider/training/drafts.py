@@ -18,7 +18,7 @@ def save_draft(method: Method, vocabulary: DraftVocabulary, teacher: Teacher, op
         target_fingerprint=teacher.fingerprint,
         tokenizer_fingerprint=teacher.tokenizer_fingerprint,
         hidden_size=teacher.hidden_size,
-        feature_layers=teacher.feature_layers if options.method is MethodKind.EAGLE3 else (),
+        feature_layers=_features_of(options.method, teacher),
         depth=options.depth,
         trimmed=options.trim,
     )
@@ -29,6 +29,17 @@ def save_draft(method: Method, vocabulary: DraftVocabulary, teacher: Teacher, op
             save_medusa(options.output, method.module, vocabulary, manifest)
         case LayersMethod():
             _save_layers(method, vocabulary, teacher, manifest, options)
+
+
+def _features_of(method: MethodKind, teacher: Teacher) -> tuple[int, ...]:
+    """Returns the target's layers whose features a draft of this kind is made of."""
+    match method:
+        case MethodKind.EAGLE3:
+            return teacher.feature_layers
+        case MethodKind.MEDUSA:
+            return (teacher.model.config.get_text_config().num_hidden_layers,)
+        case MethodKind.LAYERS:
+            return ()
 
 
 def _save_layers(

@@ -17,6 +17,7 @@ from outrider.errors import InvalidArgument, ModelUnsupported
 from outrider.lm import embedded
 from outrider.lm.compilation import find_layers
 from outrider.lm.fingerprint import model_fingerprint
+from outrider.lm.heads.eagle3 import usual_feature_layers
 from outrider.lm.loading import chosen_device
 from outrider.lm.tokenizer import vocabulary_fingerprint
 from outrider.training.corpus import Corpus
@@ -83,7 +84,7 @@ class Teacher:
         text = model.config.get_text_config()
         self.hidden_size: int = text.hidden_size
         self.vocabulary_size: int = text.vocab_size
-        self.feature_layers = feature_layers(text.num_hidden_layers)
+        self.feature_layers = usual_feature_layers(text.num_hidden_layers)
         model.requires_grad_(False)
         self._check_output_layer()
 
@@ -155,11 +156,6 @@ class Teacher:
                 "the target changes its logits behind the output layer (a bound or a bias): "
                 "a draft that shares the layer cannot learn them"
             )
-
-
-def feature_layers(num_layers: int) -> tuple[int, int, int]:
-    """Returns the layers whose inputs EAGLE-3 fuses by default: a low, a middle and a high one, of so many."""
-    return min(2, num_layers), num_layers // 2, max(num_layers - 3, 0)
 
 
 class LessonStore:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import grpc
 import pytest
 
-from draft_service.drafters.drafter import Branch, Drafter, DraftTerms
+from draft_service.drafters.drafter import Drafter, DraftTerms, OpenProposal
 from draft_service.drafters.ngram import NgramDrafter
 from draft_service.engine import Engine, EngineLimits
 from draft_service.servicer import DraftServicer
@@ -37,17 +37,19 @@ def terms(
     return DraftTerms(parameters or SamplingParameters(seed=5), rule, prompt_len, frozenset(stop_token_ids))
 
 
-def branch(token_ids: Sequence[int], num: int = 4, session_id: str = "s", given: DraftTerms | None = None) -> Branch:
-    """Returns a branch to draft."""
-    return Branch(session_id, tuple(token_ids), given or terms(), num)
+def proposal(
+    token_ids: Sequence[int], num: int = 4, session_id: str = "s", given: DraftTerms | None = None
+) -> OpenProposal:
+    """Returns a proposal to draft."""
+    return OpenProposal(session_id, tuple(token_ids), given or terms(), num)
 
 
-def draft(drafter: Drafter, *branches: Branch) -> list[tuple[int, ...]]:
-    """Drafts the branches to their ends, as the engine does; returns their token ids."""
+def draft(drafter: Drafter, *proposals: OpenProposal) -> list[tuple[int, ...]]:
+    """Drafts the proposals to their ends, as the engine does; returns their token ids."""
     for _ in range(1000):
-        active = [item for item in branches if not item.complete]
+        active = [item for item in proposals if not item.complete]
         if not active:
-            return [tuple(node.token_id for node in item.nodes) for item in branches]
+            return [tuple(node.token_id for node in item.nodes) for item in proposals]
         drafter.step(active)
     raise AssertionError("the drafter does not come to an end")
 

@@ -16,9 +16,9 @@ from tests.draft_service.conftest import (
     TIMEOUT_S,
     DraftClient,
     advance_frame,
-    branch,
     draft,
     open_frame,
+    proposal,
     running_draft,
     terms,
 )
@@ -29,7 +29,7 @@ SLOW = f"{MARKOV},step_s=0.02"
 
 
 def _alone(token_ids: list[int], num: int, rule: AcceptanceRule = AcceptanceRule.COUPLED) -> tuple[int, ...]:
-    [drafted] = draft(model_drafter(), branch(token_ids, num, given=terms(LONG, rule)))
+    [drafted] = draft(model_drafter(), proposal(token_ids, num, given=terms(LONG, rule)))
     return drafted
 
 

@@ -6,7 +6,7 @@ from typing import Any, TypeVar
 import click
 
 from outrider.client.request import Speculation
-from outrider.client.stack_options import DRAFTERS, DraftOptions, StackOptions
+from outrider.client.stack_options import DRAFTERS, MODEL_DRAFTERS, DraftOptions, StackOptions, fitting_drafter
 from outrider.errors import InvalidArgument
 from outrider.parameters import AcceptanceRule, SamplingParameters
 
@@ -85,7 +85,7 @@ sampling_options = _stacked(
 drafter_option = click.option(
     "--drafter",
     type=click.Choice((*DRAFTERS, _NO_DRAFTER)),
-    help="Which drafter to use; a local stack starts this one. [default: any; ngram in a local stack]",
+    help="Which drafter to use; a local stack starts this one. [default: any; in a local stack what fits the models]",
 )
 
 speculation_options = _stacked(
@@ -95,6 +95,13 @@ speculation_options = _stacked(
         default=0,
         metavar="K",
         help="Tokens drafted per round, at most. [default: the service's]",
+    ),
+    click.option(
+        "--max-nodes",
+        type=int,
+        default=0,
+        metavar="N",
+        help="Nodes of a proposal tree, at most; K make it a chain. [default: the draft's]",
     ),
     drafter_option,
     click.option(
@@ -110,7 +117,11 @@ stack_options = _stacked(
     click.option(
         "--model", default=StackOptions().model, show_default=True, help="Target model: a folder or a hub id."
     ),
-    click.option("--draft-model", default="", help="Model of `--drafter model`; must share the target's tokenizer."),
+    click.option(
+        "--draft-model",
+        default="",
+        help="Draft: a model that shares the target's tokenizer, or what `outrider distill` made.",
+    ),
     click.option("--num-layers", type=int, help="Layers of the target's model that `--drafter layers` uses."),
     click.option("--dtype", default="", help="bfloat16, float16, float32. [default: the checkpoint's]"),
     click.option("--device", default="", help="cpu, cuda, cuda:1, ... [default: a GPU where there is one]"),
@@ -144,6 +155,7 @@ def take_speculation(values: dict[str, Any]) -> Speculation:
     return Speculation(
         disabled=drafter == _NO_DRAFTER,
         num_speculative_tokens=values.pop("num_speculative_tokens"),
+        max_nodes=values.pop("max_nodes"),
         acceptance_rule=AcceptanceRule(rule) if rule else None,
         drafter="" if drafter in (None, _NO_DRAFTER) else drafter,
     )
@@ -152,10 +164,9 @@ def take_speculation(values: dict[str, Any]) -> Speculation:
 def take_stack(values: dict[str, Any]) -> StackOptions:
     """Takes the options of `stack_options`, and the drafter, out of `values`; raises `InvalidArgument`."""
     drafter, draft_model, num_layers = (values.pop(name) for name in ("drafter", "draft_model", "num_layers"))
-    # A model or a number of layers says which drafter is meant.
-    drafter = drafter or ("model" if draft_model else "layers" if num_layers is not None else "ngram")
-    if draft_model and drafter != "model":
-        raise InvalidArgument(f"draft_model goes with --drafter model, not {drafter}", "draft_model")
+    drafter = drafter or fitting_drafter(values["model"], draft_model, num_layers)
+    if draft_model and drafter not in MODEL_DRAFTERS:
+        raise InvalidArgument(f"draft_model goes with --drafter model, eagle3 or medusa, not {drafter}", "draft_model")
     if num_layers is not None and drafter != "layers":
         raise InvalidArgument(f"num_layers goes with --drafter layers, not {drafter}", "num_layers")
     layers = {} if num_layers is None else {"num_layers": num_layers}

@@ -88,6 +88,7 @@ def statistics_as_json(statistics: Statistics) -> dict[str, Any]:
         "time_to_first_token_s": statistics.time_to_first_token_s,
         "num_target_passes": statistics.num_target_passes,
         "varying_numerics": statistics.varying_numerics,
+        "feature_bytes": statistics.feature_bytes,
     }
 
 

@@ -19,7 +19,7 @@ from torch import Tensor
 from transformers import LlamaConfig
 
 from outrider.errors import ModelUnsupported
-from outrider.lm.heads.eagle3 import Eagle3Config, Eagle3Head
+from outrider.lm.heads.eagle3 import Eagle3Config, Eagle3Head, usual_feature_layers
 from outrider.lm.heads.medusa import MedusaHeads
 from outrider.lm.heads.vocabulary import DraftVocabulary
 
@@ -41,7 +41,7 @@ class DraftManifest:
         target_fingerprint: SHA-256 of the target, as services report it.
         tokenizer_fingerprint: SHA-256 of the vocabulary.
         hidden_size: H of the target.
-        feature_layers: target layers whose inputs are fused.
+        feature_layers: target layers whose inputs it is made of; see `features`.
         depth: guesses one after another that it was trained for.
         trimmed: whether weights that are the target's own were left out.
     """
@@ -126,6 +126,20 @@ def load_eagle3(folder: Path, output_rows: OutputRows | None = None) -> tuple[Ea
     _add_output_layer(weights, vocabulary, output_rows)
     _fill(head, weights)
     return head, vocabulary
+
+
+def feature_layers_of(folder: Path, num_layers: int) -> tuple[int, ...]:
+    """Returns the target layers whose inputs an EAGLE-3 head fuses; the usual ones where it does not say which.
+
+    SGLang counts the layers whose outputs these are, in a part of its own of the configuration (`eagle_config`).
+
+    Args:
+        folder: with the configuration.
+        num_layers: of the target.
+    """
+    config, name = _config(folder), "eagle_aux_hidden_state_layer_ids"
+    inputs, outputs = config.get(name), config.get("eagle_config", {}).get(name)
+    return tuple(inputs or [layer + 1 for layer in outputs or ()]) or usual_feature_layers(num_layers)
 
 
 def save_medusa(folder: Path, heads: MedusaHeads, vocabulary: DraftVocabulary, manifest: DraftManifest) -> None:

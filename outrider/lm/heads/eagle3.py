@@ -5,7 +5,7 @@ further guess has no features yet: the layer's own output at the column before s
 """
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -17,6 +17,12 @@ from transformers.models.llama.modeling_llama import (
     LlamaRotaryEmbedding,
     apply_rotary_pos_emb,
 )
+
+Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
+"""Rotated queries [B, heads, T, dim], keys and values [B, kv_heads, T, dim] of new rows to outputs [B, T, heads * dim].
+
+It keeps the keys and values, and knows which of those kept each row may look at.
+"""
 
 NUM_FEATURES = 3
 """Target layers whose outputs are fused: a low, a middle and a high one."""
@@ -76,23 +82,19 @@ class Eagle3Layer(nn.Module):
         self.hidden_norm = LlamaRMSNorm(layer.hidden_size, layer.rms_norm_eps)
         self.post_attention_layernorm = LlamaRMSNorm(layer.hidden_size, layer.rms_norm_eps)
 
-    def forward(
-        self, embeddings: Tensor, hidden: Tensor, rotation: tuple[Tensor, Tensor], past: list[tuple[Tensor, Tensor]]
-    ) -> Tensor:
-        """Returns the outputs [B, T, H] of one step of a chain at every column; see `chain_attention`.
+    def forward(self, embeddings: Tensor, hidden: Tensor, rotation: tuple[Tensor, Tensor], attend: Attend) -> Tensor:
+        """Returns the outputs [B, T, H] of new rows.
 
         Args:
             embeddings: of the tokens: [B, T, H].
             hidden: fused features, or the outputs of the step before: [B, T, H].
-            rotation: cosine and sine of the columns' positions.
-            past: keys and values of the steps before; this step's are added.
+            rotation: cosine and sine of the rows' positions.
+            attend: the attention over these rows and those before.
         """
         normed = self.hidden_norm(hidden)
         residual = normed if self.norm_before_residual else hidden
         inputs = torch.cat([self.input_layernorm(embeddings), normed], dim=-1)
-        query, key, value = self.self_attn.project(inputs, rotation)
-        past.append((key, value))
-        attended = chain_attention(query, past)
+        attended = attend(*self.self_attn.project(inputs, rotation))
         hidden = residual + self.self_attn.o_proj(attended)
         return hidden + self.mlp(self.post_attention_layernorm(hidden))  # type: ignore[no-any-return]
 
@@ -126,10 +128,36 @@ class Eagle3Head(nn.Module):
         hidden = self.fc(features)
         columns = torch.arange(features.shape[1], device=features.device)[None]
         past: list[tuple[Tensor, Tensor]] = []
+
+        def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+            past.append((key, value))
+            return chain_attention(query, past)
+
         for step, embedded in enumerate(embeddings):
             rotation = self.rotary(hidden, columns + step)
-            hidden = self.midlayer(embedded, hidden, rotation, past)
+            hidden = self.midlayer(embedded, hidden, rotation, attend)
             yield self.norm(hidden)
+
+    def run(self, hidden: Tensor, embeddings: Tensor, positions: Tensor, attend: Attend) -> Tensor:
+        """Runs new rows, of one session or of several.
+
+        Args:
+            hidden: for a column what `fc` makes of the features, for a drafted token the output of its parent: [N, H].
+            embeddings: of the tokens: [N, H].
+            positions: int64 [N].
+            attend: see there; it gets the rows as those of one sequence, B = 1.
+
+        Returns:
+            [N, H]; `lm_head` takes it through `norm`.
+        """
+        rotation = self.rotary(hidden[None], positions[None])
+        outputs: Tensor = self.midlayer(embeddings[None], hidden[None], rotation, attend)[0]
+        return outputs
+
+
+def usual_feature_layers(num_layers: int) -> tuple[int, int, int]:
+    """Returns the layers whose inputs are fused by default: a low, a middle and a high one, of so many."""
+    return min(2, num_layers), num_layers // 2, max(num_layers - 3, 0)
 
 
 def chain_attention(query: Tensor, past: list[tuple[Tensor, Tensor]]) -> Tensor:

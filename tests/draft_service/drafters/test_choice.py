@@ -2,32 +2,32 @@ import pytest
 import torch
 
 from draft_service.drafters.choice import ChoiceOptions, choose, keep_top
-from draft_service.drafters.drafter import Branch, DraftTerms
+from draft_service.drafters.drafter import DraftTerms, OpenProposal
 from outrider.parameters import AcceptanceRule, SamplingParameters
 from outrider.randomness import KeyedSource
 from outrider.sampling import TokenHistory, target_distribution
 from outrider.tokens import SparseDistribution
 from outrider.verification import draft_coupled
-from tests.draft_service.conftest import branch, terms
+from tests.draft_service.conftest import proposal, terms
 
 LOGITS = torch.tensor([2.0, 1.0, 0.5, 0.0, -1.0, -3.0])
 ALL = ChoiceOptions(top_k=6, p_min=0.0)
 TOKENS = (1, 2, 3)
 
 
-def _history(item: Branch) -> TokenHistory:
+def _history(item: OpenProposal) -> TokenHistory:
     return TokenHistory(item.token_ids[:1], item.token_ids[1:], item.terms.parameters)
 
 
 def _choose(given: DraftTerms, options: ChoiceOptions) -> "tuple[int, object] | None":
-    item = branch(TOKENS, given=given)
+    item = proposal(TOKENS, given=given)
     return choose(LOGITS, item, _history(item), options)
 
 
 def test_coupled_drafts_are_the_draws_of_the_shared_noise() -> None:
     for seed in range(50):
         given = terms(SamplingParameters(seed=seed))
-        law = target_distribution(LOGITS, given.parameters, _history(branch(TOKENS, given=given)), ())
+        law = target_distribution(LOGITS, given.parameters, _history(proposal(TOKENS, given=given)), ())
         assert _choose(given, ALL) == (draft_coupled(law, 3, KeyedSource(seed)), None)
 
 
@@ -65,7 +65,7 @@ def test_tokens_the_model_doubts_end_a_branch() -> None:
 
 
 def test_penalties_hold_along_the_branch() -> None:
-    item = branch(TOKENS, given=terms(SamplingParameters(temperature=0, presence_penalty=1.5)))
+    item = proposal(TOKENS, given=terms(SamplingParameters(temperature=0, presence_penalty=1.5)))
     drafted = []
     for _ in range(3):
         choice = choose(LOGITS, item, _history(item).extended(drafted), ALL)

@@ -7,7 +7,7 @@ from transformers import AutoModelForCausalLM
 
 from draft_service.drafters.drafter import Drafter
 from draft_service.drafters.loading import load_drafter
-from draft_service.drafters.model import share_rows
+from draft_service.drafters.shares import share_rows
 from draft_service.settings import DrafterKind, DraftSettings
 from outrider.errors import ModelUnsupported, Overloaded
 from outrider.lm.heads.checkpoint import DraftManifest, save_eagle3, save_vocabulary
@@ -16,7 +16,7 @@ from outrider.parameters import AcceptanceRule, SamplingParameters
 from outrider.randomness import KeyedSource
 from outrider.tokens import ProposalTree
 from outrider.verification import verify_coupled, verify_rejection
-from tests.draft_service.conftest import branch, draft, terms
+from tests.draft_service.conftest import draft, proposal, terms
 from tests.draft_service.drafters.models import RecordedModel, markov, model_drafter
 from tests.lm.heads.models import WIDTH, make_head
 from tests.lm.models import CONFIGS, save_model
@@ -32,24 +32,24 @@ def _greedy(token_ids: list[int], num: int) -> tuple[int, ...]:
 
 
 def test_greedy_drafts_are_the_models_own_text() -> None:
-    assert draft(model_drafter(), branch([4, 7, 1], 8, given=GREEDY)) == [_greedy([4, 7, 1], 8)]
+    assert draft(model_drafter(), proposal([4, 7, 1], 8, given=GREEDY)) == [_greedy([4, 7, 1], 8)]
 
 
 def test_a_step_gives_each_session_one_node() -> None:
     drafter = model_drafter()
-    branches = [branch([1, 2, number], 4, str(number), GREEDY) for number in range(5)]
+    proposals = [proposal([1, 2, number], 4, str(number), GREEDY) for number in range(5)]
     for num in range(1, 5):
-        assert drafter.step(branches) == (15 if num == 1 else 5)
-        assert [len(item.nodes) for item in branches] == [num] * 5
-        assert all(item.complete for item in branches) == (num == 4)
+        assert drafter.step(proposals) == (15 if num == 1 else 5)
+        assert [len(item.nodes) for item in proposals] == [num] * 5
+        assert all(item.complete for item in proposals) == (num == 4)
 
 
 def test_a_prompt_is_prefilled_in_chunks_beside_drafting_sessions() -> None:
     model = RecordedModel(markov())
     drafter = model_drafter(model, chunk=16)
-    short = branch([1, 2], 5, "short", GREEDY)
+    short = proposal([1, 2], 5, "short", GREEDY)
     prompt = [number % 24 for number in range(50)]
-    long = branch(prompt, 2, "long", GREEDY)
+    long = proposal(prompt, 2, "long", GREEDY)
     assert draft(drafter, short, long) == [_greedy([1, 2], 5), _greedy(prompt, 2)]
     assert model.passes == [[2, 14], [1, 15], [1, 15], [1, 6], [1, 1]]
 
@@ -63,7 +63,7 @@ def test_a_common_beginning_is_run_once_for_sessions_of_one_salt() -> None:
         model.passes.clear()
         given = replace(GREEDY, cache_salt=salt)
         tokens = [*prompt, last]
-        assert draft(drafter, branch(tokens, 3, session_id, given)) == [_greedy(tokens, 3)]
+        assert draft(drafter, proposal(tokens, 3, session_id, given)) == [_greedy(tokens, 3)]
         rows.append(sum(map(sum, model.passes)))
     # Pages are 16 long; the last token is always run, and so is each drafted one but the last.
     assert rows == [103, 103 - 96, 103, 3]
@@ -72,37 +72,37 @@ def test_a_common_beginning_is_run_once_for_sessions_of_one_salt() -> None:
 def test_accepted_drafts_are_not_run_again() -> None:
     model = RecordedModel(markov())
     drafter = model_drafter(model)
-    [drafted] = draft(drafter, branch([1, 2, 3], 4, given=GREEDY))
+    [drafted] = draft(drafter, proposal([1, 2, 3], 4, given=GREEDY))
     model.passes.clear()
     longer = [1, 2, 3, *drafted, 9]
-    assert draft(drafter, branch(longer, 1, given=GREEDY)) == [_greedy(longer, 1)]
+    assert draft(drafter, proposal(longer, 1, given=GREEDY)) == [_greedy(longer, 1)]
     assert model.passes == [[2]], "the last drafted token had no KV yet, and the bonus token is new"
 
 
 def test_rejected_drafts_are_dropped() -> None:
     model = RecordedModel(markov())
     drafter = model_drafter(model)
-    [drafted] = draft(drafter, branch([1, 2, 3], 4, given=GREEDY))
+    [drafted] = draft(drafter, proposal([1, 2, 3], 4, given=GREEDY))
     model.passes.clear()
     other = [1, 2, 3, drafted[0], (drafted[1] + 1) % 24]
-    assert draft(drafter, branch(other, 3, given=GREEDY)) == [_greedy(other, 3)]
+    assert draft(drafter, proposal(other, 3, given=GREEDY)) == [_greedy(other, 3)]
     assert model.passes == [[1], [1], [1]]
 
 
 def test_a_replay_finds_what_differs() -> None:
     drafter = model_drafter()
-    draft(drafter, branch([1, 2, 3, 4, 5], given=GREEDY))
+    draft(drafter, proposal([1, 2, 3, 4, 5], given=GREEDY))
     drafter.truncate("s", 2)
-    assert draft(drafter, branch([1, 2, 8, 4, 5], given=GREEDY)) == [_greedy([1, 2, 8, 4, 5], 4)]
+    assert draft(drafter, proposal([1, 2, 8, 4, 5], given=GREEDY)) == [_greedy([1, 2, 8, 4, 5], 4)]
     drafter.truncate("s", 0)
-    assert draft(drafter, branch([6], given=GREEDY)) == [_greedy([6], 4)]
+    assert draft(drafter, proposal([6], given=GREEDY)) == [_greedy([6], 4)]
 
 
 def test_asking_again_gives_the_same() -> None:
     drafter = model_drafter()
     for rule in AcceptanceRule:
-        first = branch([1, 2], given=terms(rule=rule))
-        again = branch([1, 2], given=terms(rule=rule))
+        first = proposal([1, 2], given=terms(rule=rule))
+        again = proposal([1, 2], given=terms(rule=rule))
         assert draft(drafter, first) == draft(drafter, again)
         assert first.nodes == again.nodes
 
@@ -121,10 +121,10 @@ def test_asking_again_gives_the_same() -> None:
 def test_many_sessions_at_once_draft_as_one_at_a_time(rule: AcceptanceRule, parameters: SamplingParameters) -> None:
     given = terms(parameters, rule, stop_token_ids=parameters.stop_token_ids)
     prompts = [[number, (5 * number) % 24, 3] * (1 + number % 4) for number in range(9)]
-    batched = [branch(prompt, 6, str(number), given) for number, prompt in enumerate(prompts)]
+    batched = [proposal(prompt, 6, str(number), given) for number, prompt in enumerate(prompts)]
     draft(model_drafter(chunk=16), *batched)
     for number, prompt in enumerate(prompts):
-        alone = branch(prompt, 6, "alone", given)
+        alone = proposal(prompt, 6, "alone", given)
         draft(model_drafter(), alone)
         assert alone.nodes == batched[number].nodes
 
@@ -134,7 +134,7 @@ def test_a_draft_that_is_the_target_is_always_accepted(rule: AcceptanceRule) -> 
     model, drafter, base = markov(), model_drafter(), [3, 1, 4]
     verify = verify_coupled if rule is AcceptanceRule.COUPLED else verify_rejection
     for seed in range(20):
-        item = branch(base, 5, str(seed), terms(SamplingParameters(seed=seed), rule))
+        item = proposal(base, 5, str(seed), terms(SamplingParameters(seed=seed), rule))
         [drafted] = draft(drafter, item)
         tree = ProposalTree()
         for node in item.nodes:
@@ -152,7 +152,7 @@ def test_kv_caches_stay_within_their_budget_and_change_no_proposal() -> None:
     prompts = {str(number): [number, 1, 2] * 5 for number in range(10)}
     for _ in range(2):
         for session_id, prompt in prompts.items():
-            assert draft(drafter, branch(prompt, 4, session_id, GREEDY)) == [_greedy(prompt, 4)]
+            assert draft(drafter, proposal(prompt, 4, session_id, GREEDY)) == [_greedy(prompt, 4)]
             assert drafter.used_bytes <= 4 * 60
     drafter.forget("9")
     drafter.forget("never seen")
@@ -160,7 +160,7 @@ def test_kv_caches_stay_within_their_budget_and_change_no_proposal() -> None:
 
 def test_a_session_that_does_not_fit_is_refused_and_the_others_draft() -> None:
     drafter = model_drafter(kv_budget_bytes=4 * 60)
-    fits, too_long = branch([1] * 30, 4, "fits", GREEDY), branch([2] * 50, 4, "too long", GREEDY)
+    fits, too_long = proposal([1] * 30, 4, "fits", GREEDY), proposal([2] * 50, 4, "too long", GREEDY)
     assert draft(drafter, fits, too_long) == [_greedy([1] * 30, 4), ()]
     assert isinstance(too_long.refusal, Overloaded)
     assert fits.refusal is None
@@ -196,7 +196,7 @@ def test_the_first_layers_draft_with_the_models_own_head(checkpoint: Path) -> No
     assert first.info.model_fingerprint != whole.info.model_fingerprint
 
     def drafted(drafter: Drafter) -> list[tuple[int, ...]]:
-        return draft(drafter, *(branch([5, 6, number], 6, str(number), GREEDY) for number in range(4)))
+        return draft(drafter, *(proposal([5, 6, number], 6, str(number), GREEDY) for number in range(4)))
 
     assert drafted(every) == drafted(whole)
     assert drafted(first) != drafted(whole)
@@ -212,7 +212,7 @@ def trimmed(tmp_path: Path) -> Path:
 
 def test_a_map_beside_the_model_bounds_what_it_says(checkpoint: Path, trimmed: Path) -> None:
     drafter = load_drafter(_settings(trimmed, DrafterKind.MODEL, None))
-    [drafted] = draft(drafter, branch([5, 6, 7], 6, "a", GREEDY))
+    [drafted] = draft(drafter, proposal([5, 6, 7], 6, "a", GREEDY))
     model = AutoModelForCausalLM.from_pretrained(checkpoint).requires_grad_(False)
     token_ids = [5, 6, 7]
     for token_id in drafted:
@@ -224,7 +224,7 @@ def test_a_map_beside_the_model_bounds_what_it_says(checkpoint: Path, trimmed: P
 
 def test_under_rejection_the_law_is_of_the_tokens_that_it_can_say(trimmed: Path) -> None:
     given = terms(SamplingParameters(seed=3, max_tokens=100), AcceptanceRule.REJECTION)
-    wanted = branch([5, 6, 7], 4, "a", given)
+    wanted = proposal([5, 6, 7], 4, "a", given)
     draft(load_drafter(_settings(trimmed, DrafterKind.MODEL, None)), wanted)
     for node in wanted.nodes:
         assert node.draft_distribution is not None

@@ -2,7 +2,7 @@ import random
 
 from draft_service.drafters.ngram import NgramDrafter, NgramIndex
 from outrider.parameters import AcceptanceRule
-from tests.draft_service.conftest import branch, draft, ngram_drafter, terms
+from tests.draft_service.conftest import draft, ngram_drafter, proposal, terms
 
 
 def _continuation_by_search(token_ids: list[int], shortest: int, longest: int) -> int | None:
@@ -16,25 +16,25 @@ def _continuation_by_search(token_ids: list[int], shortest: int, longest: int) -
 
 def test_the_latest_occurrence_of_the_longest_ngram_is_continued() -> None:
     tokens = [1, 2, 3, 4, 9, 2, 3, 5, 9, 1, 2, 3]
-    assert draft(ngram_drafter(), branch(tokens, 3)) == [(4, 9, 2)]
-    assert draft(NgramDrafter(1, 2, 1 << 20, 4096), branch(tokens, 3)) == [(5, 9, 1)]
+    assert draft(ngram_drafter(), proposal(tokens, 3)) == [(4, 9, 2)]
+    assert draft(NgramDrafter(1, 2, 1 << 20, 4096), proposal(tokens, 3)) == [(5, 9, 1)]
 
 
 def test_without_an_earlier_occurrence_nothing_is_proposed() -> None:
-    assert draft(ngram_drafter(), branch([1, 2, 3])) == [()]
-    assert draft(ngram_drafter(), branch([1])) == [()]
+    assert draft(ngram_drafter(), proposal([1, 2, 3])) == [()]
+    assert draft(ngram_drafter(), proposal([1])) == [()]
 
 
 def test_a_repetition_is_continued_past_its_end() -> None:
-    assert draft(ngram_drafter(), branch([7, 8, 7, 8], 5)) == [(7, 8, 7, 8, 7)]
+    assert draft(ngram_drafter(), proposal([7, 8, 7, 8], 5)) == [(7, 8, 7, 8, 7)]
 
 
 def test_a_branch_ends_with_a_stop_token() -> None:
-    assert draft(ngram_drafter(), branch([1, 2, 3, 4, 1], 4, given=terms(stop_token_ids=[3]))) == [(2, 3)]
+    assert draft(ngram_drafter(), proposal([1, 2, 3, 4, 1], 4, given=terms(stop_token_ids=[3]))) == [(2, 3)]
 
 
 def test_under_rejection_a_lookup_is_a_point_mass() -> None:
-    item = branch([7, 8, 7], 2, given=terms(rule=AcceptanceRule.REJECTION))
+    item = proposal([7, 8, 7], 2, given=terms(rule=AcceptanceRule.REJECTION))
     draft(ngram_drafter(), item)
     laws = [node.draft_distribution for node in item.nodes]
     assert [(law.token_ids, law.probabilities) for law in laws if law] == [((8,), (1.0,)), ((7,), (1.0,))]
@@ -59,26 +59,26 @@ def test_the_index_follows_growth_and_truncation_exactly() -> None:
 
 def test_sessions_do_not_see_each_other_and_a_forgotten_one_starts_again() -> None:
     drafter = ngram_drafter()
-    first, second = branch([1, 2, 1], session_id="a"), branch([1, 3, 1], session_id="b")
+    first, second = proposal([1, 2, 1], session_id="a"), proposal([1, 3, 1], session_id="b")
     assert draft(drafter, first, second) == [(2, 1, 2, 1), (3, 1, 3, 1)]
     drafter.forget("a")
-    assert draft(drafter, branch([1, 5, 1], session_id="a")) == [(5, 1, 5, 1)]
+    assert draft(drafter, proposal([1, 5, 1], session_id="a")) == [(5, 1, 5, 1)]
 
 
 def test_indexes_stay_within_their_budget() -> None:
     drafter = NgramDrafter(1, 3, budget_bytes=100_000, max_session_len=4096)
     for number in range(20):
-        draft(drafter, branch(list(range(100)), session_id=str(number)))
+        draft(drafter, proposal(list(range(100)), session_id=str(number)))
         assert 0 < drafter.used_bytes <= 100_000
 
 
 def test_a_lookup_costs_no_more_in_a_long_session() -> None:
     drafter = ngram_drafter()
     tokens = list(range(3000))
-    draft(drafter, branch(tokens))
+    draft(drafter, proposal(tokens))
     index = drafter._indexes.use("s")
     seen: list[int] = []
     index_extend = index.extend
     index.extend = lambda more: (seen.append(len(more)), index_extend(more))[1]  # type: ignore[method-assign]
-    draft(drafter, branch([*tokens, 5]))
+    draft(drafter, proposal([*tokens, 5]))
     assert seen == [1]

@@ -1,0 +1,378 @@
+"""Drafting with an EAGLE-3 head (Li et al. 2025): one layer over the target's features and the tokens that follow them.
+
+A column of the head is a position whose feature the target has sent, with the token behind it; its output guesses the
+token after that. Columns are run once and kept as keys and values. Below the last one a tree grows: a drafted token has
+no feature, and the output of its parent stands in for it.
+"""
+
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Final
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from draft_service.drafters.drafter import Drafter, DrafterInfo, OpenProposal
+from draft_service.drafters.features import FeatureBuffer
+from draft_service.drafters.growth import Growth, GrowthOptions, new_growth
+from draft_service.drafters.shares import share_rows
+from draft_service.drafters.states import BoundedStates
+from outrider.errors import Overloaded
+from outrider.lm.heads.eagle3 import Eagle3Head
+from outrider.lm.heads.vocabulary import DraftVocabulary
+from outrider.tokens import ROOT, FeatureSpan
+
+_FIRST_CAPACITY: Final = 256
+
+
+class HeadState:
+    """What the head keeps of one session: keys and values of its columns, and features that are to become columns.
+
+    Args:
+        num_heads: of keys and values.
+        head_dim: of one of them.
+        feature_width: numbers of a position's features.
+        device: where the head is.
+    """
+
+    def __init__(self, num_heads: int, head_dim: int, feature_width: int, device: torch.device) -> None:
+        size = (num_heads, _FIRST_CAPACITY, head_dim)
+        self.keys = torch.zeros(size, dtype=torch.bfloat16, device=device)
+        self.values = torch.zeros_like(self.keys)
+        self.features = FeatureBuffer(feature_width)
+        self.last_output: Tensor | None = None
+        """Output of the last column: [H]."""
+        self._token_ids = array("I")
+        self._agreed_len = 0
+
+    @property
+    def num_columns(self) -> int:
+        """Positions whose columns have been run."""
+        return max(0, len(self._token_ids) - 1)
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory held, in bytes."""
+        return 2 * self.keys.numel() * self.keys.element_size() + self.features.num_bytes
+
+    def release(self) -> None:
+        """Drops everything."""
+        self.truncate(0)
+
+    def disagree(self, length: int) -> None:
+        """Learns that the session's tokens from position `length` on may be others than those of the columns."""
+        self._agreed_len = min(self._agreed_len, length)
+
+    def match(self, token_ids: Sequence[int]) -> None:
+        """Keeps the columns that belong to these tokens of the session, and drops the others."""
+        # The column of the last token but one is the last that can be run.
+        known_len = min(len(self._token_ids), len(token_ids))
+        agreed_len = min(self._agreed_len, known_len)
+        while agreed_len < known_len and self._token_ids[agreed_len] == token_ids[agreed_len]:
+            agreed_len += 1
+        self._agreed_len = agreed_len
+        if agreed_len < len(self._token_ids):
+            self.truncate(max(0, agreed_len - 1))
+        self.features.skip(self.num_columns)
+
+    def truncate(self, num_columns: int) -> None:
+        """Drops the columns from a position on; their features are needed again."""
+        del self._token_ids[num_columns + 1 if num_columns else 0 :]
+        self._agreed_len = min(self._agreed_len, len(self._token_ids))
+        self.last_output = None
+        self.features.restart(num_columns)
+
+    def extend(self, token_ids: Sequence[int], last_output: Tensor) -> None:
+        """Learns that columns have been run.
+
+        Args:
+            token_ids: the session's, of the columns and one more.
+            last_output: of the last of them.
+        """
+        self._token_ids.extend(token_ids[1:] if self._token_ids else token_ids)
+        self._agreed_len = len(self._token_ids)
+        self.last_output = last_output
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, first: int, mask: Tensor) -> Tensor:
+        """Keeps new rows' keys and values from slot `first` on, and returns their outputs.
+
+        Args:
+            query: [heads, T, dim].
+            key: [kv_heads, T, dim].
+            value: [kv_heads, T, dim].
+            first: slots before it are columns, or nodes that were run before.
+            mask: which slots each row looks at: bool [T, first + T].
+
+        Returns:
+            [T, heads * dim].
+        """
+        end = first + key.shape[1]
+        self._reserve(end)
+        self.keys[:, first:end], self.values[:, first:end] = key, value
+        keys, values = self.keys[None, :, :end], self.values[None, :, :end]
+        output = functional.scaled_dot_product_attention(query[None], keys, values, attn_mask=mask, enable_gqa=True)
+        return output[0].transpose(0, 1).flatten(1)
+
+    def _reserve(self, num: int) -> None:
+        more = num - self.keys.shape[1]
+        if more > 0:
+            # At least twice as much, so that a long session is not copied again and again.
+            padding = (0, 0, 0, max(more, self.keys.shape[1]))
+            self.keys, self.values = functional.pad(self.keys, padding), functional.pad(self.values, padding)
+
+
+@dataclass(slots=True)
+class _Tree:
+    """A proposal's tree while it grows.
+
+    Attributes:
+        proposal: whose tree it is.
+        state: of its session.
+        growth: decides about it.
+        slots: of each node that was run, its slot behind the columns.
+        outputs: of each node that was run, and of the base: [H].
+        seen: which nodes' slots each node that was run looks at, its own included.
+    """
+
+    proposal: OpenProposal
+    state: HeadState
+    growth: Growth
+    outputs: dict[int, Tensor]
+    slots: dict[int, int] = field(default_factory=dict)
+    seen: dict[int, tuple[int, ...]] = field(default_factory=lambda: {ROOT: ()})
+
+    def enter(self, number: int) -> None:
+        """Gives a node of the frontier its slot."""
+        self.slots[number] = len(self.slots)
+        self.seen[number] = (*self.seen[self.growth.parent(number)], self.slots[number])
+
+
+@dataclass(frozen=True, slots=True)
+class _Rows:
+    """One session's rows of a pass.
+
+    Attributes:
+        hidden: [T, H].
+        token_ids: whose embeddings stand beside it.
+        positions: of the rows.
+        first: slot of the first row.
+        mask: bool [T, first + T].
+    """
+
+    hidden: Tensor
+    token_ids: Sequence[int]
+    positions: Sequence[int]
+    first: int
+    mask: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class HeadOptions:
+    """Limits of a drafter that is made of a target's features.
+
+    Attributes:
+        kv_budget_bytes: keys, values and waiting features of all sessions together.
+        prefill_chunk_len: rows of one pass over all sessions; every session has at least one.
+        growth: how proposals grow.
+    """
+
+    kv_budget_bytes: int
+    prefill_chunk_len: int
+    growth: GrowthOptions
+
+
+class Eagle3Drafter(Drafter):
+    """A `Drafter` that runs an EAGLE-3 head; a step is a pass over the rows of all sessions.
+
+    Args:
+        head: in bfloat16.
+        vocabulary: what it can say.
+        embedding: the target's input embeddings: [V, H].
+        info: identity and limits.
+        options: see there.
+    """
+
+    def __init__(
+        self, head: Eagle3Head, vocabulary: DraftVocabulary, embedding: Tensor, info: DrafterInfo, options: HeadOptions
+    ) -> None:
+        self._head = head
+        self._vocabulary = vocabulary
+        self._embedding = embedding
+        self._info = info
+        self._options = options
+        self._device = embedding.device
+        layer = head.config.layer
+        num_heads = layer.num_key_value_heads or layer.num_attention_heads
+        head_dim = head.midlayer.self_attn.head_dim
+        self._column_bytes = 4 * num_heads * head_dim
+        width = len(info.feature_layers) * info.hidden_size
+        self._states = BoundedStates(
+            lambda: HeadState(num_heads, head_dim, width, self._device), options.kv_budget_bytes
+        )
+        self._trees: dict[OpenProposal, _Tree] = {}
+
+    @property
+    def info(self) -> DrafterInfo:
+        """Identity and limits."""
+        return self._info
+
+    @property
+    def used_bytes(self) -> int:
+        """Memory of keys, values and waiting features, in bytes."""
+        return self._states.used_bytes
+
+    def resume(self, session_id: str) -> int:
+        """Drops waiting features, of which nobody knows any more what they belong to; the columns know their tokens."""
+        state = self._states.find(session_id)
+        if state is None:
+            return 0
+        state.features.restart(state.num_columns)
+        return state.num_columns
+
+    def give(self, session_id: str, features: FeatureSpan) -> None:
+        """Keeps features until their tokens have come."""
+        self._states.use(session_id).features.give(features)
+        self._states.weigh(session_id)
+        self._states.make_room(0, {session_id})
+
+    def truncate(self, session_id: str, length: int) -> None:
+        """Keeps the columns: which of them are right is found out when the session drafts again."""
+        if (state := self._states.find(session_id)) is not None:
+            state.disagree(length)
+
+    def forget(self, session_id: str) -> None:
+        """Drops what is kept of the session."""
+        self._states.forget(session_id)
+
+    @torch.no_grad()
+    def step(self, proposals: Sequence[OpenProposal]) -> int:
+        """Runs one pass: of each session columns that are missing, or the nodes at the edge of its tree."""
+        self._forget_trees(set(proposals))
+        ready = [item for item in self._admitted(proposals) if self._is_ready(item)]
+        waiting = [item for item in ready if item not in self._trees]
+        wanted = [len(item.token_ids) - 1 - self._state(item).num_columns for item in waiting]
+        shares = dict(zip(waiting, share_rows(wanted, self._options.prefill_chunk_len), strict=True))
+        rows = [self._columns(item, shares[item]) if item in shares else self._edge(item) for item in ready]
+        if rows:
+            outputs = self._run(ready, rows)
+            for item, output in zip(ready, outputs, strict=True):
+                self._note(item, output, shares.get(item, 0))
+            self._grow(ready)
+        return sum(len(item.positions) for item in rows)
+
+    def _forget_trees(self, active: set[OpenProposal]) -> None:
+        """Drops the trees of proposals that were replaced, or whose session's state had to make room."""
+        self._trees = {
+            item: tree
+            for item, tree in self._trees.items()
+            if item in active and tree.state is self._states.find(item.session_id)
+        }
+
+    def _state(self, proposal: OpenProposal) -> HeadState:
+        return self._states.use(proposal.session_id)
+
+    def _admitted(self, proposals: Sequence[OpenProposal]) -> list[OpenProposal]:
+        """Makes room for what is to be kept; refuses those for which there is none."""
+        in_use = {item.session_id for item in proposals}
+        admitted, needed_bytes = [], 0
+        for item in proposals:
+            capacity = self._state(item).keys.shape[1]
+            length = len(item.token_ids) + max(item.max_nodes, item.num_speculative_tokens)
+            more_bytes = max(0, length - capacity) * self._column_bytes
+            if self._states.make_room(needed_bytes + more_bytes, in_use):
+                needed_bytes += more_bytes
+                admitted.append(item)
+            else:
+                in_use.discard(item.session_id)
+                item.refuse(Overloaded("the sessions that draft now fill the budget"))
+        return admitted
+
+    def _is_ready(self, proposal: OpenProposal) -> bool:
+        """Returns whether a pass can bring the proposal forward; where it cannot for want of features, it says so."""
+        if proposal in self._trees:
+            return True
+        state, num_needed = self._state(proposal), len(proposal.token_ids) - 1
+        if not num_needed:
+            proposal.complete = True  # nothing is guessed behind a single token
+            return False
+        state.match(proposal.token_ids)
+        if state.num_columns == num_needed and state.last_output is None:
+            state.truncate(num_needed - 1)
+        if state.features.end < num_needed:
+            proposal.missing_features_from = state.features.end
+            return False
+        if state.num_columns == num_needed and state.last_output is not None:
+            self._plant(proposal, state.last_output)
+            self._grow([proposal])
+        return not proposal.complete
+
+    def _columns(self, proposal: OpenProposal, num: int) -> _Rows:
+        state = self._state(proposal)
+        first = state.num_columns
+        features = state.features.take(num).to(self._device)
+        mask = torch.ones(num, first + num, dtype=torch.bool, device=self._device).tril(first)
+        token_ids = proposal.token_ids[first + 1 : first + 1 + num]
+        return _Rows(self._head.fc(features), token_ids, range(first, first + num), first, mask)
+
+    def _edge(self, proposal: OpenProposal) -> _Rows:
+        tree, num_columns = self._trees[proposal], self._state(proposal).num_columns
+        growth, num_before = tree.growth, len(tree.slots)
+        for number in growth.frontier:
+            tree.enter(number)
+        depths = [len(tree.seen[number]) for number in growth.frontier]
+        seen = [(row, num_columns + slot) for row, number in enumerate(growth.frontier) for slot in tree.seen[number]]
+        mask = torch.zeros(len(depths), num_columns + len(tree.slots), dtype=torch.bool, device=self._device)
+        mask[:, :num_columns] = True
+        mask[tuple(torch.tensor(seen, device=self._device).T)] = True
+        hidden = torch.stack([tree.outputs[growth.parent(number)] for number in growth.frontier])
+        token_ids = [growth.token_id(number) for number in growth.frontier]
+        # A drafted token stands one column behind its parent.
+        positions = [num_columns - 1 + depth for depth in depths]
+        return _Rows(hidden, token_ids, positions, num_columns + num_before, mask)
+
+    def _run(self, proposals: Sequence[OpenProposal], rows: Sequence[_Rows]) -> tuple[Tensor, ...]:
+        """Runs the rows of all sessions together; returns each one's outputs, [T, H]."""
+        lens = [len(item.positions) for item in rows]
+        states = [self._state(item) for item in proposals]
+
+        def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+            parts = zip(states, rows, *(torch.split(item[0], lens, 1) for item in (query, key, value)), strict=True)
+            return torch.cat([state.attend(q, k, v, item.first, item.mask) for state, item, q, k, v in parts])[None]
+
+        token_ids = torch.tensor([token_id for item in rows for token_id in item.token_ids], device=self._device)
+        positions = torch.tensor([position for item in rows for position in item.positions], device=self._device)
+        hidden = torch.cat([item.hidden for item in rows])
+        embeddings = functional.embedding(token_ids, self._embedding)
+        return torch.split(self._head.run(hidden, embeddings, positions, attend), lens)
+
+    def _note(self, proposal: OpenProposal, output: Tensor, num_columns: int) -> None:
+        """Takes in what a pass gave a session."""
+        state, tree = self._state(proposal), self._trees.get(proposal)
+        if tree is not None:
+            tree.outputs.update(zip(tree.growth.frontier, output.unbind(), strict=True))
+            return
+        first = state.num_columns
+        state.extend(proposal.token_ids[first : first + num_columns + 1], output[-1])
+        self._states.weigh(proposal.session_id)
+        if state.num_columns == len(proposal.token_ids) - 1:
+            self._plant(proposal, output[-1])
+
+    def _plant(self, proposal: OpenProposal, output: Tensor) -> None:
+        growth = new_growth(proposal, self._options.growth, self._vocabulary)
+        self._trees[proposal] = _Tree(proposal, self._state(proposal), growth, {ROOT: output})
+
+    def _grow(self, proposals: Sequence[OpenProposal]) -> None:
+        """Has the trees grow by what their frontiers' outputs say; completes those that are found."""
+        trees = [self._trees[item] for item in proposals if item in self._trees]
+        if not trees:
+            return
+        edges = [[tree.outputs[number] for number in tree.growth.frontier] for tree in trees]
+        outputs = torch.stack([output for edge in edges for output in edge])
+        logits = self._head.lm_head(self._head.norm(outputs)).split([len(edge) for edge in edges])
+        for tree, part in zip(trees, logits, strict=True):
+            tree.growth.grow(part)
+            if not tree.growth.frontier:
+                tree.proposal.fill(tree.growth.nodes())
+                del self._trees[tree.proposal]

@@ -1,0 +1,72 @@
+"""The target's features that a drafter has been given and not used yet."""
+
+import torch
+from torch import Tensor
+
+from outrider.errors import InvalidArgument
+from outrider.tokens import FeatureSpan
+
+
+class FeatureBuffer:
+    """Features at consecutive positions, taken from the front.
+
+    Args:
+        width: numbers of a position: layers times hidden size.
+    """
+
+    def __init__(self, width: int) -> None:
+        self._width = width
+        self._start = 0
+        self._rows = torch.empty(0, width, dtype=torch.bfloat16)
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    @property
+    def start(self) -> int:
+        """Session position of the first one, or of the next to come."""
+        return self._start
+
+    @property
+    def end(self) -> int:
+        """Session position of the next to come."""
+        return self._start + len(self._rows)
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory held, in bytes."""
+        return self._rows.numel() * self._rows.element_size()
+
+    def restart(self, position: int) -> None:
+        """Drops all; the next ones are to begin at this position."""
+        self._start = position
+        self._rows = self._rows[:0].clone()
+
+    def give(self, features: FeatureSpan) -> None:
+        """Adds what continues the buffer; what is there already, or leaves a gap, is dropped.
+
+        Raises:
+            InvalidArgument: the data are not of whole positions.
+        """
+        position_bytes = self._width * self._rows.element_size()
+        if len(features.data) % position_bytes:
+            raise InvalidArgument(f"has {len(features.data)} bytes, a position takes {position_bytes}", "features.data")
+        if not features.data or features.start > self.end:
+            return
+        rows = torch.frombuffer(bytearray(features.data), dtype=torch.bfloat16).view(-1, self._width)
+        self._rows = torch.cat([self._rows, rows[max(0, self.end - features.start) :]])
+
+    def take(self, num: int) -> Tensor:
+        """Removes and returns the first ones: [num, width]."""
+        taken, self._rows = self._rows[:num], self._rows[num:]
+        self._start += num
+        return taken
+
+    def peek(self) -> Tensor:
+        """Returns them all: [len, width]."""
+        return self._rows
+
+    def skip(self, position: int) -> None:
+        """Drops those before a position."""
+        self.take(min(max(0, position - self._start), len(self._rows)))
+        self._start = max(self._start, position)

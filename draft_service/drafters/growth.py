@@ -1,0 +1,212 @@
+"""How a proposal grows from a draft's logits, under either acceptance rule.
+
+Under `coupled` any tree is exact: the likeliest tokens under the session's own noise, by `TreeSearch`. Under
+`rejection` the main line is sampled, token by token, whatever it turns out to be, and only then come guesses beside it,
+which are followed where the target's own token equals one of them.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from draft_service.drafters.choice import keep_top, sparse
+from draft_service.drafters.drafter import OpenProposal
+from draft_service.drafters.search import MAX_BRANCHING, TreeSearch
+from outrider.lm.heads.vocabulary import DraftVocabulary
+from outrider.parameters import AcceptanceRule
+from outrider.randomness import Counter, KeyedSource, Purpose
+from outrider.sampling import LawTerms, TokenHistory, changed_logits, target_distribution, target_weights, tempered
+from outrider.tokens import ROOT, NodeKind, ProposalNode
+from outrider.truncation import Support
+from outrider.verification import draft_rejection
+
+
+@dataclass(frozen=True, slots=True)
+class GrowthOptions:
+    """How proposals grow.
+
+    Attributes:
+        max_nodes: nodes of a proposal that does not say how many it may have; 0 for a chain.
+        top_k: as in `ChoiceOptions`.
+        p_min: under `coupled`, tokens less likely than this, by the draft's law and the session's noise, are left out.
+    """
+
+    max_nodes: int = 0
+    top_k: int = 64
+    p_min: float = 0.0
+
+
+class Growth(Protocol):
+    """A proposal while it grows; its nodes are numbered by the growth, `ROOT` is the base."""
+
+    @property
+    def frontier(self) -> Sequence[int]:
+        """Nodes whose logits are wanted next; none once all is found."""
+
+    def token_id(self, number: int) -> int:
+        """Returns a node's token."""
+
+    def parent(self, number: int) -> int:
+        """Returns the number of a node's parent."""
+
+    def grow(self, logits: Tensor) -> None:
+        """Takes the logits behind each node of the frontier, [F, D] over the draft's vocabulary, and goes on."""
+
+    def nodes(self) -> list[ProposalNode]:
+        """Returns the proposal's nodes, once the frontier is empty."""
+
+
+def new_growth(proposal: OpenProposal, options: GrowthOptions, vocabulary: DraftVocabulary) -> Growth:
+    """Returns what grows a proposal by the rule that will judge it."""
+    if proposal.terms.acceptance_rule is AcceptanceRule.REJECTION:
+        return SampledGrowth(proposal, options, vocabulary)
+    return RankedGrowth(proposal, options, vocabulary)
+
+
+def num_nodes(proposal: OpenProposal, options: GrowthOptions) -> int:
+    """Returns the most nodes that a proposal may have."""
+    return proposal.max_nodes or max(options.max_nodes, proposal.num_speculative_tokens)
+
+
+class RankedGrowth:
+    """A tree of the tokens that most probably win under the session's noise; see `Growth`."""
+
+    def __init__(self, proposal: OpenProposal, options: GrowthOptions, vocabulary: DraftVocabulary) -> None:
+        terms = proposal.terms
+        self._search = TreeSearch(proposal.num_speculative_tokens, num_nodes(proposal, options), terms.stop_token_ids)
+        self._proposal = proposal
+        self._vocabulary = vocabulary
+        self._p_min = options.p_min
+        self._history = history_of(proposal)
+        self._source = KeyedSource(terms.parameters.seed or 0)
+
+    @property
+    def frontier(self) -> Sequence[int]:
+        """Nodes whose logits are wanted next."""
+        return self._search.frontier
+
+    def token_id(self, number: int) -> int:
+        """Returns a node's token."""
+        return self._search.token_id(number)
+
+    def parent(self, number: int) -> int:
+        """Returns the number of a node's parent."""
+        return self._search.parent(number)
+
+    def grow(self, logits: Tensor) -> None:
+        """Expands the frontier by the likeliest tokens behind each node."""
+        paths = [self._search.path(number) for number in self._search.frontier]
+        terms = self._proposal.terms
+        laws = [LawTerms(terms.parameters, self._history.extended(path), terms.stop_token_ids) for path in paths]
+        confidences = self._confidences(logits, laws, len(self._proposal.token_ids) + len(paths[0]))
+        logs, places = confidences.topk(min(self._search.branching, confidences.shape[-1]))
+        token_ids = self._vocabulary.token_ids.to(places.device)[places]
+        least = math.log(self._p_min) if self._p_min else -math.inf
+        self._search.expand(
+            [
+                [(token_id, log) for token_id, log in zip(tokens, row, strict=True) if log >= least and log > -math.inf]
+                for tokens, row in zip(token_ids.tolist(), logs.tolist(), strict=True)
+            ]
+        )
+
+    def nodes(self) -> list[ProposalNode]:
+        """Returns the tree."""
+        return self._search.nodes()
+
+    def _confidences(self, logits: Tensor, laws: Sequence[LawTerms], position: int) -> Tensor:
+        """Returns logarithms of about how probable it is that each token wins: [F, D], at most 0.
+
+        What a draft does not know of the target's logits it takes for noise of the same kind as that of the draw.
+        """
+        scores = self._changed(logits, laws)
+        if not laws[0].parameters.is_greedy:
+            weights = target_weights(tempered(scores, laws), laws)
+            dense = weights.dense(scores.shape[-1]) if isinstance(weights, Support) else weights
+            counter = Counter(Purpose.TARGET, position)
+            # All nodes of a depth stand at one position, and the noise is the position's.
+            scores = dense.log() + self._source.gumbel(self._vocabulary.token_ids.to(dense.device), counter)
+        return scores.float().log_softmax(-1)
+
+    def _changed(self, logits: Tensor, laws: Sequence[LawTerms]) -> Tensor:
+        """Returns the logits of the draft's tokens after penalties and the like, which name tokens of the target's."""
+        if not any(law.changes_logits for law in laws):
+            return logits.float()
+        changed = changed_logits(spread(logits, self._vocabulary), laws)
+        return changed[:, self._vocabulary.token_ids.to(changed.device)]
+
+
+class SampledGrowth:
+    """A sampled main line with guesses beside it; see `Growth`."""
+
+    def __init__(self, proposal: OpenProposal, options: GrowthOptions, vocabulary: DraftVocabulary) -> None:
+        self.frontier: list[int] = [ROOT]
+        self._proposal = proposal
+        self._vocabulary = vocabulary
+        self._top_k = options.top_k
+        self._most = num_nodes(proposal, options)
+        self._history = history_of(proposal)
+        self._source = KeyedSource(proposal.terms.parameters.seed or 0)
+        self._line: list[ProposalNode] = []
+        self._guesses: list[tuple[float, int, int]] = []
+        self._reached = 1.0
+
+    def token_id(self, number: int) -> int:
+        """Returns a node's token."""
+        return self._line[number - 1].token_id
+
+    def parent(self, number: int) -> int:
+        """Returns the number of a node's parent."""
+        return number - 1
+
+    def grow(self, logits: Tensor) -> None:
+        """Samples the next token of the main line."""
+        proposal, terms, number = self._proposal, self._proposal.terms, len(self._line)
+        law = target_distribution(
+            spread(logits, self._vocabulary)[0], terms.parameters, self._history, terms.stop_token_ids
+        )
+        law = keep_top(law, self._top_k)
+        base_len = len(proposal.token_ids)
+        token_id = draft_rejection(law, base_len, base_len + number, self._source)
+        self._line.append(ProposalNode(number, token_id, NodeKind.DRAFTED, sparse(law)))
+        self._note_guesses(law, token_id, number)
+        self._history = self._history.extended([token_id])
+        # Whether the line goes on may depend on what it has, never on the token that would come.
+        full = len(self._line) >= min(proposal.num_speculative_tokens, self._most)
+        self.frontier = [] if full or token_id in terms.stop_token_ids else [len(self._line)]
+
+    def nodes(self) -> list[ProposalNode]:
+        """Returns the main line, then the likeliest guesses."""
+        room = max(0, self._most - len(self._line))
+        likeliest = sorted(self._guesses, key=lambda guess: -guess[0])[:room]
+        return self._line + [ProposalNode(parent, token_id, NodeKind.GUESSED) for _, parent, token_id in likeliest]
+
+    def _note_guesses(self, law: Tensor, token_id: int, number: int) -> None:
+        if self._most <= self._proposal.num_speculative_tokens:
+            return
+        weights, token_ids = law.topk(min(MAX_BRANCHING, law.numel()))
+        self._guesses += [
+            (self._reached * weight, number, guess)
+            for weight, guess in zip(weights.tolist(), token_ids.tolist(), strict=True)
+            if weight > 0 and guess != token_id
+        ]
+        self._reached *= float(law[token_id])
+
+
+def history_of(proposal: OpenProposal) -> TokenHistory:
+    """Returns the session's tokens as penalties need them; where there are none, as many without looking at them."""
+    terms, token_ids = proposal.terms, proposal.token_ids
+    if terms.parameters.needs_history:
+        return TokenHistory(token_ids[: terms.prompt_len], token_ids[terms.prompt_len :], terms.parameters)
+    return TokenHistory((), range(len(token_ids) - terms.prompt_len), terms.parameters)
+
+
+def spread(logits: Tensor, vocabulary: DraftVocabulary) -> Tensor:
+    """Returns logits over the target's vocabulary, [F, V]: minus infinity for what the draft cannot say."""
+    if len(vocabulary) == vocabulary.target_size:
+        return logits
+    whole = torch.full((len(logits), vocabulary.target_size), -torch.inf, dtype=torch.float32, device=logits.device)
+    return whole.index_copy_(1, vocabulary.token_ids.to(logits.device), logits.float())

@@ -1,0 +1,118 @@
+"""Settings to a drafter over a head that is made of its target's features."""
+
+import hashlib
+from pathlib import Path
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from draft_service.drafters.drafter import Drafter, DrafterInfo
+from draft_service.drafters.eagle3 import Eagle3Drafter, HeadOptions
+from draft_service.drafters.growth import GrowthOptions
+from draft_service.drafters.medusa import MedusaDrafter
+from draft_service.settings import DrafterKind, DraftSettings
+from outrider.errors import ModelUnsupported
+from outrider.lm import embedded
+from outrider.lm.heads.checkpoint import DraftManifest, feature_layers_of, load_eagle3, load_manifest, load_medusa
+from outrider.lm.heads.shared import SharedWeights, read_shared
+from outrider.lm.heads.vocabulary import DraftVocabulary
+from outrider.lm.loading import chosen_device
+
+_TREE_NODES: Final = 7
+"""With the base they are eight rows of the target's pass; a CPU computes rows by fours."""
+
+
+def load_head_drafter(settings: DraftSettings) -> Drafter:
+    """Returns the drafter over the head in the folder that the settings name; `embedded` is the one shipped.
+
+    Raises:
+        ModelUnsupported: the head, or what it shares with its target, is missing or does not fit.
+    """
+    if settings.num_threads:
+        torch.set_num_threads(settings.num_threads)
+    folder = embedded.DRAFT if settings.model == embedded.NAME else Path(settings.model)
+    manifest = load_manifest(folder)
+    if manifest is not None and manifest.method != settings.drafter.value:
+        raise ModelUnsupported(f"{folder} has a draft of kind {manifest.method}, not {settings.drafter.value}")
+    target = settings.target or (manifest.target if manifest else "")
+    if not target:
+        raise ModelUnsupported(f"{folder} does not say for which target it was made: name it with OUTRIDER_TARGET")
+    shared = read_shared(target)
+    device = torch.device(chosen_device(settings.device))
+    growth = GrowthOptions(settings.tree_nodes or _TREE_NODES, settings.draft_top_k, settings.draft_p_min)
+    if settings.drafter is DrafterKind.MEDUSA:
+        return _medusa(settings, folder, manifest, shared, device, growth)
+    return _eagle3(settings, folder, manifest, shared, device, growth)
+
+
+def _eagle3(
+    settings: DraftSettings,
+    folder: Path,
+    manifest: DraftManifest | None,
+    shared: SharedWeights,
+    device: torch.device,
+    growth: GrowthOptions,
+) -> Drafter:
+    head, vocabulary = load_eagle3(folder, shared.output_layer.__getitem__)
+    _check_fit(folder, head.config.target_hidden_size, vocabulary, shared)
+    layers = manifest.feature_layers if manifest else feature_layers_of(folder, shared.num_layers)
+    info = _describe(settings, head, vocabulary, manifest, shared, layers)
+    options = HeadOptions(settings.kv_budget_bytes, settings.prefill_chunk_len, growth)
+    embedding = shared.embedding.to(device, torch.bfloat16)
+    return Eagle3Drafter(head.to(device), vocabulary, embedding, info, options)
+
+
+def _medusa(
+    settings: DraftSettings,
+    folder: Path,
+    manifest: DraftManifest | None,
+    shared: SharedWeights,
+    device: torch.device,
+    growth: GrowthOptions,
+) -> Drafter:
+    heads, vocabulary = load_medusa(folder, shared.output_layer.__getitem__)
+    _check_fit(folder, heads.lm_head.in_features, vocabulary, shared)
+    info = _describe(settings, heads, vocabulary, manifest, shared, (shared.num_layers,))
+    return MedusaDrafter(heads.to(device), vocabulary, info, growth)
+
+
+def _check_fit(folder: Path, hidden_size: int, vocabulary: DraftVocabulary, shared: SharedWeights) -> None:
+    num_tokens, width = shared.embedding.shape
+    if hidden_size != width:
+        raise ModelUnsupported(f"{folder} takes features of {hidden_size} numbers, the target has {width}")
+    if vocabulary.target_size != num_tokens:
+        raise ModelUnsupported(
+            f"the map of {folder} is of {vocabulary.target_size} tokens, the target's of {num_tokens}"
+        )
+
+
+def _describe(
+    settings: DraftSettings,
+    head: torch.nn.Module,
+    vocabulary: DraftVocabulary,
+    manifest: DraftManifest | None,
+    shared: SharedWeights,
+    layers: tuple[int, ...],
+) -> DrafterInfo:
+    weights = dict(head.state_dict())
+    return DrafterInfo(
+        drafter=settings.drafter.value,
+        model=settings.model,
+        model_fingerprint=_fingerprint(weights),
+        tokenizer_fingerprint=manifest.tokenizer_fingerprint if manifest else "",
+        numerics=f"{next(iter(weights.values())).device.type} bfloat16 torch-{torch.__version__}",
+        vocabulary_size=vocabulary.target_size,
+        max_session_len=min(shared.max_len or settings.max_session_len, settings.max_session_len),
+        eos_token_ids=shared.eos_token_ids,
+        feature_layers=layers,
+        hidden_size=shared.embedding.shape[1],
+        target_fingerprint=manifest.target_fingerprint if manifest else "",
+    )
+
+
+def _fingerprint(weights: dict[str, Tensor]) -> str:
+    digest = hashlib.sha256()
+    for name, item in sorted(weights.items()):
+        digest.update(name.encode() + item.contiguous().view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()

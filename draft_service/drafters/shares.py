@@ -1,0 +1,19 @@
+"""Rows of a pass, shared among sessions."""
+
+from collections.abc import Sequence
+
+
+def share_rows(wanted: Sequence[int], num_rows: int) -> list[int]:
+    """Returns how many rows of a pass each session gets: what it wants, or an even share of what the others leave.
+
+    Args:
+        wanted: rows that each session could use, at least 1.
+        num_rows: rows to share; exceeded where sessions are more than rows, since each gets at least 1.
+    """
+    shares = [0] * len(wanted)
+    by_size = sorted(range(len(wanted)), key=lambda index: wanted[index])
+    for num_served, index in enumerate(by_size):
+        even = max(1, num_rows // (len(wanted) - num_served))
+        shares[index] = min(wanted[index], even)
+        num_rows -= shares[index]
+    return shares

@@ -1,0 +1,106 @@
+"""Tiny heads over made-up features, and what they would draft by the code that trains them."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+from transformers import LlamaConfig
+
+from draft_service.drafters.drafter import DrafterInfo
+from draft_service.drafters.eagle3 import Eagle3Drafter, HeadOptions
+from draft_service.drafters.growth import GrowthOptions
+from draft_service.drafters.medusa import MedusaDrafter
+from outrider.lm.heads.eagle3 import Eagle3Config, Eagle3Head
+from outrider.lm.heads.medusa import MedusaHeads
+from outrider.lm.heads.vocabulary import DraftVocabulary
+from outrider.tokens import FeatureSpan
+
+V, D, H = 40, 24, 16
+VOCABULARY = DraftVocabulary(torch.arange(0, V, 5).repeat_interleave(3) + torch.arange(3).repeat(8), V)
+LAYER = LlamaConfig(
+    vocab_size=V,
+    hidden_size=H,
+    intermediate_size=32,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=8,
+    num_hidden_layers=1,
+)
+
+
+def info(kind: str, layers: tuple[int, ...], target: str = "") -> DrafterInfo:
+    """Returns the identity of a head's drafter."""
+    return DrafterInfo(kind, "tiny", "f", "", "", V, 4096, (), layers, H, target)
+
+
+@dataclass
+class TinyEagle3:
+    """A random head whose logits are spread widely, in float32 so that two ways of computing give one ranking."""
+
+    head: Eagle3Head
+    embedding: Tensor
+    features: Tensor
+
+    @classmethod
+    def make(cls, seed: int = 0) -> "TinyEagle3":
+        """Returns one with features of 100 positions."""
+        torch.manual_seed(seed)
+        head = Eagle3Head(Eagle3Config(LAYER, H, D)).requires_grad_(False).eval()
+        for parameter in head.parameters():
+            if parameter.ndim > 1:
+                parameter.mul_(3)
+        embedding, features = torch.randn(V, H), torch.randn(100, 3 * H)
+        return cls(head.bfloat16(), embedding.bfloat16(), features.bfloat16())
+
+    def drafter(self, *, chunk: int = 64, budget: int = 1 << 22, growth: GrowthOptions | None = None) -> Eagle3Drafter:
+        """Returns a drafter over it."""
+        options = HeadOptions(budget, chunk, growth or GrowthOptions())
+        return Eagle3Drafter(self.head, VOCABULARY, self.embedding, info("eagle3", (0, 1, 2)), options)
+
+    def span(self, start: int, end: int) -> FeatureSpan:
+        """Returns features of positions start .. end - 1 as they come."""
+        return FeatureSpan(start, self.features[start:end].contiguous().view(torch.uint8).numpy().tobytes())
+
+    def logits(self, token_ids: tuple[int, ...], path: tuple[int, ...] = ()) -> Tensor:
+        """Returns the logits behind session and path, [D], as training computes them."""
+        text, num_columns = torch.tensor((*token_ids, *path)), len(token_ids) - 1
+        ids = functional.pad(text, (0, len(path) + 1))
+        embeddings = [
+            functional.embedding(ids[step + 1 : step + 1 + num_columns], self.embedding)[None]
+            for step in range(len(path) + 1)
+        ]
+        *_, last = self.head.unroll(self.features[None, :num_columns], embeddings)
+        logits: Tensor = self.head.lm_head(last[0, -1])
+        return logits.float()
+
+
+@dataclass
+class TinyMedusa:
+    """Random heads."""
+
+    heads: MedusaHeads
+    features: Tensor
+
+    @classmethod
+    def make(cls, num_heads: int = 3) -> "TinyMedusa":
+        """Returns them with features of 100 positions."""
+        torch.manual_seed(0)
+        heads = MedusaHeads(H, num_heads, D).requires_grad_(False).eval()
+        for parameter in heads.parameters():
+            parameter.copy_(torch.randn_like(parameter))
+        return cls(heads.bfloat16(), torch.randn(100, H).bfloat16())
+
+    def drafter(self, growth: GrowthOptions | None = None) -> MedusaDrafter:
+        """Returns a drafter over them."""
+        return MedusaDrafter(self.heads, VOCABULARY, info("medusa", (7,)), growth or GrowthOptions())
+
+    def span(self, start: int, end: int) -> FeatureSpan:
+        """Returns features of positions start .. end - 1 as they come."""
+        return FeatureSpan(start, self.features[start:end].contiguous().view(torch.uint8).numpy().tobytes())
+
+    def logits(self, position: int) -> Tensor:
+        """Returns the logits of all guesses from the feature of a position: [K, D]."""
+        states = torch.stack(list(self.heads.unroll(self.features[position])))
+        logits: Tensor = self.heads.lm_head(states)
+        return logits.float()
