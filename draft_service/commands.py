@@ -34,10 +34,11 @@ class ProposalPart:
 
 @dataclass(frozen=True, slots=True)
 class FeaturesMissing:
-    """A session's proposal waits for features of the target, from position `start` on."""
+    """A session's proposal waits for features from position `start` on, after so many frames of them."""
 
     handle: int
     start: int
+    num_frames: int
 
 
 @dataclass(frozen=True, slots=True)

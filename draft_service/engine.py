@@ -67,13 +67,21 @@ class EngineLoad:
 
 @dataclass(slots=True, eq=False)
 class _Drafting:
-    """A proposal, whom it is for, and how much of it has been sent."""
+    """A proposal, whom it is for, how much of it has been sent, and which features were asked for."""
 
     seat: Seat
     base: Base
     proposal: OpenProposal
     num_sent: int = 0
-    has_asked: bool = False
+    num_feature_frames: int = 0
+    asked_from: int | None = None
+    answered: bool = True
+
+    def _question(self, start: int) -> Reply | None:
+        """Asks for features, once; and once more where some came, but not these."""
+        asks = self.asked_from is None or (self.answered and self.asked_from == start)
+        self.asked_from, self.answered = start, False
+        return FeaturesMissing(self.seat.handle, start, self.num_feature_frames) if asks else None
 
     @property
     def can_go_on(self) -> bool:
@@ -86,8 +94,7 @@ class _Drafting:
         if proposal.refusal is not None:
             return Refused(self.seat.handle, proposal.refusal)
         if proposal.missing_features_from is not None:
-            asked, self.has_asked = self.has_asked, True
-            return None if asked else FeaturesMissing(self.seat.handle, proposal.missing_features_from)
+            return self._question(proposal.missing_features_from)
         nodes = tuple(proposal.nodes[self.num_sent :])
         if not nodes and not proposal.complete:
             return None
@@ -223,15 +230,18 @@ class Engine:
         self._drafter.truncate(session.session_id, same_len)
         proposal = OpenProposal(session.session_id, session.token_ids, session.terms, self._num_nodes(session, command))
         proposal.max_nodes = min(command.max_nodes, self._limits.max_proposal_nodes)
-        self._draftings[session.session_id] = _Drafting(command.seat, command.base, proposal)
+        drafting = _Drafting(command.seat, command.base, proposal, num_feature_frames=session.num_feature_frames)
+        self._draftings[session.session_id] = drafting
 
     def _give(self, command: GiveFeatures) -> None:
         session = self._sessions.session(command.seat)
         if session is None:
             self._num_stale += 1
             return
+        session.num_feature_frames += 1
         self._drafter.give(session.session_id, command.features)
         if (drafting := self._draftings.get(session.session_id)) is not None:
+            drafting.num_feature_frames, drafting.answered = session.num_feature_frames, True
             drafting.proposal.missing_features_from = None
 
     def _num_nodes(self, session: Session, command: AdvanceSession) -> int:

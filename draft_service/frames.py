@@ -62,8 +62,8 @@ def frame_from_reply(reply: Reply) -> draft_pb2.DraftResponseFrame:
         case Opened(handle, known_len, features_len):
             opened = draft_pb2.DraftOpened(cached_len=known_len, features_len=features_len)
             return draft_pb2.DraftResponseFrame(handle=handle, opened=opened)
-        case FeaturesMissing(handle, start):
-            missing = draft_pb2.FeaturesMissing(start=start)
+        case FeaturesMissing(handle, start, num_frames):
+            missing = draft_pb2.FeaturesMissing(start=start, num_frames=num_frames)
             return draft_pb2.DraftResponseFrame(handle=handle, features_missing=missing)
         case ProposalPart():
             return draft_pb2.DraftResponseFrame(handle=reply.handle, proposal=_proposal(reply))

@@ -23,6 +23,7 @@ class Session:
         seat: where it is open; None while it is idle.
         terms: what it was opened with last.
         used_at_s: when it was last used, on the registry's clock.
+        num_feature_frames: that came since it was opened.
     """
 
     session_id: str
@@ -31,6 +32,7 @@ class Session:
     seat: Seat | None = None
     token_ids: "array[int]" = field(default_factory=lambda: array("I"))
     used_at_s: float = 0.0
+    num_feature_frames: int = 0
 
     def apply(self, span: TokenSpan) -> int:
         """Makes the span the end of the session's tokens.
@@ -108,6 +110,7 @@ class Sessions:
         if session is None:
             session = Session(session_id, fencing_token, terms)
         session.fencing_token, session.terms, session.seat = fencing_token, terms, seat
+        session.num_feature_frames = 0
         self._idle.pop(session_id, None)
         self._seats[seat] = self._open[session_id] = session
         return session

@@ -48,6 +48,9 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
             drafter=info.drafter,
             version=outrider.__version__,
             acceptance_rules=[rule.value for rule in AcceptanceRule],
+            feature_layers=info.feature_layers,
+            hidden_size=info.hidden_size,
+            target_fingerprint=info.target_fingerprint,
         )
 
     async def GetInfo(self, request: worker_pb2.GetInfoRequest, context: _Context) -> worker_pb2.GetInfoResponse:

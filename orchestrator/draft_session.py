@@ -53,6 +53,7 @@ class DraftSession:
         self._known_len = 0
         self._features_len = 0
         self._has_gap = False
+        self._num_given = 0
         self._num_misses = 0
         self._replay: asyncio.Task[None] | None = None
 
@@ -97,6 +98,7 @@ class DraftSession:
             self._has_gap = self._has_gap or features.start >= self._features_len
             return
         self._features_len += len(features.data) // self._position_bytes
+        self._num_given += 1
         self._handle.send(features=features)
 
     def on_new_target(self) -> None:
@@ -125,7 +127,7 @@ class DraftSession:
                     self._ask_features(self._layers, self._features_len)
                 self._catch_up(min(frame.opened.cached_len, self._trusted_len))
             case "features_missing":
-                self._miss_features(frame.features_missing.start)
+                self._miss_features(frame.features_missing)
             case "refusal":
                 error = wire.refusal_from_message(frame.refusal)
                 self._num_misses += 1
@@ -178,9 +180,10 @@ class DraftSession:
             self.is_ready = True
             self._on_ready()
 
-    def _miss_features(self, start: int) -> None:
+    def _miss_features(self, missing: draft_pb2.FeaturesMissing) -> None:
         """Has features sent again that the draft has lost, or that could not be handed on."""
-        if start == self._features_len and not self._has_gap:
+        start = missing.start
+        if missing.num_frames < self._num_given or (start == self._features_len and not self._has_gap):
             return  # they are on their way
         self._num_misses += start < self._features_len
         if self._num_misses > _MAX_MISSES:

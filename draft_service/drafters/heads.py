@@ -39,6 +39,8 @@ def load_head_drafter(settings: DraftSettings) -> Drafter:
     if not target:
         raise ModelUnsupported(f"{folder} does not say for which target it was made: name it with OUTRIDER_TARGET")
     shared = read_shared(target)
+    if manifest is not None:
+        _check_width(folder, manifest.hidden_size, shared)
     device = torch.device(chosen_device(settings.device))
     growth = GrowthOptions(settings.tree_nodes or _TREE_NODES, settings.draft_top_k, settings.draft_p_min)
     if settings.drafter is DrafterKind.MEDUSA:
@@ -78,13 +80,16 @@ def _medusa(
 
 
 def _check_fit(folder: Path, hidden_size: int, vocabulary: DraftVocabulary, shared: SharedWeights) -> None:
-    num_tokens, width = shared.embedding.shape
+    _check_width(folder, hidden_size, shared)
+    said, num_tokens = vocabulary.target_size, len(shared.embedding)
+    if said != num_tokens:
+        raise ModelUnsupported(f"the map of {folder} is of {said} tokens, the target has {num_tokens}")
+
+
+def _check_width(folder: Path, hidden_size: int, shared: SharedWeights) -> None:
+    width = shared.embedding.shape[1]
     if hidden_size != width:
         raise ModelUnsupported(f"{folder} takes features of {hidden_size} numbers, the target has {width}")
-    if vocabulary.target_size != num_tokens:
-        raise ModelUnsupported(
-            f"the map of {folder} is of {vocabulary.target_size} tokens, the target's of {num_tokens}"
-        )
 
 
 def _describe(

@@ -12,7 +12,7 @@ import torch
 
 from draft_service.drafters.choice import ChoiceOptions, choose
 from draft_service.drafters.drafter import Drafter, DrafterInfo, OpenProposal
-from draft_service.drafters.growth import GrowthOptions, RankedGrowth, num_nodes
+from draft_service.drafters.growth import Growth, GrowthOptions, new_growth, num_nodes
 from draft_service.drafters.shares import share_rows
 from draft_service.drafters.states import BoundedStates
 from draft_service.settings import DraftSettings
@@ -20,7 +20,6 @@ from outrider.errors import Overloaded
 from outrider.lm.heads.vocabulary import DraftVocabulary
 from outrider.lm.loading import load_model
 from outrider.lm.model import KVCache, LanguageModel, SessionStep
-from outrider.parameters import AcceptanceRule
 from outrider.sampling import TokenHistory
 from outrider.tokens import ROOT, NodeKind, ProposalNode, ProposalTree, TokenSpan
 
@@ -34,7 +33,7 @@ class ModelDrafterOptions:
         prefill_chunk_len: rows of one pass over all sessions; every session has at least one.
         max_session_len: longest session in tokens; the model's own limit may be lower.
         choice: how nodes are chosen.
-        tree_nodes: nodes of a proposal under `coupled` that does not say how many it may have; 0 for chains.
+        tree_nodes: nodes of a proposal that does not say how many it may have; 0 for chains.
     """
 
     kv_budget_bytes: int
@@ -101,7 +100,7 @@ class _Tree:
     Every pass runs that part again behind the session's last token: so no cache holds more than the session.
     """
 
-    def __init__(self, growth: RankedGrowth) -> None:
+    def __init__(self, growth: Growth) -> None:
         self.growth = growth
         self.nodes = ProposalTree()
         self._numbers = {ROOT: ROOT}
@@ -205,15 +204,13 @@ class ModelDrafter(Drafter):
             proposal.append(*choice)
 
     def _wants_tree(self, proposal: OpenProposal) -> bool:
-        """Whether the proposal is to be a tree; under `rejection` it is the sampled chain alone."""
-        if proposal.terms.acceptance_rule is AcceptanceRule.REJECTION:
-            return False
+        """Whether the proposal is to be more than a chain."""
         return num_nodes(proposal, self._growth) > proposal.num_speculative_tokens
 
     def _grow_tree(self, proposal: OpenProposal, logits: torch.Tensor) -> None:
         tree = self._trees.get(proposal)
         if tree is None:
-            tree = self._trees[proposal] = _Tree(RankedGrowth(proposal, self._growth, self._vocabulary))
+            tree = self._trees[proposal] = _Tree(new_growth(proposal, self._growth, self._vocabulary))
         tree.growth.grow(logits[tree.enter_frontier()])
         if not tree.growth.frontier:
             proposal.fill(tree.growth.nodes())

@@ -167,6 +167,7 @@ class _Request:
     waits: bool = False
     proposals: dict[int, list[int]] = field(default_factory=dict)
     started: bool = False
+    features: tuple[bool, int] = (False, 0)
 
 
 class ScriptedTarget(ScriptedWorker, target_pb2_grpc.TargetServiceServicer):
@@ -223,6 +224,9 @@ class ScriptedTarget(ScriptedWorker, target_pb2_grpc.TargetServiceServicer):
                 nodes += [node.token_id for node in frame.proposal.nodes]
                 if frame.proposal.complete:
                     nodes.append(VOCABULARY_SIZE)
+            elif kind == "features":
+                request.features = (len(frame.features.layers) > 0, frame.features.start)
+                self._send_features(request, len(self.caches[request.open.session_id]) - 1)
             elif kind == "window":
                 request.window_end = frame.window.window_end
             elif kind == "speculation":
@@ -312,7 +316,17 @@ class ScriptedTarget(ScriptedWorker, target_pb2_grpc.TargetServiceServicer):
             finish_reason=finish,
             awaits_proposal=request.waits,
         )
+        self._send_features(request, len(cache) - 1)
         request.outbox.put(target_pb2.VerifyResponseFrame(handle=request.handle, verdict=verdict))
+
+    @staticmethod
+    def _send_features(request: _Request, end: int) -> None:
+        """Sends one bfloat16 number of every position that is cached and was not sent yet."""
+        wanted, start = request.features
+        if wanted and start < end:
+            request.features = (True, end)
+            features = tokens_pb2.Features(start=start, data=bytes(2 * (end - start)))
+            request.outbox.put(target_pb2.VerifyResponseFrame(handle=request.handle, features=features))
 
 
 class ScriptedDraft(ScriptedWorker, draft_pb2_grpc.DraftServiceServicer):
@@ -321,6 +335,9 @@ class ScriptedDraft(ScriptedWorker, draft_pb2_grpc.DraftServiceServicer):
     Attributes:
         is_silent: takes everything and answers `open` only.
         misses: how many advances it refuses with KV_CACHE_MISS{0}.
+        features_lost: how many times it loses all features when it is to propose.
+
+    With `feature_layers` in its `info` it proposes only what it has the features for, and asks for those it lacks.
     """
 
     def __init__(self, name: str = "d0", next_token: NextToken = counting) -> None:
@@ -328,7 +345,11 @@ class ScriptedDraft(ScriptedWorker, draft_pb2_grpc.DraftServiceServicer):
         self.next_token = next_token
         self.is_silent = False
         self.misses = 0
+        self.features_lost = 0
         self._sessions: dict[tuple[int, int], list[int]] = {}
+        self._features: dict[tuple[int, int], int] = {}
+        self._num_frames: dict[tuple[int, int], int] = {}
+        self._waiting: dict[tuple[int, int], draft_pb2.DraftRequestFrame] = {}
 
     async def Draft(
         self, request_iterator: AsyncIterator[draft_pb2.DraftRequest], context: grpc.aio.ServicerContext
@@ -355,11 +376,37 @@ class ScriptedDraft(ScriptedWorker, draft_pb2_grpc.DraftServiceServicer):
             case "open":
                 answer = self._opened(key, frame.handle)
             case "advance" if key in self._sessions and not self.is_silent:
-                answer = self._proposal(self._sessions[key], frame)
+                answer = self._missing(key, frame) or self._proposal(self._sessions[key], frame)
+            case "features":
+                answer = self._given(key, frame.features)
             case "close":
                 self._sessions.pop(key, None)
         if answer is not None:
             outbox.put(answer)
+
+    def _missing(self, key: tuple[int, int], frame: draft_pb2.DraftRequestFrame) -> draft_pb2.DraftResponseFrame | None:
+        if not self.info.feature_layers:
+            return None
+        if self.features_lost:
+            self.features_lost -= 1
+            self._features[key] = 0
+        known = self._features.setdefault(key, 0)
+        if known >= frame.advance.base.len - 1:
+            return None
+        self._waiting[key] = frame
+        missing = draft_pb2.FeaturesMissing(start=known, num_frames=self._num_frames.get(key, 0))
+        return draft_pb2.DraftResponseFrame(handle=frame.handle, features_missing=missing)
+
+    def _given(self, key: tuple[int, int], features: tokens_pb2.Features) -> draft_pb2.DraftResponseFrame | None:
+        self._num_frames[key] = self._num_frames.get(key, 0) + 1
+        known, end = self._features.get(key, 0), features.start + len(features.data) // 2
+        assert features.start <= known, "features leave a gap"
+        self._features[key] = max(known, end)
+        waiting = self._waiting.get(key)
+        if waiting is None or self._features[key] < waiting.advance.base.len - 1:
+            return None
+        del self._waiting[key]
+        return self._proposal(self._sessions[key], waiting)
 
     def _opened(self, key: tuple[int, int], handle: int) -> draft_pb2.DraftResponseFrame:
         if self.refusals:

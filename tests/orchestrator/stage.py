@@ -81,7 +81,12 @@ async def orchestrating(
     try:
         async with grpc.aio.insecure_channel(address) as channel:
             orchestrator = Orchestrator(replicas, store, channel)
-            await orchestrator.until_drafts(sum(draft.info.tokenizer_fingerprint == "t" for draft in drafts))
+            fitting = [
+                draft
+                for draft in drafts
+                if draft.info.tokenizer_fingerprint == "t" and not draft.info.target_fingerprint
+            ]
+            await orchestrator.until_drafts(len(fitting))
             yield orchestrator
     finally:
         await server.stop()

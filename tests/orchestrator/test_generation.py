@@ -355,6 +355,99 @@ async def test_a_draft_with_another_tokenizer_is_kept_out_and_shown(
     assert draft.frames == []
 
 
+def made_of_features(target: ScriptedTarget, draft: ScriptedDraft) -> None:
+    target.info.hidden_size = draft.info.hidden_size = 1
+    target.info.num_layers = 4
+    draft.info.feature_layers.append(2)
+
+
+async def test_features_go_from_target_to_draft_once(
+    session_store_url: str, target: ScriptedTarget, draft: ScriptedDraft
+) -> None:
+    made_of_features(target, draft)
+    target.allow(1)
+    async with orchestrating(session_store_url, (target,), (draft,)) as orchestrator:
+        asked = asyncio.create_task(orchestrator.events(asking()))
+        await draft.saw("features")
+        target.allow(None)
+        events = await asked
+    assert tokens_of(events) == WHOLE
+    statistics = events[-1].finished.statistics
+    assert statistics.num_accepted_tokens > 0
+    # Of every position but the last, two bytes.
+    assert statistics.feature_bytes == 2 * (len(PROMPT) + len(WHOLE) - 1)
+    (request,) = target.of("features")
+    assert (list(request.layers), request.start) == ([2], 0)
+
+
+async def test_no_features_are_asked_for_by_drafts_that_need_none(
+    orchestrator: Orchestrator, target: ScriptedTarget
+) -> None:
+    events = await orchestrator.events(asking())
+    assert events[-1].finished.statistics.feature_bytes == 0
+    assert target.of("features") == []
+
+
+async def test_lost_features_are_sent_again(
+    session_store_url: str, target: ScriptedTarget, draft: ScriptedDraft
+) -> None:
+    made_of_features(target, draft)
+    draft.features_lost = 2
+    target.allow(1)
+    async with orchestrating(session_store_url, (target,), (draft,)) as orchestrator:
+        asked = asyncio.create_task(orchestrator.events(asking()))
+        await draft.saw("features")
+        target.allow(None)
+        events = await asked
+    assert tokens_of(events) == WHOLE
+    assert set(events[-1].finished.statistics.num_fallbacks) <= {"no_proposal"}
+    assert events[-1].finished.statistics.num_accepted_tokens > 0
+    assert [request.start for request in target.of("features")] in ([0, 0], [0, 0, 0])
+
+
+async def test_a_draft_that_keeps_no_features_is_given_up(session_store_url: str, target: ScriptedTarget) -> None:
+    async with ScriptedDraft() as draft:
+        made_of_features(target, draft)
+        draft.features_lost = 1000
+        async with orchestrating(session_store_url, (target,), (draft,), draft_retry_s=30) as orchestrator:
+            events = await orchestrator.events(asking())
+    assert tokens_of(events) == WHOLE
+
+
+async def test_a_target_that_takes_over_sends_what_is_missing(session_store_url: str, draft: ScriptedDraft) -> None:
+    async with ScriptedTarget("a") as one, ScriptedTarget("b") as other:
+        made_of_features(one, draft)
+        other.info.hidden_size, other.info.num_layers = 1, 4
+        async with orchestrating(session_store_url, (one, other), (draft,)) as orchestrator:
+            for target in (one, other):
+                target.allow(6)
+            streaming = Streaming(orchestrator, asking(session_id=new_id()))
+            await streaming.until(6)
+            used, spare = (one, other) if one.of("open") else (other, one)
+            await draft.saw("features")
+            await used.die()
+            spare.allow(None)
+            assert tokens_of(await streaming.rest()) == WHOLE
+        # What the draft has it is not sent again.
+        (asked,) = spare.of("features")
+        assert asked.start >= len(PROMPT) - 1
+
+
+async def test_a_draft_for_another_target_is_kept_out_and_shown(
+    session_store_url: str, target: ScriptedTarget, draft: ScriptedDraft
+) -> None:
+    draft.info.target_fingerprint = "another"
+    async with orchestrating(session_store_url, (target,), (draft,)) as orchestrator:
+        assert tokens_of(await orchestrator.events(asking())) == WHOLE
+        async with asyncio.timeout(10):
+            while not orchestrator.replicas.drafts[0].is_up:
+                await asyncio.sleep(0.01)
+        listed = await orchestrator.stub.ListModels(pb.ListModelsRequest())
+    reason = next(worker.reason for worker in listed.workers if not worker.in_rotation)
+    assert "made for target another, not for m" in reason
+    assert draft.frames == []
+
+
 async def test_a_dead_target_is_replaced(session_store_url: str, draft: ScriptedDraft) -> None:
     async with (
         ScriptedTarget("a") as one,

@@ -34,7 +34,7 @@ def exact_law() -> Mapping[tuple[int, ...], float]:
 
 
 async def sample(
-    client: OutriderClient, num: int, rule: AcceptanceRule, *, speculates: bool = True
+    client: OutriderClient, num: int, rule: AcceptanceRule, *, speculates: bool = True, max_nodes: int = 0
 ) -> tuple[list[tuple[int, ...]], float]:
     """Returns the outputs of requests with seeds 0, 1, 2, ..., and the acceptance rate over all."""
     seeds = iter(range(num))
@@ -47,7 +47,12 @@ async def sample(
             request = GenerationRequest(
                 token_ids=PROMPT,
                 parameters=SamplingParameters(seed=seed, max_tokens=NUM_TOKENS),
-                speculation=Speculation(disabled=not speculates, num_speculative_tokens=2, acceptance_rule=rule),
+                speculation=Speculation(
+                    disabled=not speculates,
+                    num_speculative_tokens=3 if max_nodes else 2,
+                    acceptance_rule=rule,
+                    max_nodes=max_nodes,
+                ),
             )
             generation = await client.complete(request, timeout_s=60)
             outputs.append(tuple(generation.token_ids))
@@ -91,6 +96,27 @@ async def test_good_draft_and_none() -> None:
 
 async def test_bad_draft() -> None:
     await _check(markov_stack(BAD_DRAFT), NUM_SAMPLES, RULES, 0.1)
+
+
+async def _check_trees(draft: str, num: int, least_rate: float) -> None:
+    """Checks trees of depth 3: sampled lines with guesses beside them, or the likeliest branches under the noise."""
+    async with LocalStack(markov_stack(draft)) as stack, stack.client() as client:
+        for rule in RULES:
+            samples, rate = await sample(client, num, rule, max_nodes=9)
+            assert p_value(samples, exact_law()) > SIGNIFICANCE, rule
+            assert rate > least_rate, (rule, rate)
+
+
+@pytest.mark.parametrize(("draft", "least_rate"), [(GOOD_DRAFT, 0.6), (BAD_DRAFT, 0.3)])
+async def test_trees(draft: str, least_rate: float) -> None:
+    await _check_trees(draft, NUM_SAMPLES, least_rate)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize(("draft", "least_rate"), [(GOOD_DRAFT, 0.6), (BAD_DRAFT, 0.3)])
+async def test_trees_with_many_samples(draft: str, least_rate: float) -> None:
+    await _check_trees(draft, NUM_SAMPLES_SLOW, least_rate)
 
 
 async def test_a_wrong_rule_is_caught_through_the_served_api() -> None:

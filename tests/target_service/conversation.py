@@ -27,6 +27,8 @@ class Caller:
         self._call = target_pb2_grpc.TargetServiceStub(channel).Verify()
         self._queues: dict[int, asyncio.Queue[pb.VerifyResponseFrame]] = {}
         self._writing = asyncio.Lock()
+        self.position_bytes = 0
+        """Of features, which whoever asks for them knows."""
         self._reader = asyncio.create_task(self._read())
 
     async def _read(self) -> None:
@@ -37,6 +39,18 @@ class Caller:
     async def send(self, handle: int, **content: object) -> None:
         async with self._writing:
             await self._call.write(pb.VerifyRequest(frames=[pb.VerifyRequestFrame(handle=handle, **content)]))
+
+    async def features(self, handle: int, end: int) -> bytes:
+        """Returns the features that come until those of a position are there; they must be contiguous from 0 on."""
+        data, position_bytes = b"", 0
+        while not position_bytes or len(data) < end * position_bytes:
+            frame = await self.receive(handle)
+            if frame.WhichOneof("frame") != "features":
+                continue
+            position_bytes = self.position_bytes
+            assert frame.features.start * position_bytes == len(data)
+            data += frame.features.data
+        return data
 
     async def receive(self, handle: int) -> pb.VerifyResponseFrame:
         queue = self._queues.setdefault(handle, asyncio.Queue())
@@ -116,10 +130,11 @@ def model(kv_budget_bytes: int = 1 << 20) -> MarkovModel:
 
 
 @asynccontextmanager
-async def target(**settings: object) -> AsyncIterator[tuple[Engine, Caller]]:
-    """Serves a target in this process and connects to it."""
+async def target(folder: str = "", **settings: object) -> AsyncIterator[tuple[Engine, Caller]]:
+    """Serves a target in this process, a model in a folder or the Markov model, and connects to it."""
     chosen = TargetSettings(**settings)  # type: ignore[arg-type]
-    engine = Engine(model(chosen.kv_budget_bytes), chosen)
+    budget = chosen.kv_budget_bytes
+    engine = Engine(load_model(folder, kv_budget_bytes=budget).model if folder else model(budget), chosen)
     engine.start()
     server = grpc.aio.server()
     target_pb2_grpc.add_TargetServiceServicer_to_server(TargetServicer(engine), server)

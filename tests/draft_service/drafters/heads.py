@@ -53,10 +53,12 @@ class TinyEagle3:
         embedding, features = torch.randn(V, H), torch.randn(100, 3 * H)
         return cls(head.bfloat16(), embedding.bfloat16(), features.bfloat16())
 
-    def drafter(self, *, chunk: int = 64, budget: int = 1 << 22, growth: GrowthOptions | None = None) -> Eagle3Drafter:
+    def drafter(
+        self, *, chunk: int = 64, budget: int = 1 << 22, growth: GrowthOptions | None = None, target: str = ""
+    ) -> Eagle3Drafter:
         """Returns a drafter over it."""
         options = HeadOptions(budget, chunk, growth or GrowthOptions())
-        return Eagle3Drafter(self.head, VOCABULARY, self.embedding, info("eagle3", (0, 1, 2)), options)
+        return Eagle3Drafter(self.head, VOCABULARY, self.embedding, info("eagle3", (0, 1, 2), target), options)
 
     def span(self, start: int, end: int) -> FeatureSpan:
         """Returns features of positions start .. end - 1 as they come."""

@@ -1,0 +1,124 @@
+"""Heads from folders: what fits is loaded, what does not is named."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, LlamaConfig
+
+from draft_service.drafters.eagle3 import Eagle3Drafter
+from draft_service.drafters.loading import load_drafter
+from draft_service.drafters.medusa import MedusaDrafter
+from draft_service.settings import DrafterKind, DraftSettings
+from outrider.errors import ModelUnsupported
+from outrider.lm.fingerprint import model_fingerprint
+from outrider.lm.heads.checkpoint import DraftManifest, save_eagle3, save_medusa
+from outrider.lm.heads.medusa import MedusaHeads
+from outrider.lm.heads.shared import read_shared
+from outrider.lm.heads.vocabulary import DraftVocabulary
+from tests.lm.heads.models import WIDTH, make_head
+from tests.lm.models import CONFIGS, SMALL, save_model
+
+VOCABULARY = DraftVocabulary(torch.arange(0, 64, 4), 64)
+
+
+@pytest.fixture
+def target(tmp_path: Path) -> str:
+    return save_model(CONFIGS["llama"], tmp_path / "target")
+
+
+def manifest(target: str, method: str = "eagle3") -> DraftManifest:
+    fingerprint = model_fingerprint(AutoModelForCausalLM.from_pretrained(target))
+    return DraftManifest(method, target, fingerprint, "t" * 64, WIDTH, (0, 1, 2), 4, trimmed=True)
+
+
+@pytest.fixture
+def head(tmp_path: Path, target: str) -> Path:
+    save_eagle3(tmp_path / "head", make_head(), VOCABULARY, manifest(target))
+    return tmp_path / "head"
+
+
+def settings(folder: Path, kind: DrafterKind = DrafterKind.EAGLE3, target: str = "") -> DraftSettings:
+    return DraftSettings(drafter=kind, model=str(folder), target=target, device="cpu")
+
+
+def test_a_trimmed_head_takes_the_rest_from_its_target(head: Path, target: str) -> None:
+    drafter = load_drafter(settings(head))
+    assert isinstance(drafter, Eagle3Drafter)
+    info = drafter.info
+    assert (info.drafter, info.vocabulary_size, info.feature_layers, info.hidden_size) == (
+        "eagle3",
+        64,
+        (0, 1, 2),
+        WIDTH,
+    )
+    assert info.target_fingerprint == manifest(target).target_fingerprint
+    assert info.eos_token_ids == (SMALL["eos_token_id"],)
+    rows = AutoModelForCausalLM.from_pretrained(target).lm_head.weight[VOCABULARY.token_ids]
+    assert torch.equal(drafter._head.lm_head.weight, rows.bfloat16())
+
+
+def test_medusas_heads_are_loaded(tmp_path: Path, target: str) -> None:
+    save_medusa(tmp_path, MedusaHeads(WIDTH, 3, 16), VOCABULARY, manifest(target, "medusa"))
+    drafter = load_drafter(settings(tmp_path, DrafterKind.MEDUSA))
+    assert isinstance(drafter, MedusaDrafter)
+    assert drafter.info.feature_layers == (3,)  # what the output layer takes
+
+
+def test_a_head_of_others_needs_to_be_told_its_target(head: Path, target: str) -> None:
+    (head / "outrider_draft.json").unlink()
+    with pytest.raises(ModelUnsupported, match="OUTRIDER_TARGET"):
+        load_drafter(settings(head))
+    info = load_drafter(settings(head, target=target)).info
+    assert (info.target_fingerprint, info.feature_layers) == ("", (0, 1, 2))
+
+
+def test_another_kind_of_head_is_named(head: Path) -> None:
+    with pytest.raises(ModelUnsupported, match="of kind eagle3, not medusa"):
+        load_drafter(settings(head, DrafterKind.MEDUSA))
+
+
+def test_a_target_of_another_width_is_named(head: Path, tmp_path: Path) -> None:
+    wide = save_model(LlamaConfig(**{**SMALL, "hidden_size": 48}), tmp_path / "wide")
+    with pytest.raises(ModelUnsupported, match="takes features of 32 numbers, the target has 48"):
+        load_drafter(settings(head, target=wide))
+
+
+def test_a_target_of_another_vocabulary_is_named(head: Path, tmp_path: Path) -> None:
+    large = save_model(LlamaConfig(**{**SMALL, "vocab_size": 80}), tmp_path / "large")
+    with pytest.raises(ModelUnsupported, match="is of 64 tokens, the target has 80"):
+        load_drafter(settings(head, target=large))
+
+
+def test_a_missing_map_is_named(head: Path) -> None:
+    weights = load_file(head / "model.safetensors")
+    del weights["d2t"]
+    save_file(weights, head / "model.safetensors")
+    with pytest.raises(ModelUnsupported, match="its map d2t is missing"):
+        load_drafter(settings(head))
+
+
+def test_a_target_that_is_not_there_is_named(head: Path) -> None:
+    with pytest.raises(ModelUnsupported, match=r"cannot read the target .*nowhere"):
+        load_drafter(settings(head, target=str(head / "nowhere")))
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("shard", ["1GB", "20KB"])
+def test_the_ends_of_a_target_are_read_without_it(tmp_path: Path, *, tied: bool, shard: str) -> None:
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(LlamaConfig(**SMALL, tie_word_embeddings=tied))
+    model.save_pretrained(tmp_path, max_shard_size=shard)
+    shared = read_shared(str(tmp_path))
+    assert torch.equal(shared.embedding, model.get_input_embeddings().weight)
+    assert torch.equal(shared.output_layer, model.get_output_embeddings().weight)
+    assert (shared.num_layers, shared.max_len) == (3, 2048)
+
+
+def test_the_manifest_of_a_quantised_or_changed_target_does_not_fit(target: str) -> None:
+    made = manifest(target)
+    with pytest.raises(ModelUnsupported, match="not for one with fingerprint"):
+        made.check_target("0" * 64)
+    replace(made, target_fingerprint="0" * 64).check_target("0" * 64)
