@@ -1,12 +1,14 @@
 """What a draft is worth: its acceptance on forty prompts of four kinds, and its speed over plain decoding.
 
-Acceptance is measured where every round waits for a whole proposal; speed as served, where the policy may do without.
-With a draft that transformers can run too, its assisted generation with the same draft is measured beside it.
+Both for chains and for trees, as far as the drafter makes any. Acceptance is measured where every round waits for a
+whole proposal; speed as served, where the policy may do without. With a draft that transformers can run too, its
+assisted generation with the same draft is measured beside it.
 """
 
 import asyncio
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 from typing import Any, Final
 
@@ -29,6 +31,7 @@ from outrider.parameters import SamplingParameters
 from outrider.statistics import SpeculationStatistics
 
 _GREEDY: Final = 0.0
+_TREES: Final = ("model", "eagle3", "medusa")
 _PATIENT: Final = {"OUTRIDER_DRAFT_MAX_WAIT_S": "30"}
 _NEVER_GIVES_UP: Final = {"OUTRIDER_ADAPTIVE_SPECULATION": "false"}
 
@@ -38,23 +41,25 @@ class Options:
     """What is measured.
 
     Attributes:
-        drafter: ngram, model or layers.
-        draft: the draft's model, for `model`.
+        drafter: ngram, model, layers, eagle3 or medusa.
+        draft: the draft's model or folder, where it has one; for eagle3 the shipped one if empty.
         num_layers: layers of the target, for `layers`.
         model: the target.
         num_prompts: prompts of each kind.
         num_tokens: output tokens of a generation, at most.
-        num_speculative_tokens: tokens drafted per round.
+        num_speculative_tokens: tokens drafted per round from the base to a leaf.
+        max_nodes: nodes of a tree.
         assisted: 1 where transformers' assisted generation is measured too, for a `model` in a folder; 0 where not.
     """
 
-    drafter: str = "ngram"
+    drafter: str = "eagle3"
     draft: str = ""
     num_layers: int = 4
     model: str = EMBEDDED
     num_prompts: int = 10
     num_tokens: int = 64
     num_speculative_tokens: int = 4
+    max_nodes: int = 7
     assisted: int = 1
 
 
@@ -63,26 +68,46 @@ async def measure(options: Options) -> BenchResult:
     drafted = await _drafted(options)
     speeds = await _speeds(options)
     depth = options.num_speculative_tokens
-    rows = [_row(kind, temperature, found, depth, speeds) for (kind, temperature), found in drafted.items()]
+    rows = [_row(case, found, depth, speeds) for case, found in drafted.items()]
     config = {**machine(), **{name: getattr(options, name) for name in Options.__dataclass_fields__}}
     return BenchResult("drafts", config, rows, _figures(drafted, speeds))
 
 
-async def _drafted(options: Options) -> dict[tuple[str, float], SpeculationStatistics]:
-    """Returns what speculation gave, by kind of prompt and temperature."""
-    found: dict[tuple[str, float], SpeculationStatistics] = {}
+@dataclass(frozen=True, slots=True)
+class Case:
+    """A kind of prompt, a temperature, and a shape of proposals."""
+
+    kind: str
+    temperature: float
+    shape: str
+
+
+def _shapes(options: Options) -> dict[str, Speculation]:
+    """Returns how each shape of proposals is asked for."""
+    depth = options.num_speculative_tokens
+    shapes = {"chain": Speculation(num_speculative_tokens=depth, max_nodes=depth)}
+    if options.drafter in _TREES and options.max_nodes > depth:
+        shapes["tree"] = Speculation(num_speculative_tokens=depth, max_nodes=options.max_nodes)
+    return shapes
+
+
+async def _drafted(options: Options) -> dict[Case, SpeculationStatistics]:
+    """Returns what speculation gave."""
+    found: dict[Case, SpeculationStatistics] = {}
     async with _stack(options, patient=True) as stack, stack.client() as client:
-        for temperature in (_GREEDY, 1.0):
+        for temperature, (shape, speculation) in product((_GREEDY, 1.0), _shapes(options).items()):
             for kind, prompts in KINDS.items():
                 for text in prompts[: options.num_prompts]:
-                    generation, _ = await _generate(client, text, temperature, options, speculates=True)
-                    found.setdefault((kind, temperature), SpeculationStatistics()).add(_counts(generation))
+                    generation, _ = await _generate(client, text, temperature, options, speculation)
+                    case = Case(kind, temperature, shape)
+                    found.setdefault(case, SpeculationStatistics()).add(_counts(generation))
     return found
 
 
 async def _speeds(options: Options) -> dict[str, dict[str, list[float]]]:
     """Returns tokens a second, greedy, by mode and kind of prompt."""
-    speeds: dict[str, dict[str, list[float]]] = {"plain": {}, "drafted": {}}
+    modes = {"plain": Speculation(disabled=True), **_shapes(options)}
+    speeds: dict[str, dict[str, list[float]]] = {mode: {} for mode in modes}
     compares = options.drafter == "model" and options.assisted and Path(options.draft).is_dir()
     async with AsyncExitStack() as open_until_done:
         stack = await open_until_done.enter_async_context(_stack(options, patient=False))
@@ -92,8 +117,8 @@ async def _speeds(options: Options) -> dict[str, dict[str, list[float]]]:
             peer = await open_until_done.enter_async_context(TransformersPeer(transformers_name(options.model)))
         for kind, prompts in KINDS.items():
             for text in prompts[: options.num_prompts]:
-                for mode in ("plain", "drafted"):
-                    _, rate = await _generate(client, text, _GREEDY, options, speculates=mode == "drafted")
+                for mode, speculation in modes.items():
+                    _, rate = await _generate(client, text, _GREEDY, options, speculation)
                     speeds[mode].setdefault(kind, []).append(rate)
                 if peer is not None:
                     answer = await peer.assist(text, options.num_tokens, options.draft)
@@ -116,12 +141,12 @@ def _stack(options: Options, *, patient: bool) -> LocalStack:
 
 
 async def _generate(
-    client: OutriderClient, text: str, temperature: float, options: Options, *, speculates: bool
+    client: OutriderClient, text: str, temperature: float, options: Options, speculation: Speculation
 ) -> tuple[Generation, float]:
     request = GenerationRequest(
         messages=[Message("user", text)],
         parameters=SamplingParameters(temperature=temperature, seed=1, max_tokens=options.num_tokens),
-        speculation=Speculation(disabled=not speculates),
+        speculation=speculation,
     )
     started_s = asyncio.get_running_loop().time()
     generation = await client.complete(request, timeout_s=300)
@@ -139,36 +164,37 @@ def _counts(generation: Generation) -> SpeculationStatistics:
 
 
 def _row(
-    kind: str,
-    temperature: float,
-    found: SpeculationStatistics,
-    depth: int,
-    speeds: dict[str, dict[str, list[float]]],
+    case: Case, found: SpeculationStatistics, depth: int, speeds: dict[str, dict[str, list[float]]]
 ) -> dict[str, Any]:
-    row: dict[str, Any] = {"kind": kind, "temperature": temperature}
+    row: dict[str, Any] = {"kind": case.kind, "temperature": case.temperature, "proposal": case.shape}
     rates = found.acceptance_rates
     row |= {f"pos {place + 1}": rates[place] if place < len(rates) else None for place in range(depth)}
     row["length"] = found.mean_acceptance_length
-    for mode in ("plain", "drafted", "assisted"):
-        measured = speeds.get(mode, {}).get(kind) if temperature == _GREEDY else None
-        row[mode] = median(measured) if measured else None
+    for name, mode in (("plain", "plain"), ("drafted", case.shape), ("assisted", "assisted")):
+        measured = speeds.get(mode, {}).get(case.kind) if case.temperature == _GREEDY else None
+        row[name] = median(measured) if measured else None
     return row
 
 
-def _figures(
-    drafted: dict[tuple[str, float], SpeculationStatistics], speeds: dict[str, dict[str, list[float]]]
-) -> dict[str, float]:
-    greedy, sampled = SpeculationStatistics(), SpeculationStatistics()
-    for (_, temperature), found in drafted.items():
-        (greedy if temperature == _GREEDY else sampled).add(found)
-    figures = {
-        "acceptance_rate_pos_1_greedy": greedy.acceptance_rates[0] if greedy.acceptance_rates else 0.0,
-        "mean_acceptance_length_greedy": greedy.mean_acceptance_length,
-        "mean_acceptance_length_t1": sampled.mean_acceptance_length,
-        "draft_over_plain_greedy": _over(speeds["drafted"], speeds["plain"]),
-    }
-    if "assisted" in speeds:
-        figures["draft_over_transformers_assisted"] = _over(speeds["drafted"], speeds["assisted"])
+def _figures(drafted: dict[Case, SpeculationStatistics], speeds: dict[str, dict[str, list[float]]]) -> dict[str, float]:
+    """Returns the figures of trees, where there are any, and beside them those of chains."""
+    shapes = [mode for mode in ("tree", "chain") if mode in speeds]
+    figures: dict[str, float] = {}
+    for shape in shapes:
+        greedy, sampled = SpeculationStatistics(), SpeculationStatistics()
+        for case, found in drafted.items():
+            if case.shape == shape:
+                (greedy if case.temperature == _GREEDY else sampled).add(found)
+        suffix = "" if shape == shapes[0] else f"_{shape}"
+        rates = greedy.acceptance_rates
+        figures |= {
+            f"acceptance_rate_pos_1_greedy{suffix}": rates[0] if rates else 0.0,
+            f"mean_acceptance_length_greedy{suffix}": greedy.mean_acceptance_length,
+            f"mean_acceptance_length_t1{suffix}": sampled.mean_acceptance_length,
+            f"shipped_over_plain_greedy{suffix}": _over(speeds[shape], speeds["plain"]),
+        }
+        if "assisted" in speeds:
+            figures[f"shipped_over_transformers_assisted{suffix}"] = _over(speeds[shape], speeds["assisted"])
     return figures
 
 
@@ -185,6 +211,6 @@ def plot(result: BenchResult, path: Path) -> None:
     """Draws acceptance at each position for each kind of prompt."""
     from bench.pictures import bars
 
-    labels = [f"{row['kind']}, T={row['temperature']:g}" for row in result.rows]
+    labels = [f"{row['kind']}, {row['proposal']}, T={row['temperature']:g}" for row in result.rows]
     places = sorted({name for name in result.rows[0] if name.startswith("pos ")})
     bars(path, labels, {name: [row[name] or 0.0 for row in result.rows] for name in places}, "acceptance rate")

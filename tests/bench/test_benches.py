@@ -82,15 +82,19 @@ async def test_drafts(tmp_path: Path) -> None:
     # The target as its own draft: every token is accepted, here and by transformers.
     options = drafts.Options("model", draft=target, model=target, num_prompts=1, num_tokens=24)
     result = await drafts.measure(options)
-    assert [(row["kind"], row["temperature"]) for row in result.rows] == [
-        (kind, temperature) for temperature in (0.0, 1.0) for kind in ("code", "chat", "creative", "documentation")
+    assert [(row["kind"], row["temperature"], row["proposal"]) for row in result.rows] == [
+        (kind, temperature, shape)
+        for temperature in (0.0, 1.0)
+        for shape in ("chain", "tree")
+        for kind in ("code", "chat", "creative", "documentation")
     ]
-    assert result.figures["acceptance_rate_pos_1_greedy"] == 1.0
-    assert result.figures["mean_acceptance_length_greedy"] > 3
-    assert result.figures["mean_acceptance_length_t1"] > 3
-    assert result.figures["draft_over_plain_greedy"] > 0
-    assert result.figures["draft_over_transformers_assisted"] > 0
-    assert all(row["pos 4"] in (1.0, None) for row in result.rows)
+    for suffix, least in (("", 1.5), ("_chain", 3)):
+        assert result.figures[f"acceptance_rate_pos_1_greedy{suffix}"] == 1.0
+        assert result.figures[f"mean_acceptance_length_greedy{suffix}"] > least
+        assert result.figures[f"mean_acceptance_length_t1{suffix}"] > least
+        assert result.figures[f"shipped_over_plain_greedy{suffix}"] > 0
+        assert result.figures[f"shipped_over_transformers_assisted{suffix}"] > 0
+    assert all(row["pos 4"] in (1.0, None) for row in result.rows if row["proposal"] == "chain")
     drafts.plot(result, tmp_path / "drafts.png")
 
 

@@ -2,7 +2,7 @@
 
 import asyncio
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import median
 
 import click
@@ -17,6 +17,7 @@ from outrider.client.commands.options import stack_options, take_stack
 from outrider.client.commands.rendering import TextPrinter
 from outrider.client.events import Generation
 from outrider.client.request import GenerationRequest, Message, Speculation
+from outrider.client.stack_options import DraftOptions
 from outrider.errors import OutriderError
 from outrider.parameters import SamplingParameters
 
@@ -30,7 +31,8 @@ The outrider rode ahead of the carriage to look at the road. Where the road was 
 at full speed. Where the road was bad he came back, and the carriage took its own way. So the carriage never went where
 it would not have gone without him, and it came home long before the others.
 """
-_PROMPTS = {"a question": _PLAIN, "a copy": _COPY}
+_PROMPTS = {"a question": (_PLAIN, "eagle3"), "a copy": (_COPY, "ngram")}
+"""Each with the drafter that suits it best, which is asked for where there are several."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +40,7 @@ class Comparison:
     """One prompt with speculation and without; tokens per second are medians over interleaved runs."""
 
     name: str
+    drafter: str
     speculative: list[Generation]
     plain: list[Generation]
 
@@ -67,13 +70,21 @@ def demo(max_tokens: int, **values: object) -> None:
     difference ends the command with an error.
     """
     options = take_stack({"drafter": None, **values})
+    if [draft.drafter for draft in options.drafts] == ["eagle3"]:
+        options = replace(options, drafts=(*options.drafts, DraftOptions("ngram")))
+    drafters = [draft.drafter for draft in options.drafts]
     parameters = SamplingParameters(temperature=0, max_tokens=max_tokens)
 
     async def run() -> list[Comparison]:
-        click.echo("starting Valkey, a target, a draft and an orchestrator on this machine", err=True)
+        click.echo("starting Valkey, a target, drafts and an orchestrator on this machine", err=True)
         async with started(options) as stack, stack.client() as client:
             await _answer(client, parameters)
-            return [await _compare(client, name, prompt, parameters) for name, prompt in _PROMPTS.items()]
+            return [
+                await _compare(
+                    client, Comparison(name, best if best in drafters else drafters[0], [], []), prompt, parameters
+                )
+                for name, (prompt, best) in _PROMPTS.items()
+            ]
 
     comparisons = asyncio.run(run())
     Console().print(_table(comparisons))
@@ -88,12 +99,13 @@ async def _answer(client: OutriderClient, parameters: SamplingParameters) -> Non
     click.echo()
 
 
-async def _compare(client: OutriderClient, name: str, prompt: str, parameters: SamplingParameters) -> Comparison:
-    comparison = Comparison(name, [], [])
+async def _compare(
+    client: OutriderClient, comparison: Comparison, prompt: str, parameters: SamplingParameters
+) -> Comparison:
     # Interleaved, so that whatever else the machine does falls on both.
     for _ in range(_REPEATS):
         for runs, speculation in (
-            (comparison.speculative, Speculation()),
+            (comparison.speculative, Speculation(drafter=comparison.drafter)),
             (comparison.plain, Speculation(disabled=True)),
         ):
             runs.append(await client.complete(_request(prompt, parameters, speculation)))
@@ -116,6 +128,7 @@ def _figures(comparison: Comparison) -> dict[str, str]:
     statistics = comparison.speculative[0].statistics
     speculative, plain = _speed(comparison.speculative), _speed(comparison.plain)
     return {
+        "drafter": comparison.drafter,
         "tokens": str(len(comparison.speculative[0].token_ids)),
         "acceptance rate": f"{statistics.acceptance_rate:.0%}",
         "mean acceptance length": f"{statistics.mean_acceptance_length:.2f}",

@@ -98,12 +98,22 @@ def _identity(about: worker_pb2.GetInfoResponse) -> dict[str, str]:
         "replica": about.replica,
         "model": about.model,
         "drafter": about.drafter,
+        "made for target": about.target_fingerprint[:_FINGERPRINT_LEN],
         "model fingerprint": about.model_fingerprint[:_FINGERPRINT_LEN],
         "tokenizer fingerprint": about.tokenizer_fingerprint[:_FINGERPRINT_LEN],
         "numerics": about.numerics,
+        "features": _features(about),
         "acceptance rules": ", ".join(about.acceptance_rules),
         "version": about.version,
     }
+
+
+def _features(about: worker_pb2.GetInfoResponse) -> str:
+    """Returns what a draft takes of its target's features, and what that costs."""
+    if not about.feature_layers:
+        return ""
+    layers = ", ".join(map(str, about.feature_layers))
+    return f"of target layers {layers}: {2 * len(about.feature_layers) * about.hidden_size:,} bytes a token"
 
 
 def _limits(about: worker_pb2.GetInfoResponse) -> dict[str, str]:
