@@ -5,7 +5,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from draft_service.drafters.drafter import Drafter
+from draft_service.drafters.drafter import Drafter, OpenProposal
 from draft_service.drafters.loading import load_drafter
 from draft_service.drafters.shares import share_rows
 from draft_service.settings import DrafterKind, DraftSettings
@@ -13,8 +13,8 @@ from outrider.errors import ModelUnsupported, Overloaded
 from outrider.lm.heads.checkpoint import DraftManifest, save_eagle3, save_vocabulary
 from outrider.lm.heads.vocabulary import DraftVocabulary
 from outrider.parameters import AcceptanceRule, SamplingParameters
-from outrider.randomness import KeyedSource
-from outrider.tokens import ProposalTree
+from outrider.randomness import Counter, KeyedSource, Purpose
+from outrider.tokens import NodeKind, ProposalTree
 from outrider.verification import verify_coupled, verify_rejection
 from tests.draft_service.conftest import draft, proposal, terms
 from tests.draft_service.drafters.models import RecordedModel, markov, model_drafter
@@ -105,6 +105,76 @@ def test_asking_again_gives_the_same() -> None:
         again = proposal([1, 2], given=terms(rule=rule))
         assert draft(drafter, first) == draft(drafter, again)
         assert first.nodes == again.nodes
+
+
+def _paths(found: OpenProposal) -> dict[tuple[int, ...], int]:
+    """Returns the token ids down to each node, with the node's number."""
+    tree = ProposalTree()
+    for node in found.nodes:
+        tree.append(node)
+    return {tuple(tree.node(step).token_id for step in tree.path(number)): number for number in range(1, len(tree) + 1)}
+
+
+@pytest.mark.parametrize("parameters", [SamplingParameters(temperature=0), SamplingParameters(seed=11)])
+def test_a_tree_has_the_paths_that_most_probably_win(parameters: SamplingParameters) -> None:
+    found = proposal([4, 7, 1], 3, given=terms(parameters))
+    found.max_nodes = 10
+    draft(model_drafter(), found)
+    model, scores = markov(), {(): 0.0}
+    for depth in range(3):
+        for path in [item for item in scores if len(item) == depth]:
+            logs = model.law[model.context([4, 7, 1, *path])].log()
+            if not parameters.is_greedy:
+                counter = Counter(Purpose.TARGET, 3 + depth)
+                logs = logs + KeyedSource(11).gumbel(torch.arange(24), counter)
+            for token_id, log in enumerate(logs.log_softmax(-1).tolist()):
+                scores[*path, token_id] = scores[path] + log
+    del scores[()]
+    assert set(_paths(found)) == set(sorted(scores, key=lambda path: -scores[path])[:10])
+
+
+def test_a_tree_leaves_the_cache_as_a_chain_does() -> None:
+    model = RecordedModel(markov())
+    drafter = model_drafter(model)
+    found = proposal([1, 2, 3], 3, given=GREEDY)
+    found.max_nodes = 8
+    draft(drafter, found)
+    # The prompt first; then each pass runs the tree so far behind the prompt's last token.
+    assert model.passes[0] == [3] and len(model.passes) == 3
+    assert 2 <= model.passes[1][0] < model.passes[2][0] <= 1 + 2 * 8
+    model.passes.clear()
+    longer = [1, 2, 3, *min(path for path in _paths(found) if len(path) == 2), 9]
+    assert draft(drafter, proposal(longer, 1, given=GREEDY)) == [_greedy(longer, 1)]
+    assert model.passes == [[3]], "of the tree nothing is cached"
+
+
+def test_under_rejection_guesses_stand_beside_the_sampled_chain() -> None:
+    given = terms(SamplingParameters(seed=11), AcceptanceRule.REJECTION)
+    chain, found = proposal([4, 7, 1], 3, given=given), proposal([4, 7, 1], 3, given=given)
+    found.max_nodes = 9
+    draft(model_drafter(), chain)
+    draft(model_drafter(), found)
+    # What is sampled, and its laws, do not depend on the guesses.
+    assert [node.token_id for node in found.nodes[:3]] == [node.token_id for node in chain.nodes]
+    for node, other in zip(found.nodes[:3], chain.nodes, strict=True):
+        assert node.draft_distribution is not None and other.draft_distribution is not None
+        assert node.draft_distribution.token_ids == other.draft_distribution.token_ids
+    assert len(found.nodes) == 9
+    assert all(node.kind is NodeKind.GUESSED and node.draft_distribution is None for node in found.nodes[3:])
+    assert len(_paths(found)) == 9
+
+
+def test_trees_of_many_sessions_grow_as_one_at_a_time() -> None:
+    for rule in AcceptanceRule:
+        given = terms(SamplingParameters(seed=11, presence_penalty=0.5), rule)
+        batched = [proposal([number, 3] * (1 + number % 4), 3, str(number), given) for number in range(6)]
+        alone = [proposal([number, 3] * (1 + number % 4), 3, "alone", given) for number in range(6)]
+        for item in (*batched, *alone):
+            item.max_nodes = 7
+        draft(model_drafter(chunk=16), *batched)
+        for one, other in zip(alone, batched, strict=True):
+            draft(model_drafter(), one)
+            assert one.nodes == other.nodes and len(one.nodes) == 7
 
 
 @pytest.mark.parametrize("rule", AcceptanceRule)
