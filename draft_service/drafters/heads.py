@@ -18,6 +18,7 @@ from outrider.lm.heads.checkpoint import DraftManifest, feature_layers_of, load_
 from outrider.lm.heads.shared import SharedWeights, read_shared
 from outrider.lm.heads.vocabulary import DraftVocabulary
 from outrider.lm.loading import chosen_device
+from outrider.lm.packed_linear import pack_linears
 
 _TREE_NODES: Final = 7
 """With the base they are eight rows of the target's pass; a CPU computes rows by fours."""
@@ -62,7 +63,8 @@ def _eagle3(
     info = _describe(settings, head, vocabulary, manifest, shared, layers)
     options = HeadOptions(settings.kv_budget_bytes, settings.prefill_chunk_len, growth)
     embedding = shared.embedding.to(device, torch.bfloat16)
-    return Eagle3Drafter(head.to(device), vocabulary, embedding, info, options)
+    pack_linears(head.to(device), joins=False)
+    return Eagle3Drafter(head, vocabulary, embedding, info, options)
 
 
 def _medusa(
@@ -76,7 +78,8 @@ def _medusa(
     heads, vocabulary = load_medusa(folder, shared.output_layer.__getitem__)
     _check_fit(folder, heads.lm_head.in_features, vocabulary, shared)
     info = _describe(settings, heads, vocabulary, manifest, shared, (shared.num_layers,))
-    return MedusaDrafter(heads.to(device), vocabulary, info, growth)
+    pack_linears(heads.to(device), joins=False)
+    return MedusaDrafter(heads, vocabulary, info, growth, device)
 
 
 def _check_fit(folder: Path, hidden_size: int, vocabulary: DraftVocabulary, shared: SharedWeights) -> None:

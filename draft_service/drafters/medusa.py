@@ -23,16 +23,22 @@ class MedusaDrafter(Drafter):
         vocabulary: what they can say.
         info: identity and limits.
         growth: how proposals grow.
+        device: where the heads are.
     """
 
     def __init__(
-        self, heads: MedusaHeads, vocabulary: DraftVocabulary, info: DrafterInfo, growth: GrowthOptions
+        self,
+        heads: MedusaHeads,
+        vocabulary: DraftVocabulary,
+        info: DrafterInfo,
+        growth: GrowthOptions,
+        device: torch.device,
     ) -> None:
         self._heads = heads
         self._vocabulary = vocabulary
         self._info = info
         self._growth = growth
-        self._device = heads.lm_head.weight.device
+        self._device = device
         self._last: dict[str, FeatureBuffer] = {}
 
     @property

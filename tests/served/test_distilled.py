@@ -14,6 +14,7 @@ from outrider.training.trainer import Progress
 from tests.training.models import save_target, save_tokenizer
 
 HIDDEN_SIZE = 32
+NUM_TOKENS = 160
 PROMPTS = ([1, 3, 9, 20, 2, 1, 4], [1, 3, 30, 31, 32, 2, 1, 4], [1, 3, 50, 2, 1, 4])
 
 
@@ -79,7 +80,8 @@ async def test_they_change_nothing_and_guess_well(
     client: OutriderClient, method: str, temperature: float, max_nodes: int
 ) -> None:
     for prompt in PROMPTS:
-        parameters = SamplingParameters(temperature=temperature, seed=7, max_tokens=60, ignore_eos=True)
+        # So many that the target, which is very fast, does not end before the draft has opened the session.
+        parameters = SamplingParameters(temperature=temperature, seed=7, max_tokens=NUM_TOKENS, ignore_eos=True)
         plain = await client.complete(
             GenerationRequest(token_ids=prompt, parameters=parameters, speculation=Speculation(disabled=True))
         )
@@ -87,13 +89,14 @@ async def test_they_change_nothing_and_guess_well(
         drafted = await client.complete(
             GenerationRequest(token_ids=prompt, parameters=parameters, speculation=speculation)
         )
-        assert drafted.token_ids == plain.token_ids and len(plain.token_ids) == 60
+        assert drafted.token_ids == plain.token_ids and len(plain.token_ids) == NUM_TOKENS
         assert set(drafted.statistics.num_fallbacks) <= {"no_proposal"}
         assert drafted.statistics.acceptance_rate > (0.1 if method == "medusa" else 0.2)
-        # Every position's features cross once, and only for who is made of them.
+        # Every position's features cross once, but for a few that a draft catches up with, and only for who is made of
+        # them.
         width = {"layers": 0, "eagle3": 3, "medusa": 1}[method] * HIDDEN_SIZE * 2
-        most = (len(prompt) + 60) * width
-        assert most / 2 <= drafted.statistics.feature_bytes <= most
+        whole = (len(prompt) + NUM_TOKENS) * width
+        assert whole / 2 <= drafted.statistics.feature_bytes <= 1.2 * whole
 
 
 @pytest.mark.parametrize("max_nodes", [0, 8])

@@ -17,6 +17,7 @@ from outrider.lm.heads.vocabulary import DraftVocabulary
 from outrider.tokens import FeatureSpan
 
 V, D, H = 40, 24, 16
+CPU = torch.device("cpu")
 VOCABULARY = DraftVocabulary(torch.arange(0, V, 5).repeat_interleave(3) + torch.arange(3).repeat(8), V)
 LAYER = LlamaConfig(
     vocab_size=V,
@@ -95,7 +96,7 @@ class TinyMedusa:
 
     def drafter(self, growth: GrowthOptions | None = None) -> MedusaDrafter:
         """Returns a drafter over them."""
-        return MedusaDrafter(self.heads, VOCABULARY, info("medusa", (7,)), growth or GrowthOptions())
+        return MedusaDrafter(self.heads, VOCABULARY, info("medusa", (7,)), growth or GrowthOptions(), CPU)
 
     def span(self, start: int, end: int) -> FeatureSpan:
         """Returns features of positions start .. end - 1 as they come."""

@@ -1,0 +1,109 @@
+"""What an EAGLE-3 head keeps of a session."""
+
+from array import array
+from collections.abc import Sequence
+from typing import Final
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from draft_service.drafters.features import FeatureBuffer
+
+_FIRST_CAPACITY: Final = 256
+
+
+class HeadState:
+    """What the head keeps of one session: keys and values of its columns, and features that are to become columns.
+
+    Args:
+        num_heads: of keys and values.
+        head_dim: of one of them.
+        feature_width: numbers of a position's features.
+        device: where the head is.
+    """
+
+    def __init__(self, num_heads: int, head_dim: int, feature_width: int, device: torch.device) -> None:
+        size = (num_heads, _FIRST_CAPACITY, head_dim)
+        self.keys = torch.zeros(size, dtype=torch.bfloat16, device=device)
+        self.values = torch.zeros_like(self.keys)
+        self.features = FeatureBuffer(feature_width)
+        self.last_output: Tensor | None = None
+        """Output of the last column: [H]."""
+        self._token_ids = array("I")
+        self._agreed_len = 0
+
+    @property
+    def num_columns(self) -> int:
+        """Positions whose columns have been run."""
+        return max(0, len(self._token_ids) - 1)
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory held, in bytes."""
+        return 2 * self.keys.numel() * self.keys.element_size() + self.features.num_bytes
+
+    def release(self) -> None:
+        """Drops everything."""
+        self.truncate(0)
+
+    def disagree(self, length: int) -> None:
+        """Learns that the session's tokens from position `length` on may be others than those of the columns."""
+        self._agreed_len = min(self._agreed_len, length)
+
+    def match(self, token_ids: Sequence[int]) -> None:
+        """Keeps the columns that belong to these tokens of the session, and drops the others."""
+        # The column of the last token but one is the last that can be run.
+        known_len = min(len(self._token_ids), len(token_ids))
+        agreed_len = min(self._agreed_len, known_len)
+        while agreed_len < known_len and self._token_ids[agreed_len] == token_ids[agreed_len]:
+            agreed_len += 1
+        self._agreed_len = agreed_len
+        if agreed_len < len(self._token_ids):
+            self.truncate(max(0, agreed_len - 1))
+        self.features.skip(self.num_columns)
+
+    def truncate(self, num_columns: int) -> None:
+        """Drops the columns from a position on; their features are needed again."""
+        del self._token_ids[num_columns + 1 if num_columns else 0 :]
+        self._agreed_len = min(self._agreed_len, len(self._token_ids))
+        self.last_output = None
+        self.features.restart(num_columns)
+
+    def extend(self, token_ids: Sequence[int], last_output: Tensor) -> None:
+        """Learns that columns have been run.
+
+        Args:
+            token_ids: the session's, of the columns and one more.
+            last_output: of the last of them.
+        """
+        self._token_ids.extend(token_ids[1:] if self._token_ids else token_ids)
+        self._agreed_len = len(self._token_ids)
+        self.last_output = last_output
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, first: int, mask: Tensor) -> Tensor:
+        """Keeps new rows' keys and values from slot `first` on, and returns their outputs.
+
+        Args:
+            query: [heads, T, dim].
+            key: [kv_heads, T, dim].
+            value: [kv_heads, T, dim].
+            first: slots before it are columns, or nodes that were run before.
+            mask: which slots each row looks at: bool [T, first + T].
+
+        Returns:
+            [T, heads * dim].
+        """
+        end = first + key.shape[1]
+        self._reserve(end)
+        self.keys[:, first:end], self.values[:, first:end] = key, value
+        keys, values = self.keys[None, :, :end], self.values[None, :, :end]
+        output = functional.scaled_dot_product_attention(query[None], keys, values, attn_mask=mask, enable_gqa=True)
+        return output[0].transpose(0, 1).flatten(1)
+
+    def _reserve(self, num: int) -> None:
+        more = num - self.keys.shape[1]
+        if more > 0:
+            # At least twice as much, so that a long session is not copied again and again.
+            padding = (0, 0, 0, max(more, self.keys.shape[1]))
+            self.keys, self.values = functional.pad(self.keys, padding), functional.pad(self.values, padding)
