@@ -13,7 +13,7 @@ from outrider.training.corpus import Corpus
 _WARM_SHARE: Final = 0.03
 _LAST_SHARE: Final = 0.05
 _MIXING: Final = 0.1
-_DEEP_SHARE: Final = 0.25
+_DEEP_SHARE: Final = 0.33
 
 NUM_TIMED_STEPS: Final = 8
 """Steps whose times decide how many there will be, where a budget is given."""

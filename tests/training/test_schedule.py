@@ -21,7 +21,7 @@ def test_the_rate_rises_then_falls() -> None:
 
 def test_a_budget_holds_the_steps_that_fit() -> None:
     assert steps_within(60.0, 2.0, 2.0) == 30
-    assert steps_within(60.0, 4.0, 2.0) == 24
+    assert steps_within(60.0, 4.0, 2.0) == 22
     assert steps_within(-30.0, 2.0, 2.0) == 1
 
 
