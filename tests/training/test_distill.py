@@ -18,14 +18,15 @@ from draft_service.drafters.loading import load_drafter
 from draft_service.settings import DrafterKind, DraftSettings
 from outrider.errors import InvalidArgument, ModelUnsupported
 from outrider.lm.heads.checkpoint import load_eagle3, load_manifest, load_medusa, load_vocabulary
+from outrider.lm.heads.eagle3 import usual_feature_layers
 from outrider.lm.heads.vocabulary import DraftVocabulary
 from outrider.training.distill import DataOptions, distill
 from outrider.training.methods import chosen_layers
 from outrider.training.options import DistillOptions, MethodKind
 from outrider.training.synthesis import SynthesisOptions
-from outrider.training.teacher import Teacher, feature_layers
+from outrider.training.teacher import Teacher
 from outrider.training.trainer import Progress
-from tests.draft_service.conftest import branch, draft
+from tests.draft_service.conftest import draft, proposal
 from tests.lm.models import CONFIGS, save_model
 from tests.training.models import save_target
 
@@ -115,7 +116,7 @@ def _check_folder(folder: Path, method: MethodKind, target: str) -> None:
 
 def _check_drafts(folder: Path, vocabulary: DraftVocabulary) -> None:
     drafter = load_drafter(DraftSettings(drafter=DrafterKind.MODEL, model=str(folder), device="cpu"))
-    [drafted] = draft(drafter, branch([5, 6, 7], 6))
+    [drafted] = draft(drafter, proposal([5, 6, 7], 6))
     assert len(drafted) == 6 and set(drafted) <= set(vocabulary.token_ids.tolist())
 
 
@@ -199,6 +200,6 @@ def test_a_target_with_a_bound_on_its_logits_is_refused(tmp_path: Path) -> None:
 
 
 def test_which_layers_are_looked_at_and_copied() -> None:
-    assert feature_layers(30) == (2, 15, 27)
-    assert feature_layers(1) == (1, 0, 0)
+    assert usual_feature_layers(30) == (2, 15, 27)
+    assert usual_feature_layers(1) == (1, 0, 0)
     assert chosen_layers(30, 1) == [0] and chosen_layers(30, 2) == [0, 29] and chosen_layers(5, 3) == [0, 2, 4]
