@@ -403,7 +403,7 @@ class Generation:
             acceptance_rule=wire.rule_to_number(self._record.rule),
             prompt_len=self._record.prompt_len,
             tokenizer_fingerprint=target.tokenizer_fingerprint if target else "",
-            target_fingerprint=target.model_fingerprint if target else "",
+            target_fingerprint=target.weights_fingerprint if target else "",
             stop_token_ids=self._stop_token_ids,
             cache_salt=self._record.cache_salt,
         )

@@ -156,8 +156,8 @@ class Replicas:
 
 def _feature_problem(draft: worker_pb2.GetInfoResponse, target: worker_pb2.GetInfoResponse) -> str:
     """Returns why a draft cannot be made of this target's features; empty where it can, or needs none."""
-    if draft.target_fingerprint and draft.target_fingerprint != target.model_fingerprint:
-        return f"it was made for target {draft.target_fingerprint}, not for {target.model_fingerprint}"
+    if draft.target_fingerprint and draft.target_fingerprint != target.weights_fingerprint:
+        return f"it was made for target {draft.target_fingerprint}, not for {target.weights_fingerprint}"
     if not draft.feature_layers:
         return ""
     if draft.hidden_size != target.hidden_size:

@@ -181,6 +181,7 @@ class TargetWorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
             acceptance_rules=[rule.value for rule in AcceptanceRule],
             num_layers=info.num_layers,
             hidden_size=info.hidden_size,
+            weights_fingerprint=info.weights_fingerprint,
         )
 
     async def GetLoad(

@@ -25,6 +25,7 @@ class ModelInfo:
         kv_token_bytes: KV cache of one token, in bytes.
         num_layers: decoder layers whose features a draft may ask for; 0 where there are none.
         hidden_size: H, width of one feature; 0 where there are none.
+        weights_fingerprint: SHA-256 in hexadecimal over the weights, whichever dtype they are served in.
     """
 
     name: str
@@ -37,6 +38,7 @@ class ModelInfo:
     kv_token_bytes: int
     num_layers: int = 0
     hidden_size: int = 0
+    weights_fingerprint: str = ""
 
 
 class KVCache(Protocol):

@@ -15,7 +15,7 @@ from outrider.lm import attention
 from outrider.lm.attention.flex import FlexPasses
 from outrider.lm.compilation import can_compile, compile_layers, find_layers, uncompile_layers
 from outrider.lm.features import FeatureStore
-from outrider.lm.fingerprint import model_fingerprint
+from outrider.lm.fingerprint import model_fingerprint, weights_fingerprint
 from outrider.lm.kv_cache import PagedKVCache
 from outrider.lm.kv_storage import KVStorage
 from outrider.lm.model import ModelInfo, SessionStep
@@ -249,6 +249,7 @@ class TransformersModel:
             kv_token_bytes=0,
             num_layers=len(find_layers(self._model, self._num_layers)),
             hidden_size=config.hidden_size,
+            weights_fingerprint=weights_fingerprint(self._model),
         )
 
     def _probe(self, info: ModelInfo) -> ModelInfo:

@@ -113,7 +113,7 @@ class Synthesis:
             ([*prompt, *answer], len(prompt), greedy)
             for prompt, answer, greedy in zip(prompts, answers, is_greedy, strict=True)
         ]
-        return from_conversations(whole, self._model.info.fingerprint)
+        return from_conversations(whole, self._model.info.weights_fingerprint)
 
     def _given(self, numbers: Sequence[int]) -> list[list[int]]:
         assert self._prompts is not None

@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, P
 from outrider.errors import InvalidArgument, ModelUnsupported
 from outrider.lm import embedded
 from outrider.lm.compilation import find_layers
-from outrider.lm.fingerprint import model_fingerprint
+from outrider.lm.fingerprint import weights_fingerprint
 from outrider.lm.heads.eagle3 import usual_feature_layers
 from outrider.lm.loading import chosen_device
 from outrider.lm.tokenizer import vocabulary_fingerprint
@@ -79,7 +79,7 @@ class Teacher:
             raise ModelUnsupported(f"cannot load {name}: {str(error).splitlines()[0]}") from error
         self.name = name
         self.model: PreTrainedModel = model
-        self.fingerprint = model_fingerprint(model)
+        self.fingerprint = weights_fingerprint(model)
         self.tokenizer_fingerprint = vocabulary_fingerprint(self.tokenizer.get_vocab()) if self.tokenizer else ""
         text = model.config.get_text_config()
         self.hidden_size: int = text.hidden_size

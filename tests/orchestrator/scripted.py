@@ -46,6 +46,7 @@ class ScriptedWorker(worker_pb2_grpc.WorkerServiceServicer):
             incarnation=f"{name}-1",
             model="scripted",
             model_fingerprint="m",
+            weights_fingerprint="w",
             tokenizer_fingerprint="t",
             vocabulary_size=VOCABULARY_SIZE,
             max_session_len=MAX_SESSION_LEN,

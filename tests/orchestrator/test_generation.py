@@ -444,7 +444,7 @@ async def test_a_draft_for_another_target_is_kept_out_and_shown(
                 await asyncio.sleep(0.01)
         listed = await orchestrator.stub.ListModels(pb.ListModelsRequest())
     reason = next(worker.reason for worker in listed.workers if not worker.in_rotation)
-    assert "made for target another, not for m" in reason
+    assert "made for target another, not for w" in reason
     assert draft.frames == []
 
 

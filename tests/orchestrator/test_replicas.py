@@ -99,16 +99,16 @@ async def test_a_draft_with_another_tokenizer_is_out_and_both_fingerprints_are_n
 @pytest.mark.parametrize(
     ("draft", "problem"),
     [
-        ({"target_fingerprint": "other"}, "made for target other, not for m"),
+        ({"target_fingerprint": "other"}, "made for target other, not for w"),
         ({"feature_layers": [1, 2], "hidden_size": 32}, "takes features of 32 numbers, the target's have 16"),
         ({"feature_layers": [1, 9], "hidden_size": 16}, "asks for layer 9, the target has 4"),
     ],
 )
 async def test_a_draft_that_does_not_fit_the_target_is_out(draft: dict[str, object], problem: str) -> None:
     replicas = await replicas_of()
-    come_up(replicas.targets[0], "a", hidden_size=16, num_layers=4)
+    come_up(replicas.targets[0], "a", hidden_size=16, num_layers=4, weights_fingerprint="w")
     come_up(replicas.drafts[0], "d", **draft)
-    come_up(replicas.drafts[1], "e", target_fingerprint="m", feature_layers=[0, 4], hidden_size=16)
+    come_up(replicas.drafts[1], "e", target_fingerprint="w", feature_layers=[0, 4], hidden_size=16)
     assert replicas.draft("", COUPLED) is replicas.drafts[1]
     (reason,) = (status.reason for status in replicas.statuses() if status.address == "d:1")
     assert problem in reason

@@ -23,7 +23,18 @@ DRAFTS = (
     DraftOptions(drafter="ngram"),
     DraftOptions(drafter="layers", num_layers=6),
     DraftOptions(drafter="model", model="embedded"),
+    DraftOptions(drafter="eagle3"),
 )
+SPECULATIONS = {
+    "ngram": Speculation(drafter="ngram"),
+    "layers": Speculation(drafter="layers"),
+    "model": Speculation(drafter="model"),
+    "model, tree": Speculation(drafter="model", max_nodes=8),
+    "eagle3": Speculation(drafter="eagle3"),
+    "eagle3, chain": Speculation(drafter="eagle3", num_speculative_tokens=4, max_nodes=4),
+    "eagle3, large tree": Speculation(drafter="eagle3", num_speculative_tokens=6, max_nodes=23),
+}
+PLAIN = Speculation(disabled=True)
 NEVER_GIVES_UP = {"OUTRIDER_ADAPTIVE_SPECULATION": "false"}
 PATIENT = {"OUTRIDER_DRAFT_MAX_WAIT_S": "30"}
 
@@ -35,12 +46,12 @@ def _parameters(seed: int | None, num_tokens: int) -> SamplingParameters:
 
 
 async def _output(
-    client: OutriderClient, prompt: str, parameters: SamplingParameters, drafter: str
+    client: OutriderClient, prompt: str, parameters: SamplingParameters, speculation: Speculation
 ) -> tuple[list[int], float]:
     request = GenerationRequest(
         messages=[Message("user", prompt)],
         parameters=parameters,
-        speculation=Speculation(disabled=not drafter, drafter=drafter),
+        speculation=speculation,
     )
     generation = await client.complete(request, timeout_s=300)
     return generation.token_ids, generation.statistics.acceptance_rate
@@ -59,12 +70,13 @@ async def _compare(
     outputs = []
     for number, prompt in enumerate(prompts):
         parameters = _parameters(None if seed is None else seed + number, num_tokens)
-        plain, _ = await _output(client, prompt, parameters, "")
-        for drafter in ("ngram", "layers", "model"):
-            drafted, rate = await _output(client, prompt, parameters, drafter)
-            assert drafted == plain, (drafter, prompt)
+        plain, _ = await _output(client, prompt, parameters, PLAIN)
+        for name, speculation in SPECULATIONS.items():
+            drafted, rate = await _output(client, prompt, parameters, speculation)
+            assert drafted == plain, (name, prompt)
             # With the same noise and the same bits a model is a perfect draft of itself.
-            assert drafter != "model" or rate == 1.0, prompt
+            assert name != "model" or rate == 1.0, prompt
+            assert not name.startswith("eagle3") or rate > 0, (name, prompt)
         outputs.append(plain)
     return outputs
 

@@ -40,7 +40,7 @@ def test_greedy_answers_are_the_targets_and_half_are_greedy(model: LanguageModel
     assert list(Synthesis(model, None, tmp_path, OPTIONS).run()) == [8, 16, 20]
     corpus = load_corpus(tmp_path)
     assert len(corpus) == 20 and corpus.greedy.sum() == 10
-    assert corpus.target_fingerprint == model.info.fingerprint
+    assert corpus.target_fingerprint == model.info.weights_fingerprint
     for index in range(20):
         token_ids, start = corpus.tokens(index).tolist(), int(corpus.answer_start[index])
         assert 1 <= len(token_ids) - start <= 12 and 2 not in token_ids[start:-1]

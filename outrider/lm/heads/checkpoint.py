@@ -38,7 +38,7 @@ class DraftManifest:
     Attributes:
         method: layers, eagle3 or medusa.
         target: name of the target, as it was given.
-        target_fingerprint: SHA-256 of the target, as services report it.
+        target_fingerprint: SHA-256 of the target's weights, as services report it.
         tokenizer_fingerprint: SHA-256 of the vocabulary.
         hidden_size: H of the target.
         feature_layers: target layers whose inputs it is made of; see `features`.
@@ -58,14 +58,6 @@ class DraftManifest:
     def save(self, folder: Path) -> None:
         """Writes the manifest into the draft's folder."""
         (folder / _MANIFEST).write_text(json.dumps({"format": _FORMAT, **asdict(self)}, indent=2) + "\n")
-
-    def check_target(self, fingerprint: str) -> None:
-        """Raises ModelUnsupported, with both fingerprints, where the draft was made for another target."""
-        if fingerprint and self.target_fingerprint != fingerprint:
-            raise ModelUnsupported(
-                f"the draft was made for target {self.target} ({self.target_fingerprint[:12]}), "
-                f"not for one with fingerprint {fingerprint[:12]}"
-            )
 
 
 def load_manifest(folder: Path) -> DraftManifest | None:
