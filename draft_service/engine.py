@@ -74,13 +74,13 @@ class _Drafting:
     proposal: OpenProposal
     num_sent: int = 0
     num_feature_frames: int = 0
-    asked_from: int | None = None
-    answered: bool = True
+    has_asked: bool = False
+    has_gap: bool = False
 
     def _question(self, start: int) -> Reply | None:
-        """Asks for features, once; and once more where some came, but not these."""
-        asks = self.asked_from is None or (self.answered and self.asked_from == start)
-        self.asked_from, self.answered = start, False
+        """Asks for features, once; and once more where what came begins behind them."""
+        asks = self.has_gap or not self.has_asked
+        self.has_asked, self.has_gap = True, False
         return FeaturesMissing(self.seat.handle, start, self.num_feature_frames) if asks else None
 
     @property
@@ -239,9 +239,10 @@ class Engine:
             self._num_stale += 1
             return
         session.num_feature_frames += 1
-        self._drafter.give(session.session_id, command.features)
+        has_gap = self._drafter.give(session.session_id, command.features)
         if (drafting := self._draftings.get(session.session_id)) is not None:
-            drafting.num_feature_frames, drafting.answered = session.num_feature_frames, True
+            drafting.num_feature_frames = session.num_feature_frames
+            drafting.has_gap = drafting.has_gap or has_gap
             drafting.proposal.missing_features_from = None
 
     def _num_nodes(self, session: Session, command: AdvanceSession) -> int:

@@ -159,6 +159,6 @@ class Drafter(Protocol):
         """Learns that a session is opened; returns the number of positions, from 0 on, whose features it has used."""
         return 0
 
-    def give(self, session_id: str, features: FeatureSpan) -> None:
-        """Takes features of the target; what they leave a gap before, or what was given already, is not needed."""
-        return
+    def give(self, session_id: str, features: FeatureSpan) -> bool:
+        """Takes features of the target; returns whether they were of no use for a gap before them."""
+        return False

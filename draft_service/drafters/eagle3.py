@@ -131,11 +131,12 @@ class Eagle3Drafter(Drafter):
         state.features.restart(state.num_columns)
         return state.num_columns
 
-    def give(self, session_id: str, features: FeatureSpan) -> None:
-        """Keeps features until their tokens have come."""
-        self._states.use(session_id).features.give(features)
+    def give(self, session_id: str, features: FeatureSpan) -> bool:
+        """Keeps features until their tokens have come; returns whether they leave a gap."""
+        has_gap = self._states.use(session_id).features.give(features)
         self._states.weigh(session_id)
         self._states.make_room(0, {session_id})
+        return has_gap
 
     def truncate(self, session_id: str, length: int) -> None:
         """Keeps the columns: which of them are right is found out when the session drafts again."""

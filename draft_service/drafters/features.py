@@ -42,8 +42,11 @@ class FeatureBuffer:
         self._start = position
         self._rows = self._rows[:0].clone()
 
-    def give(self, features: FeatureSpan) -> None:
+    def give(self, features: FeatureSpan) -> bool:
         """Adds what continues the buffer; what is there already, or leaves a gap, is dropped.
+
+        Returns:
+            Whether there is a gap before them.
 
         Raises:
             InvalidArgument: the data are not of whole positions.
@@ -51,10 +54,13 @@ class FeatureBuffer:
         position_bytes = self._width * self._rows.element_size()
         if len(features.data) % position_bytes:
             raise InvalidArgument(f"has {len(features.data)} bytes, a position takes {position_bytes}", "features.data")
-        if not features.data or features.start > self.end:
-            return
+        if features.start > self.end:
+            return True
+        if not features.data:
+            return False
         rows = torch.frombuffer(bytearray(features.data), dtype=torch.bfloat16).view(-1, self._width)
         self._rows = torch.cat([self._rows, rows[max(0, self.end - features.start) :]])
+        return False
 
     def take(self, num: int) -> Tensor:
         """Removes and returns the first ones: [num, width]."""

@@ -56,13 +56,14 @@ class MedusaDrafter(Drafter):
         self._last.pop(session_id, None)
         return 2**32 - 1
 
-    def give(self, session_id: str, features: FeatureSpan) -> None:
-        """Keeps the last of the features."""
+    def give(self, session_id: str, features: FeatureSpan) -> bool:
+        """Keeps the last of the features; those before it are not missed."""
         buffer = self._last.setdefault(session_id, FeatureBuffer(self._info.hidden_size))
         if features.start > buffer.end or not len(buffer):
             buffer.restart(features.start)
         buffer.give(features)
         buffer.skip(buffer.end - 1)
+        return False
 
     def truncate(self, session_id: str, length: int) -> None:
         """Keeps the feature: it came after the session was opened, so it is of the tokens that are to come."""

@@ -53,6 +53,7 @@ def test_generate_json_prints_exactly_one_object(service: ScriptedService) -> No
             "time_to_first_token_s": 0.5,
             "num_target_passes": 4,
             "varying_numerics": False,
+            "feature_bytes": 0,
         },
     }
 
