@@ -337,6 +337,7 @@ class ScriptedDraft(ScriptedWorker, draft_pb2_grpc.DraftServiceServicer):
         is_silent: takes everything and answers `open` only.
         misses: how many advances it refuses with KV_CACHE_MISS{0}.
         features_lost: how many times it loses all features when it is to propose.
+        keeps_features: whether it has what it was given; without, it asks again and again.
 
     With `feature_layers` in its `info` it proposes only what it has the features for, and asks for those it lacks.
     """
@@ -347,6 +348,7 @@ class ScriptedDraft(ScriptedWorker, draft_pb2_grpc.DraftServiceServicer):
         self.is_silent = False
         self.misses = 0
         self.features_lost = 0
+        self.keeps_features = True
         self._sessions: dict[tuple[int, int], list[int]] = {}
         self._features: dict[tuple[int, int], int] = {}
         self._num_frames: dict[tuple[int, int], int] = {}
@@ -400,6 +402,8 @@ class ScriptedDraft(ScriptedWorker, draft_pb2_grpc.DraftServiceServicer):
 
     def _given(self, key: tuple[int, int], features: tokens_pb2.Features) -> draft_pb2.DraftResponseFrame | None:
         self._num_frames[key] = self._num_frames.get(key, 0) + 1
+        if not self.keeps_features:
+            return self._missing(key, self._waiting[key]) if key in self._waiting else None
         known, end = self._features.get(key, 0), features.start + len(features.data) // 2
         assert features.start <= known, "features leave a gap"
         self._features[key] = max(known, end)

@@ -408,10 +408,15 @@ async def test_lost_features_are_sent_again(
 async def test_a_draft_that_keeps_no_features_is_given_up(session_store_url: str, target: ScriptedTarget) -> None:
     async with ScriptedDraft() as draft:
         made_of_features(target, draft)
-        draft.features_lost = 1000
+        draft.keeps_features = False
+        target.allow(1)
         async with orchestrating(session_store_url, (target,), (draft,), draft_retry_s=30) as orchestrator:
-            events = await orchestrator.events(asking())
+            asked = asyncio.create_task(orchestrator.events(asking()))
+            await draft.saw("features")
+            target.allow(None)
+            events = await asked
     assert tokens_of(events) == WHOLE
+    assert events[-1].finished.statistics.num_fallbacks["draft_unavailable"] == 1
 
 
 async def test_a_target_that_takes_over_sends_what_is_missing(session_store_url: str, draft: ScriptedDraft) -> None:

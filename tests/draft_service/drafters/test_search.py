@@ -71,7 +71,7 @@ def test_certain_tokens_make_a_deep_tree() -> None:
     search = TreeSearch(5, 8)
     while search.frontier:
         search.expand([[(1, 0.0), (2, -20.0)] for _ in search.frontier])
-    assert paths_of(search.nodes())[4] == (1, 1, 1, 1, 1) or (1, 1, 1, 1, 1) in paths_of(search.nodes())
+    assert (1, 1, 1, 1, 1) in paths_of(search.nodes())
 
 
 def test_where_nothing_is_proposed_the_tree_is_empty() -> None:
