@@ -140,3 +140,10 @@ main(["up", "--model", "toy", "--redis-url", "redis://127.0.0.1:1"])
     assert lines[0].split() == ["redis", "redis://127.0.0.1:1"]
     assert lines[-1] == 'ready; try: outrider generate "Once upon a time" --address 127.0.0.1:4242\n'
     assert (up.returncode, error) == (0, "draining\n")
+
+
+def test_a_targets_workers_do_not_spin_for_long_unless_told_to(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("GOMP_SPINCOUNT", raising=False)
+    assert [spec.environment["GOMP_SPINCOUNT"] for spec in options().target_specs()] == ["20000"]
+    monkeypatch.setenv("GOMP_SPINCOUNT", "7")
+    assert [spec.environment["GOMP_SPINCOUNT"] for spec in options().target_specs()] == ["7"]
