@@ -103,17 +103,18 @@ class DraftSession:
 
     def on_new_target(self) -> None:
         """Asks a target that has taken over for the features that are missing."""
-        if self._handle is not None and self._layers:
+        if self._handle is not None and self.feature_layers:
             self._has_gap = False
-            self._ask_features(self._layers, self._features_len)
+            self._ask_features(self.feature_layers, self._features_len)
 
     @property
-    def _layers(self) -> Sequence[int]:
+    def feature_layers(self) -> Sequence[int]:
+        """Layers of the target whose features the draft is made of; none for most."""
         return self.link.info.feature_layers if self.link.info else ()
 
     @property
     def _position_bytes(self) -> int:
-        return max(1, 2 * len(self._layers) * (self.link.info.hidden_size if self.link.info else 0))
+        return max(1, 2 * len(self.feature_layers) * (self.link.info.hidden_size if self.link.info else 0))
 
     def on_frame(self, frame: draft_pb2.DraftResponseFrame) -> None:
         """Takes a frame; see `Receiver`."""
@@ -122,9 +123,9 @@ class DraftSession:
                 self._num_misses = 0
                 self._on_proposal(frame.proposal)
             case "opened":
-                if self._layers:
+                if self.feature_layers:
                     self._features_len = min(frame.opened.features_len, self._trusted_len)
-                    self._ask_features(self._layers, self._features_len)
+                    self._ask_features(self.feature_layers, self._features_len)
                 self._catch_up(min(frame.opened.cached_len, self._trusted_len))
             case "features_missing":
                 self._miss_features(frame.features_missing)
@@ -190,7 +191,7 @@ class DraftSession:
             self._lose(Unavailable("the draft does not keep the features that it needs"))
         elif self.link.pending_bytes <= _MAX_PENDING_BYTES:
             self._features_len, self._has_gap = start, False
-            self._ask_features(self._layers, start)
+            self._ask_features(self.feature_layers, start)
 
     def _lose(self, error: OutriderError) -> None:
         if self._handle is not None:

@@ -367,6 +367,7 @@ class Generation:
             ),
             window_end=self._tokens.end + self._settings.window,
             cache_salt=self._record.cache_salt,
+            feature_layers=self._draft.feature_layers if self._draft else (),
         )
 
     def _attach_draft(self) -> None:

@@ -2,24 +2,33 @@
 
 import asyncio
 import functools
+import logging
 import os
 import secrets
 import signal
 import socket
 from concurrent.futures import ThreadPoolExecutor
+from typing import Final
 
 import torch
 
 from outrider.lm.loading import LoadedModel, chosen_device, load_model
+from outrider.lm.model import LanguageModel
 from outrider.lm.ranks import Ranks, num_ranks
 from outrider.serving.server import Server, favour_engine, run_process
 from outrider.serving.settings import load_settings
 from outrider.serving.telemetry import configure_logging
 from outrider.v1.target_pb2_grpc import add_TargetServiceServicer_to_server
 from outrider.v1.worker_pb2_grpc import add_WorkerServiceServicer_to_server
+from target_service.block_store import BlockStore
 from target_service.engine import Engine
+from target_service.remote_blocks import RemoteBlocks
 from target_service.servicer import TargetServicer, TargetWorkerServicer
-from target_service.settings import TargetSettings
+from target_service.settings import BlockUse, TargetSettings
+
+_LOG: Final = logging.getLogger(__name__)
+_HAND_OVER_SHARE: Final = 0.5
+"""Of the drain budget: sessions that have not ended by then go on at another target."""
 
 
 async def serve(settings: TargetSettings) -> None:
@@ -63,9 +72,10 @@ def follow(loaded: LoadedModel, ranks: Ranks) -> None:
 async def lead(loaded: LoadedModel, settings: TargetSettings) -> None:
     """Serves a model that is ready."""
     # Without its engine the process can only hold sessions up: gone at once, they go on elsewhere.
-    engine = Engine(loaded.model, settings, on_failure=lambda: os._exit(os.EX_SOFTWARE))
+    blocks = remote_blocks(loaded.model, settings)
+    engine = Engine(loaded.model, settings, blocks, on_failure=lambda: os._exit(os.EX_SOFTWARE))
     engine.start()
-    target = TargetServicer(engine)
+    target = TargetServicer(engine, hand_over_after_s=_HAND_OVER_SHARE * settings.drain_budget_s)
     server = Server(settings, name="target", drain=target.drain)
     replica = settings.replica or f"{socket.gethostname()}-{os.getpid()}"
     worker = TargetWorkerServicer(engine, loaded, settings, replica, secrets.token_hex(8))
@@ -73,6 +83,20 @@ async def lead(loaded: LoadedModel, settings: TargetSettings) -> None:
     server.register(add_WorkerServiceServicer_to_server, worker, "outrider.v1.WorkerService")
     await server.run()
     engine.stop()
+    if blocks is not None:
+        blocks.close()
+
+
+def remote_blocks(model: LanguageModel, settings: TargetSettings) -> RemoteBlocks | None:
+    """Returns the model's KV blocks in Redis; None where none are wanted, or the model has none."""
+    if not settings.kv_blocks_url or settings.kv_blocks is BlockUse.NEVER:
+        return None
+    if model.blocks is None:
+        _LOG.warning("this model has no KV blocks to keep in Redis")
+        return None
+    store = BlockStore(settings.kv_blocks_url, timeout_s=settings.kv_blocks_timeout_s, ttl_s=settings.kv_block_ttl_s)
+    numerics = f"{model.info.fingerprint} {model.info.numerics}"
+    return RemoteBlocks(model.blocks, numerics, store, settings.kv_blocks, settings.kv_block_queue_bytes)
 
 
 def main() -> None:

@@ -5,6 +5,7 @@ over, and chunks of prompts. While any session is ready the engine does not wait
 event loop through a queue; what the engine has to say goes out through each stream's `emit`.
 """
 
+import contextlib
 import logging
 import threading
 import time
@@ -21,6 +22,8 @@ from outrider.lm.model import LanguageModel
 from outrider.policy import PassTimes, SpeculationPolicy
 from outrider.randomness import KeyedSource
 from outrider.tokens import Base, FeatureSpan, ProposalNode, ProposalTree, TokenSpan
+from target_service.remote_blocks import RemoteBlocks
+from target_service.restoring import Restoring, measure_prefill, num_measured_rows
 from target_service.results import RoundResult
 from target_service.rounds import Round, decide_all
 from target_service.scheduling import Scheduler, Share
@@ -30,6 +33,7 @@ from target_service.stream import OpenCommand, Stream
 
 _LOG: Final = logging.getLogger(__name__)
 _MAX_LATE_TREES: Final = 8
+_FLUSH_S: Final = 2.0
 _MAX_FEATURE_BYTES: Final = 64 << 10
 """Of a frame: other sessions' frames go between the parts of a long prompt."""
 
@@ -55,13 +59,19 @@ class Engine:
     Args:
         model: the target.
         settings: limits and defaults.
+        blocks: its KV blocks in Redis; None where there are none.
         on_failure: called, in the engine's thread, when an error that is no session's ends it.
     """
 
     def __init__(
-        self, model: LanguageModel, settings: TargetSettings, on_failure: Callable[[], object] = lambda: None
+        self,
+        model: LanguageModel,
+        settings: TargetSettings,
+        blocks: RemoteBlocks | None = None,
+        on_failure: Callable[[], object] = lambda: None,
     ) -> None:
         self._model = model
+        self._blocks = blocks
         self._settings = settings
         self._on_failure = on_failure
         self.max_len = min(model.info.max_session_len, settings.max_session_len, model.kv_usage.max_len)
@@ -78,10 +88,17 @@ class Engine:
         self._draining = False
         self._idle: Future[None] = Future()
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+        self._restoring = None
+        if blocks is not None:
+            self._restoring = Restoring(blocks, self._scheduler.budget, self.submit, self._is_open)
         self.load = EngineLoad()
 
     def start(self) -> None:
-        """Starts the thread."""
+        """Starts the thread; before that measures what prompts take, where KV blocks are compared with it."""
+        if self._blocks is not None:
+            num_rows = num_measured_rows(self._blocks.block_len, min(self.max_len, self._settings.max_pass_rows))
+            measure_prefill(self._model, self._scheduler.budget, num_rows)
+            self._blocks.start()
         self._thread.start()
 
     def stop(self) -> None:
@@ -111,6 +128,16 @@ class Engine:
         """Requests that are open now."""
         return len(self._requests)
 
+    @property
+    def blocks(self) -> RemoteBlocks | None:
+        """Its KV blocks in Redis."""
+        return self._blocks
+
+    def flush_blocks(self) -> None:
+        """Returns when all KV blocks that wait are written, or after a second or two. From any thread."""
+        if self._blocks is not None:
+            self._blocks.flush(_FLUSH_S)
+
     def drain(self) -> Future[None]:
         """Refuses new requests from now on; the future is done once none is open. From any thread."""
         self._draining = True
@@ -118,6 +145,12 @@ class Engine:
         return self._idle
 
     # What follows runs in the engine's thread only.
+
+    def hand_over(self) -> None:
+        """Refuses what still runs, so that it goes on at another target, which finds its KV blocks."""
+        self.flush_blocks()
+        for request in list(self._requests.values()):
+            self.refuse(request.stream, request.handle, Draining("this target is shutting down"))
 
     def open(self, stream: Stream, handle: int, command: OpenCommand) -> None:
         """Begins a request; answers on the stream."""
@@ -129,6 +162,10 @@ class Engine:
             raise Overloaded(f"{len(self._requests)} sessions are generating, the limit", retry_after_s=1.0)
         command.parameters.check_vocabulary(self._model.info.vocabulary_size)
         self._fencing.check(command.session_id, command.fencing_token)
+        if command.feature_layers and self._model.features is not None:
+            # Before the cache is made, so that nothing is run twice. When they are asked for, wrong ones are refused.
+            with contextlib.suppress(ModelUnsupported):
+                self._model.features.keep(command.feature_layers)
         resident = self._take_over(command.session_id, command.cache_salt)
         self._num_opened += 1
         self._requests[stream.key, handle] = Request(
@@ -160,6 +197,8 @@ class Engine:
         request.resident.apply(span, self._model.info.vocabulary_size, self.max_len)
         request.resident.committed_len = max(request.resident.committed_len, min(span.end, request.start_len))
         request.begin_round(time.monotonic())
+        if self._restoring is not None:
+            self._restoring.begin(request)
 
     def propose(
         self, stream: Stream, handle: int, base: Base, first: int, nodes: Sequence[ProposalNode], done: bool
@@ -223,6 +262,8 @@ class Engine:
             # Of what was run before nothing has been kept; it is run again.
             request.resident.cache.release()
             request.resident.cache = self._model.new_cache(request.cache_salt)
+            if self._restoring is not None:
+                self._restoring.begin(request)
         request.feature_layers = layers
         self._send_features(request)
         stream.flush()
@@ -282,6 +323,9 @@ class Engine:
         if request is None:
             self.load.num_stale_messages += 1
         return request
+
+    def _is_open(self, request: Request) -> bool:
+        return self._requests.get((request.stream.key, request.handle)) is request
 
     def _busy(self) -> set[str]:
         return {request.resident.session_id for request in self._requests.values()}
@@ -354,6 +398,8 @@ class Engine:
                 share.request.round_started = time.monotonic()
         for stream in {share.request.stream.key: share.request.stream for share in shares}.values():
             stream.flush()
+        if self._restoring is not None:
+            self._restoring.write_behind()
 
     def _judge(self, judged: list[tuple[Share, torch.Tensor]]) -> list[tuple[Share, RoundResult]]:
         """Returns the results of all shares together; where that fails, of those that do not fail by themselves."""

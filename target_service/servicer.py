@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import math
 from collections.abc import AsyncIterator, Callable, Mapping
 from typing import Final
 
@@ -29,15 +30,26 @@ _GENTLE: Final[Mapping[str | None, Callable[[Engine, Stream, int, Exception], No
 
 
 class TargetServicer(target_pb2_grpc.TargetServiceServicer):
-    """Feeds the engine with what callers send, and callers with what the engine emits."""
+    """Feeds the engine with what callers send, and callers with what the engine emits.
 
-    def __init__(self, engine: Engine) -> None:
+    Args:
+        engine: the engine.
+        hand_over_after_s: seconds of a drain after which requests that still run are sent to another target.
+    """
+
+    def __init__(self, engine: Engine, hand_over_after_s: float = math.inf) -> None:
         self._engine = engine
+        self._hand_over_after_s = hand_over_after_s
         self._streams: set[Stream] = set()
 
     async def drain(self) -> None:
-        """Refuses new sessions, waits until the running ones have ended, and ends the streams."""
-        await asyncio.wrap_future(self._engine.drain())
+        """Refuses new sessions, waits until the running ones have ended or gone elsewhere, and ends the streams."""
+        idle = asyncio.wrap_future(self._engine.drain())
+        wait_s = None if self._hand_over_after_s == math.inf else self._hand_over_after_s
+        if not (await asyncio.wait((idle,), timeout=wait_s))[0]:
+            self._engine.submit(self._engine.hand_over)
+        await idle
+        await asyncio.to_thread(self._engine.flush_blocks)
         for stream in self._streams:
             stream.outbox.close()
 
@@ -135,6 +147,7 @@ def _open_command(message: target_pb2.VerifyOpen) -> OpenCommand:
         num_speculative_tokens=message.speculation.num_speculative_tokens,
         max_wait_s=_wait_s(message.speculation),
         cache_salt=message.cache_salt,
+        feature_layers=tuple(message.feature_layers),
     )
 
 
@@ -206,6 +219,20 @@ class TargetWorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
             num_evicted_pages=usage.num_evicted_pages,
             num_preemptions=load.num_preemptions,
             feature_bytes=load.feature_bytes,
+            kv_blocks=self._kv_blocks(),
+        )
+
+    def _kv_blocks(self) -> worker_pb2.KVBlockLoad | None:
+        if (blocks := self._engine.blocks) is None:
+            return None
+        counters = blocks.counters
+        return worker_pb2.KVBlockLoad(
+            num_written=counters.num_written,
+            num_dropped=counters.num_dropped,
+            num_restored=counters.num_restored,
+            num_refused=counters.num_refused,
+            num_failures=counters.num_failures,
+            restore_bytes_per_s=blocks.costs.bytes_per_s,
         )
 
     async def GetTokenizer(

@@ -79,6 +79,7 @@ class Request:
         late_trees: proposals that came too late, with the length they continued; see `SpeculationPolicy`.
         feature_layers: layers whose features the session's draft asked for.
         features_len: positions from 0 on whose features it was sent, or has no need of.
+        is_restoring: whether blocks of its KV cache are on their way.
     """
 
     number: int
@@ -103,6 +104,7 @@ class Request:
     late_trees: OrderedDict[int, ProposalTree] = field(default_factory=OrderedDict)
     feature_layers: tuple[int, ...] = ()
     features_len: int = 0
+    is_restoring: bool = False
     finished: bool = False
 
     @property
@@ -124,7 +126,13 @@ class Request:
     def can_run(self) -> bool:
         """Whether there is anything to run, and room in the window for what it outputs."""
         length = len(self.resident.token_ids)
-        return not self.finished and length >= self.start_len and length < self.window_end and self.num_uncached > 0
+        is_wanted = self.has_start and length < self.window_end and self.num_uncached > 0
+        return is_wanted and not self.finished and not self.is_restoring
+
+    @property
+    def has_start(self) -> bool:
+        """Whether all tokens are here behind which generation starts."""
+        return len(self.resident.token_ids) >= self.start_len
 
     @property
     def has_whole_proposal(self) -> bool:

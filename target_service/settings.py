@@ -1,10 +1,19 @@
 """Settings of the target process."""
 
+from enum import Enum
 from typing import Any
 
 from pydantic import Field, Json
 
 from outrider.serving.settings import ServingSettings
+
+
+class BlockUse(Enum):
+    """Whether blocks of the KV cache are written to Redis and restored from it."""
+
+    AUTO = "auto"
+    ALWAYS = "always"
+    NEVER = "never"
 
 
 class TargetSettings(ServingSettings):
@@ -38,6 +47,21 @@ class TargetSettings(ServingSettings):
         True,
         description="Compute each position to the same bits in every pass. `false` makes long prompts faster, halves "
         "the KV cache and slows decoding; the text may then depend on load and failovers, and every result says so.",
+    )
+    kv_blocks_url: str = Field(
+        "", description="Redis or Valkey for blocks of the KV cache, which any target restores; empty for none."
+    )
+    kv_blocks: BlockUse = Field(
+        BlockUse.AUTO,
+        description="Whether KV blocks are written and restored: auto (where that is measured to beat computing), "
+        "always or never.",
+    )
+    kv_blocks_timeout_s: float = Field(
+        0.5, gt=0, le=60, description="Bound on each answer about KV blocks, in seconds."
+    )
+    kv_block_ttl_s: float = Field(3600.0, ge=1, le=2592000, description="Seconds until an unused KV block is gone.")
+    kv_block_queue_bytes: int = Field(
+        256 << 20, ge=0, le=1 << 40, description="Bytes of KV blocks that wait to be written, at most."
     )
     max_pass_rows: int = Field(1024, ge=8, le=1 << 20, description="Rows of one pass, over all sessions, at most.")
     adaptive_speculation: bool = Field(

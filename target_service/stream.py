@@ -31,6 +31,7 @@ class OpenCommand:
     num_speculative_tokens: int
     max_wait_s: float
     cache_salt: bytes = b""
+    feature_layers: tuple[int, ...] = ()
 
 
 class Stream:

@@ -112,9 +112,9 @@ class LocalStack:
     async def _start(self) -> None:
         if EMBEDDED in (self.options.model, *(draft.model for draft in self.options.drafts)):
             await prepare_embedded_model()
-        redis = self._start_redis()
+        redis, kv_blocks_url = self._start_redis(), self._start_block_store()
         # Orchestrators have nothing to load: they come last, when the addresses of their workers are known.
-        self.targets = self._launch(self.options.target_specs())
+        self.targets = self._launch(self.options.target_specs(kv_blocks_url))
         self.drafts = self._launch(self.options.draft_specs())
         await self._wait_ready(self.targets + self.drafts)
         workers = {"OUTRIDER_TARGETS": _joined(self.targets), "OUTRIDER_DRAFTS": _joined(self.drafts)}
@@ -132,6 +132,17 @@ class LocalStack:
         self.redis_url = self._redis.enter_context(EmbeddedValkey()).url
         self._progress("valkey", f"ready at {self.redis_url}")
         return {"OUTRIDER_REDIS_URL": self.redis_url}
+
+    def _start_block_store(self) -> str:
+        """Returns where blocks of KV cache are kept, after starting a server for them; empty where there is none."""
+        if not self.options.has_own_block_store:
+            return self.options.kv_blocks_url
+        from outrider.client.valkey import EmbeddedValkey
+
+        server = EmbeddedValkey(durable=False, max_memory_bytes=self.options.kv_blocks_bytes, evicts=True)
+        url = self._redis.enter_context(server).url
+        self._progress("kv-blocks", f"ready at {url}")
+        return url
 
     def _launch(self, specs: Iterable[ProcessSpec]) -> list[ServiceProcess]:
         processes = [ServiceProcess(spec, self.directory) for spec in specs]

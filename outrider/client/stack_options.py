@@ -74,6 +74,9 @@ class StackOptions:
         dtype: of models that have one; empty takes the service's default.
         device: cpu, cuda, ...; empty takes the service's default.
         redis_url: Redis to keep sessions in; empty starts an embedded one.
+        kv_blocks_url: Redis for blocks of the targets' KV cache; empty starts an embedded one where there are several
+            targets and no `redis_url`.
+        kv_blocks_bytes: bound on the memory of an embedded one; 0 for no blocks.
         num_targets: target processes.
         num_orchestrators: orchestrator processes.
         target_threads: CPU threads of each target; 0 for all cores.
@@ -88,6 +91,8 @@ class StackOptions:
     dtype: str = ""
     device: str = ""
     redis_url: str = ""
+    kv_blocks_url: str = ""
+    kv_blocks_bytes: int = 1 << 30
     num_targets: int = 1
     num_orchestrators: int = 1
     target_threads: int = 0
@@ -100,15 +105,23 @@ class StackOptions:
         _check_at_least("num_targets", self.num_targets, 1)
         _check_at_least("num_orchestrators", self.num_orchestrators, 1)
         _check_at_least("target_threads", self.target_threads, 0)
+        _check_at_least("kv_blocks_bytes", self.kv_blocks_bytes, 0)
 
-    def target_specs(self) -> Iterator[ProcessSpec]:
-        """Yields how to start each target."""
+    @property
+    def has_own_block_store(self) -> bool:
+        """Whether a stack starts a server of its own for blocks of KV cache: one target has nobody to leave them to."""
+        is_given = bool(self.redis_url or self.kv_blocks_url)
+        return not is_given and self.num_targets > 1 and self.kv_blocks_bytes > 0
+
+    def target_specs(self, kv_blocks_url: str = "") -> Iterator[ProcessSpec]:
+        """Yields how to start each target; `kv_blocks_url` is where a stack's own block store is."""
         settings = {
             "OUTRIDER_MODEL": self.model,
             "OUTRIDER_NUM_THREADS": str(self.target_threads),
             # OpenMP's workers spin for milliseconds after a pass, on cores that draft and orchestrator need. A third of
             # one covers the gaps within a pass (speculation: 1.17 in place of 1.10 x plain, 2 cores).
             _SPIN: os.environ.get(_SPIN, _SHORT_SPIN),
+            "OUTRIDER_KV_BLOCKS_URL": kv_blocks_url or self.kv_blocks_url,
             **self._placement(),
             **self.target_environment,
         }

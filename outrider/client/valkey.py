@@ -20,7 +20,7 @@ _END_WITH_PARENT = ("setpriv", "--pdeathsig", "TERM") if shutil.which("setpriv")
 
 
 class EmbeddedValkey:
-    """A Valkey server on a free loopback port, for sessions: it never evicts, and writes an append-only file.
+    """A Valkey server on a free loopback port. For sessions it never evicts, and writes an append-only file.
 
     It is a context manager: entered, it serves; left, it has ended. On Linux it also ends when this process does.
 
@@ -28,16 +28,24 @@ class EmbeddedValkey:
         directory: where its data is; None takes a temporary folder that goes with it.
         durable: whether it keeps an append-only file, flushed every second.
         max_memory_bytes: bound on its memory; 0 for none.
+        evicts: whether it makes room at that bound by dropping what was used least recently, as a cache does.
         port: to listen on; 0 takes a free one.
     """
 
     def __init__(
-        self, directory: Path | None = None, *, durable: bool = True, max_memory_bytes: int = 0, port: int = 0
+        self,
+        directory: Path | None = None,
+        *,
+        durable: bool = True,
+        max_memory_bytes: int = 0,
+        evicts: bool = False,
+        port: int = 0,
     ) -> None:
         self._directory = directory
         self._scratch: Path | None = None
         self._durable = durable
         self._max_memory_bytes = max_memory_bytes
+        self._evicts = evicts
         self.port = port
         self._process: subprocess.Popen[bytes] | None = None
 
@@ -107,7 +115,7 @@ class EmbeddedValkey:
             "appendonly": "yes" if self._durable else "no",
             "appendfsync": "everysec",
             "maxmemory": self._max_memory_bytes,
-            "maxmemory-policy": "noeviction",
+            "maxmemory-policy": "allkeys-lru" if self._evicts else "noeviction",
             "logfile": "valkey.log",
         }
         return [text for name, value in options.items() for text in (f"--{name}", str(value))]

@@ -103,6 +103,23 @@ class FeatureStore:
         for layer, plane in self._planes.items():
             plane[slots] = taken[layer].view(-1, self.hidden_size)[numbers].to(DTYPE)
 
+    def read_page(self, page: int) -> Tensor:
+        """Returns the features that a page holds: bytes [page_bytes]."""
+        parts = [plane.view(-1, self._storage.page_len, self.hidden_size)[page] for plane in self._kept()]
+        return torch.cat([part.flatten().view(torch.uint8) for part in parts]) if parts else torch.empty(0).byte()
+
+    def write_page(self, page: int, content: Tensor) -> None:
+        """Fills a page with what `read_page` returned: uint8 [page_bytes], on a CPU."""
+        kept = self._kept()
+        for plane, part in zip(kept, content.view(torch.uint8).chunk(len(kept)) if kept else (), strict=True):
+            place = plane.view(-1, self._storage.page_len, self.hidden_size)[page]
+            place.copy_(part.view(DTYPE).view(place.shape))
+
+    @property
+    def page_bytes(self) -> int:
+        """Memory of the features of a page."""
+        return len(self._planes) * self._storage.page_len * self.hidden_size * DTYPE.itemsize
+
     def read(self, cache: KVCache, layers: Sequence[int], start: int, end: int) -> Tensor:
         """Returns the features of cached positions start .. end - 1, those of the layers side by side.
 
@@ -119,6 +136,9 @@ class FeatureStore:
             raise TypeError("the cache was made by another model class")
         slots = self._slots(cache.table, start, end)
         return torch.cat([self._planes[layer][slots] for layer in layers], dim=-1)
+
+    def _kept(self) -> list[Tensor]:
+        return [self._planes[layer] for layer in self.layers]
 
     def _slots(self, table: Sequence[int], start: int, end: int) -> Tensor:
         page_len, device = self._storage.page_len, self._storage.positions.device

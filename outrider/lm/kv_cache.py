@@ -117,7 +117,8 @@ class PagedKVCache:
         self._forget_layout()
         self._tail_len = self.cached_len % self._pool.page_len
         if self._tail_len:
-            self._pool.publish(self._table[-1], self._digest_after(self._token_ids, self._tail_len))
+            tail = self._digest_after(self._token_ids, self._tail_len)
+            self._pool.publish(self._table[-1], tail, is_full=False)
         self.truncate(0)
 
     def adopt(self, token_ids: Sequence[int]) -> int:
@@ -141,6 +142,23 @@ class PagedKVCache:
             self._token_ids.extend(token_ids[len(self._token_ids) : len(self._digests) * page_len])
         self._adopt_tail(token_ids)
         return self.cached_len - before
+
+    def absent(self, token_ids: Sequence[int]) -> list[tuple[int, bytes]]:
+        """Returns, of the full pages that `adopt` could take, the first that is not to be found and all behind it.
+
+        Args:
+            token_ids: of the session.
+
+        Returns:
+            Of each its index in the table and its digest.
+        """
+        page_len, digests = self._pool.page_len, self._digests
+        parent, missing = digests[-1] if digests else self._root, list[tuple[int, bytes]]()
+        for index in range(len(digests), (len(token_ids) - 1) // page_len):
+            parent = page_digest(parent, token_ids[index * page_len : (index + 1) * page_len])
+            if missing or not self._pool.is_published(parent):
+                missing.append((index, parent))
+        return missing
 
     def next_page(self, token_ids: Sequence[int]) -> bytes | None:
         """Returns the digest of the page that these tokens would fill next; None where they do not fill it."""

@@ -62,6 +62,33 @@ class KVStorage:
         """Returns a layer's keys [num_slots, num_heads, key_dim] and values [num_slots, num_heads, value_dim]."""
         return self.tensors[2 * index], self.tensors[2 * index + 1]
 
+    @property
+    def layout(self) -> str:
+        """Names what the bytes of a page mean."""
+        kinds = " ".join(f"{plane.shape[0]}x{heads}x{dim}" for (heads, dim), plane in self._planes.items())
+        return f"{kinds} {self.tensors[0].dtype} pages of {self.page_len}".replace("torch.", "")
+
+    def read_page(self, page: int) -> torch.Tensor:
+        """Returns everything that a page holds: bytes [page_bytes]."""
+        return torch.cat([pages[:, page].flatten().view(torch.uint8) for pages in self._pages()])
+
+    def write_page(self, page: int, index: int, content: torch.Tensor) -> None:
+        """Fills a page with what `read_page` returned.
+
+        Args:
+            page: the page.
+            index: its place in the tables of the sessions that will hold it.
+            content: uint8 [page_bytes], on a CPU.
+        """
+        self.positions.view(-1, self.page_len)[page] = index * self.page_len + self._offsets
+        start = 0
+        for pages in self._pages():
+            place = pages[:, page]
+            num = place.numel() * place.element_size()
+            part = content[start : start + num].to(place.device)
+            pages[:, page] = part.view(place.dtype).view(place.shape)
+            start += num
+
     def prepare(self, new_pages: Sequence[tuple[int, int]], copies: Sequence[tuple[int, int]]) -> None:
         """Readies new pages for their place, then copies what is needed in two pages; see `StepLayout`."""
         if new_pages:

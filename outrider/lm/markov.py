@@ -122,6 +122,10 @@ class MarkovModel:
     def features(self) -> None:
         """None: a table has no layers."""
 
+    @property
+    def blocks(self) -> None:
+        """None: there is nothing that would be worth keeping elsewhere."""
+
     def new_cache(self, salt: bytes = b"") -> PagedKVCache:
         """Returns an empty cache for one session."""
         return PagedKVCache(self._pool, salt)

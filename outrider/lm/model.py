@@ -68,6 +68,9 @@ class KVCache(Protocol):
     def adopt(self, token_ids: Sequence[int]) -> int:
         """Takes what is cached, by whichever session, of these tokens (but for the last); returns the tokens gained."""
 
+    def absent(self, token_ids: Sequence[int]) -> list[tuple[int, bytes]]:
+        """Returns index and digest of each full page, from the first on, that `adopt` would take but cannot find."""
+
     def next_page(self, token_ids: Sequence[int]) -> bytes | None:
         """Returns the identity of what caching these tokens would make findable next; None where it is too little."""
 
@@ -119,6 +122,37 @@ class FeatureSource(Protocol):
         """Returns the features of cached positions start .. end - 1: bfloat16 [end - start, len(layers) * H]."""
 
 
+class BlockSource(Protocol):
+    """Full pages of a model's KV cache as bytes; see `kv_blocks`."""
+
+    @property
+    def layout(self) -> str:
+        """Names everything that must agree for a block's bytes to mean the same: shapes, dtypes, features."""
+
+    @property
+    def block_len(self) -> int:
+        """Positions of a block."""
+
+    @property
+    def block_bytes(self) -> int:
+        """Size of a block."""
+
+    def take_fresh(self) -> list[tuple[bytes, torch.Tensor]]:
+        """Returns digest and content, uint8 [block_bytes], of each page that has become full since the last call."""
+
+    def put(self, digest: bytes, index: int, content: torch.Tensor) -> bool:
+        """Makes a page findable again.
+
+        Args:
+            digest: of the page.
+            index: its place in its sessions: it begins at position index * block_len.
+            content: what `take_fresh` returned, in this process or in another.
+
+        Returns:
+            Whether it can be found now; False where no memory is left that nobody holds.
+        """
+
+
 class LanguageModel(Protocol):
     """A causal language model whose bits do not depend on how a position was computed (see docs/architecture.md)."""
 
@@ -133,6 +167,10 @@ class LanguageModel(Protocol):
     @property
     def features(self) -> FeatureSource | None:
         """What is kept for drafts that are made of a target's features; None where it has no layers to give any of."""
+
+    @property
+    def blocks(self) -> BlockSource | None:
+        """Its KV cache in parts that can be kept elsewhere; None where it has none that could."""
 
     def new_cache(self, salt: bytes = b"") -> KVCache:
         """Returns an empty KV cache for one session, which shares memory with sessions of the same salt only."""

@@ -76,6 +76,7 @@ class PagePool:
         self._reusable: OrderedDict[int, None] = OrderedDict()  # least recently held first
         self._num_hits = 0
         self._num_evicted = 0
+        self._fresh: dict[int, bytes] | None = None
 
     @property
     def usage(self) -> KVUsage:
@@ -139,11 +140,37 @@ class PagePool:
             else:
                 self._free.append(page)
 
-    def publish(self, page: int, digest: bytes) -> None:
-        """Makes a full page findable, unless another with the same bits is."""
+    def publish(self, page: int, digest: bytes, *, is_full: bool = True) -> None:
+        """Makes a page findable, unless another with the same bits is."""
         if digest not in self._published and page not in self._digests:
             self._published[digest] = page
             self._digests[page] = digest
+            if is_full and self._fresh is not None:
+                self._fresh[page] = digest
+
+    def track(self) -> None:
+        """Remembers from now on which full pages are published, for `take_fresh`."""
+        self._fresh = {}
+
+    def take_fresh(self) -> list[tuple[int, bytes]]:
+        """Returns the full pages published since the last call, with their digests, that still hold what they did."""
+        fresh = {} if self._fresh is None else self._fresh
+        found = [(page, digest) for page, digest in fresh.items() if self._digests.get(page) == digest]
+        fresh.clear()
+        return found
+
+    def fill(self, digest: bytes) -> int | None:
+        """Publishes a page that is about to be filled with what the digest stands for, held by nobody.
+
+        Returns:
+            The page; None where the digest is published already, or no memory is left that nobody holds.
+        """
+        if digest in self._published or (pages := self.take(1)) is None:
+            return None
+        self._published[digest] = pages[0]
+        self._digests[pages[0]] = digest
+        self.drop(pages)
+        return pages[0]
 
     def make_private(self, page: int) -> bool:
         """Withdraws a page that is about to be written to; False where others hold it too: it has to be copied."""

@@ -28,7 +28,7 @@ from typing import Final
 import torch
 
 from outrider.errors import InvalidArgument
-from outrider.lm.model import KVCache, LanguageModel, ModelInfo, SessionStep
+from outrider.lm.model import BlockSource, KVCache, LanguageModel, ModelInfo, SessionStep
 from outrider.lm.pages import KVUsage
 from outrider.tokens import ProposalTree, TokenSpan
 
@@ -204,6 +204,10 @@ class PlantedKVCache:
         self.token_ids = array("I", token_ids[: self.inner.cached_len])
         return gained
 
+    def absent(self, token_ids: Sequence[int]) -> list[tuple[int, bytes]]:
+        """Returns what `adopt` cannot find."""
+        return self.inner.absent(token_ids)
+
     def next_page(self, token_ids: Sequence[int]) -> bytes | None:
         """Returns the identity of what caching these tokens would make findable next."""
         return self.inner.next_page(token_ids)
@@ -259,6 +263,11 @@ class PlantedModel:
     @property
     def features(self) -> None:
         """None: what is planted follows from tokens, not from features."""
+
+    @property
+    def blocks(self) -> BlockSource | None:
+        """The base's: what is planted follows from tokens."""
+        return self._base.blocks
 
     def new_cache(self, salt: bytes = b"") -> PlantedKVCache:
         """Returns an empty cache for one session."""

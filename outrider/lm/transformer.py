@@ -16,6 +16,7 @@ from outrider.lm.attention.flex import FlexPasses
 from outrider.lm.compilation import can_compile, compile_layers, find_layers, uncompile_layers
 from outrider.lm.features import FeatureStore
 from outrider.lm.fingerprint import model_fingerprint, weights_fingerprint
+from outrider.lm.kv_blocks import KVBlocks
 from outrider.lm.kv_cache import PagedKVCache
 from outrider.lm.kv_storage import KVStorage
 from outrider.lm.model import ModelInfo, SessionStep
@@ -130,6 +131,8 @@ class TransformersModel:
         self._pool, self._features = self._pages(num_pages, token_bytes, self._info)
         # So far all ranks have run the same probes side by side; from here on the first one leads.
         self._ranks = options.ranks
+        # Of split weights each rank has its own part of every page.
+        self._blocks = None if options.ranks else KVBlocks(self._storage, self._pool, self._features)
 
     @property
     def info(self) -> ModelInfo:
@@ -140,6 +143,11 @@ class TransformersModel:
     def features(self) -> FeatureStore | None:
         """Features for drafts; None where the model has no list of layers."""
         return self._features if self._info.num_layers else None
+
+    @property
+    def blocks(self) -> KVBlocks | None:
+        """The KV cache in parts that can be kept elsewhere; None where the weights are split."""
+        return self._blocks
 
     @property
     def kv_usage(self) -> KVUsage:

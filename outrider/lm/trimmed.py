@@ -40,6 +40,10 @@ class TrimmedModel:
     def features(self) -> None:
         """None: a draft has no drafts."""
 
+    @property
+    def blocks(self) -> None:
+        """None: a draft's cache is cheap to compute."""
+
     def new_cache(self, salt: bytes = b"") -> PagedKVCache:
         """Returns an empty KV cache; see `TransformersModel`."""
         return self._model.new_cache(salt)

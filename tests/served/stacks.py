@@ -28,7 +28,7 @@ def markov_stack(draft: str | None = GOOD_DRAFT, **more: object) -> StackOptions
 class WrongStackOptions(StackOptions):
     """A stack whose target decides by a wrong rule; see `wrong_target`."""
 
-    def target_specs(self) -> Iterator[ProcessSpec]:
+    def target_specs(self, kv_blocks_url: str = "") -> Iterator[ProcessSpec]:
         """Yields the targets, started from another module."""
-        for spec in super(WrongStackOptions, self).target_specs():
+        for spec in super(WrongStackOptions, self).target_specs(kv_blocks_url):
             yield replace(spec, module="tests.served.wrong_target")

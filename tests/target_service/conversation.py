@@ -13,6 +13,7 @@ from outrider.parameters import AcceptanceRule, SamplingParameters
 from outrider.tokens import Base, ProposalNode
 from outrider.v1 import target_pb2 as pb
 from outrider.v1 import target_pb2_grpc, tokens_pb2
+from target_service.__main__ import remote_blocks
 from target_service.engine import Engine
 from target_service.servicer import TargetServicer
 from target_service.settings import TargetSettings
@@ -134,7 +135,9 @@ async def target(folder: str = "", **settings: object) -> AsyncIterator[tuple[En
     """Serves a target in this process, a model in a folder or the Markov model, and connects to it."""
     chosen = TargetSettings(**settings)  # type: ignore[arg-type]
     budget = chosen.kv_budget_bytes
-    engine = Engine(load_model(folder, kv_budget_bytes=budget).model if folder else model(budget), chosen)
+    served = load_model(folder, kv_budget_bytes=budget).model if folder else model(budget)
+    blocks = remote_blocks(served, chosen)
+    engine = Engine(served, chosen, blocks)
     engine.start()
     server = grpc.aio.server()
     target_pb2_grpc.add_TargetServiceServicer_to_server(TargetServicer(engine), server)
@@ -146,3 +149,5 @@ async def target(folder: str = "", **settings: object) -> AsyncIterator[tuple[En
         await caller.end()
     await server.stop(0)
     engine.stop()
+    if blocks is not None:
+        blocks.close(5)

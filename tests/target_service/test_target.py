@@ -14,6 +14,7 @@ from outrider.randomness import KeyedSource
 from outrider.tokens import Base, NodeKind, ProposalNode, SparseDistribution, TokenLogprobs
 from outrider.v1 import target_pb2 as pb
 from outrider.verification import draft_rejection
+from target_service.servicer import TargetServicer
 from tests.target_service.conversation import Caller, model, target
 
 PROMPT = [1, 2, 3, 4]
@@ -262,6 +263,19 @@ async def test_draining_refuses_new_requests_and_finishes_running_ones() -> None
         assert not idle.done()
         await caller.send(1, close=pb.VerifyClose(committed_len=44))
         await asyncio.wait_for(asyncio.wrap_future(idle), 10)
+
+
+async def test_a_drain_hands_over_what_does_not_end_in_time() -> None:
+    async with target() as (engine, caller):
+        servicer = TargetServicer(engine, hand_over_after_s=0.05)
+        await caller.open(1, PROMPT, GREEDY, stop_token_ids=(), window=3)
+        await caller.span(1, 0, PROMPT)
+        # Its window is closed: it will not end by itself.
+        drained = asyncio.create_task(servicer.drain())
+        frames = [await caller.receive(1) for _ in range(4)]
+        assert [frame.WhichOneof("frame") for frame in frames] == ["verdict"] * 3 + ["refusal"]
+        assert frames[-1].refusal.reason == "DRAINING"
+        await asyncio.wait_for(drained, 10)
 
 
 async def test_rejection_accepts_a_draft_that_reports_the_law_it_sampled_from() -> None:

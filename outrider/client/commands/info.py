@@ -143,4 +143,16 @@ def _load_rows(load: worker_pb2.GetLoadResponse | None) -> dict[str, str]:
         "since the start": f"{load.num_passes:,} passes, {load.num_tokens:,} tokens",
         "time in the model": f"{load.model_time_s:,.1f} s",
         "stale messages": f"{load.num_stale_messages:,}",
+        **_block_rows(load),
+    }
+
+
+def _block_rows(load: worker_pb2.GetLoadResponse) -> dict[str, str]:
+    if not load.HasField("kv_blocks"):
+        return {}
+    blocks = load.kv_blocks
+    return {
+        "KV blocks": f"{blocks.num_written:,} written, {blocks.num_dropped:,} dropped, {blocks.num_restored:,} restored, "
+        f"{blocks.num_refused:,} refused, {blocks.num_failures:,} failures",
+        "restoring": f"{_mib(int(min(blocks.restore_bytes_per_s, 2.0**62)))} a second, as measured",
     }

@@ -1,0 +1,213 @@
+"""A TCP proxy that makes a link slow, or breaks it: for benches over distance, and for tests of what goes wrong.
+
+Each direction has its latency, jitter and bandwidth, and can swallow everything; all of it can be changed while
+connections are open. Connections can be reset, also in the middle of a message.
+"""
+
+import asyncio
+import random
+import socket
+import struct
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass
+from typing import Final
+
+_READ_BYTES: Final = 64 << 10
+_MAX_PARTS: Final = 256
+"""Parts on their way in one direction of a connection: 16 MiB, then the sender has to wait."""
+_ABORT: Final = struct.pack("ii", 1, 0)
+
+
+@dataclass(slots=True)
+class Link:
+    """One direction.
+
+    Attributes:
+        latency_s: seconds that everything takes.
+        jitter_s: seconds that it may take longer, evenly distributed; nothing overtakes what was sent before.
+        bytes_per_s: bandwidth of each connection; 0 for any.
+        is_blackhole: whether nothing arrives. What is sent meanwhile arrives once it is over, as TCP sees to.
+        close_delay_s: seconds after which an end of the stream arrives.
+    """
+
+    latency_s: float = 0.0
+    jitter_s: float = 0.0
+    bytes_per_s: float = 0.0
+    is_blackhole: bool = False
+    close_delay_s: float = 0.0
+
+
+class Proxy:
+    """Forwards connections to a server; see the module.
+
+    Args:
+        server: host:port.
+        seed: of the jitter.
+
+    Attributes:
+        up: from clients to the server.
+        down: from the server to clients.
+        is_refusing: whether new connections are closed at once.
+        num_accepted: connections so far.
+    """
+
+    def __init__(self, server: str, seed: int = 0) -> None:
+        host, _, port = server.rpartition(":")
+        self._host, self._port = host, int(port)
+        self._random = random.Random(seed)
+        self._listener: asyncio.Server | None = None
+        self._changed = asyncio.Condition()
+        self._pairs: set[_Pair] = set()
+        self._tasks: set[asyncio.Task[None]] = set()
+        self.up = Link()
+        self.down = Link()
+        self.is_refusing = False
+        self.num_accepted = 0
+        self.address = ""
+
+    @property
+    def num_open(self) -> int:
+        """Connections that are open now."""
+        return len(self._pairs)
+
+    async def start(self) -> str:
+        """Listens on a free loopback port; returns the address."""
+        self._listener = await asyncio.start_server(self._accept, "127.0.0.1", 0, limit=_READ_BYTES)
+        self.address = "127.0.0.1:{}".format(self._listener.sockets[0].getsockname()[1])
+        return self.address
+
+    async def close(self) -> None:
+        """Ends all connections, and listens no more."""
+        if self._listener is not None:
+            self._listener.close()
+        self.reset()
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    def reset(self) -> None:
+        """Resets all connections, as a node that vanishes and comes back does."""
+        for pair in list(self._pairs):
+            pair.abort()
+
+    def reset_after(self, num_bytes: int) -> None:
+        """Resets each open connection once so many more bytes have come from the server: within a message."""
+        for pair in self._pairs:
+            pair.bytes_left = num_bytes
+
+    async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        self._tasks.add(task)
+        self.num_accepted += 1
+        try:
+            if self.is_refusing:
+                _abort(writer)
+                return
+            with suppress(OSError):
+                await self._join(reader, writer)
+        finally:
+            writer.close()
+            self._tasks.discard(task)
+
+    async def _join(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        far_reader, far_writer = await asyncio.open_connection(self._host, self._port, limit=_READ_BYTES)
+        pair = _Pair(writer, far_writer)
+        self._pairs.add(pair)
+        try:
+            async with asyncio.TaskGroup() as group:
+                group.create_task(self._carry(reader, far_writer, self.up, None))
+                group.create_task(self._carry(far_reader, writer, self.down, pair))
+        except* (OSError, asyncio.IncompleteReadError):
+            pair.abort()
+        finally:
+            self._pairs.discard(pair)
+            far_writer.close()
+
+    async def _carry(
+        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, link: Link, counted: "_Pair | None"
+    ) -> None:
+        """Carries one direction of a connection; `counted` is reset when its bytes are used up."""
+        parts: asyncio.Queue[tuple[float, bytes]] = asyncio.Queue(_MAX_PARTS)
+        async with asyncio.TaskGroup() as group:
+            group.create_task(self._take(reader, parts, link))
+            group.create_task(self._give(writer, parts, link, counted))
+
+    async def _take(self, reader: asyncio.StreamReader, parts: asyncio.Queue[tuple[float, bytes]], link: Link) -> None:
+        loop = asyncio.get_running_loop()
+        free_at = due = loop.time()
+        while True:
+            data = await reader.read(_READ_BYTES)
+            now = loop.time()
+            free_at = max(free_at, now) + (len(data) / link.bytes_per_s if link.bytes_per_s else 0.0)
+            # Never before what was sent before.
+            due = max(due, free_at + link.latency_s + self._random.uniform(0.0, link.jitter_s))
+            await parts.put((due if data else due + link.close_delay_s, data))
+            if not data:
+                return
+
+    async def _give(
+        self,
+        writer: asyncio.StreamWriter,
+        parts: asyncio.Queue[tuple[float, bytes]],
+        link: Link,
+        counted: "_Pair | None",
+    ) -> None:
+        loop = asyncio.get_running_loop()
+        while True:
+            due, data = await parts.get()
+            await asyncio.sleep(max(0.0, due - loop.time()))
+            while link.is_blackhole:
+                async with self._changed:
+                    await self._changed.wait()
+            if not data:
+                with suppress(OSError):
+                    writer.write_eof()
+                return
+            if counted is not None and counted.bytes_left is not None:
+                data = data[: counted.bytes_left]
+                counted.bytes_left -= len(data)
+            writer.write(data)
+            await writer.drain()
+            if counted is not None and counted.bytes_left == 0:
+                counted.abort()
+                return
+
+    async def set_blackhole(self, *, up: bool | None = None, down: bool | None = None) -> None:
+        """Begins or ends a partition; None leaves a direction as it is."""
+        async with self._changed:
+            self.up.is_blackhole = self.up.is_blackhole if up is None else up
+            self.down.is_blackhole = self.down.is_blackhole if down is None else down
+            self._changed.notify_all()
+
+
+class _Pair:
+    """Both ends of a connection."""
+
+    def __init__(self, near: asyncio.StreamWriter, far: asyncio.StreamWriter) -> None:
+        self._writers = (near, far)
+        self.bytes_left: int | None = None
+
+    def abort(self) -> None:
+        for writer in self._writers:
+            _abort(writer)
+
+
+def _abort(writer: asyncio.StreamWriter) -> None:
+    """Closes a connection by a reset: whatever is still on its way is lost."""
+    connection = writer.get_extra_info("socket")
+    with suppress(OSError):
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _ABORT)
+    writer.transport.abort()
+
+
+@asynccontextmanager
+async def proxied(server: str, seed: int = 0) -> AsyncIterator[Proxy]:
+    """A `Proxy` that runs as long as the context."""
+    proxy = Proxy(server, seed)
+    await proxy.start()
+    try:
+        yield proxy
+    finally:
+        await proxy.close()
