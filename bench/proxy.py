@@ -74,7 +74,7 @@ class Proxy:
     async def start(self) -> str:
         """Listens on a free loopback port; returns the address."""
         self._listener = await asyncio.start_server(self._accept, "127.0.0.1", 0, limit=_READ_BYTES)
-        self.address = "127.0.0.1:{}".format(self._listener.sockets[0].getsockname()[1])
+        self.address = f"127.0.0.1:{self._listener.sockets[0].getsockname()[1]}"
         return self.address
 
     async def close(self) -> None:

@@ -233,6 +233,7 @@ class TargetWorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
             num_refused=counters.num_refused,
             num_failures=counters.num_failures,
             restore_bytes_per_s=blocks.costs.bytes_per_s,
+            block_len=blocks.block_len,
         )
 
     async def GetTokenizer(

@@ -5,7 +5,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from time import monotonic
 
@@ -76,6 +76,12 @@ class ServiceProcess:
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
             )
+
+    def restart(self) -> None:
+        """Starts it again at the address that it had, after it has ended, with its log continued."""
+        environment = {**self.spec.environment, "OUTRIDER_ADDRESS": self.address}
+        self.spec = replace(self.spec, environment=environment)
+        self.start()
 
     async def wait_ready(self, timeout_s: float, progress: Callable[[str], None] = lambda line: None) -> str:
         """Returns its address once it serves.

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from bench import context, drafts, engine, load, registry
+from bench import context, drafts, engine, load, registry, takeover
 from bench.kinds import KINDS
 from outrider.errors import InvalidArgument
 from tests.training.models import save_target, save_tokenizer
@@ -129,3 +129,19 @@ def test_waves_follow_until_all_prompt_lengths_have_been() -> None:
     assert options.lengths(1) == [[1], [2], [3]]
     assert options.lengths(2) == [[1, 2], [3, 1]]
     assert options.lengths(4) == [[1, 2, 3, 1]]
+
+
+async def test_takeover(tmp_path: Path) -> None:
+    options = takeover.Options(context_len=200, num_rounds=1, links="0", model="shape:tiny")
+    result = await takeover.measure(options)
+    assert [(row["link MB/s"], row["blocks"]) for row in result.rows] == [
+        ("any", "never"),
+        ("any", "always"),
+        ("any", "auto"),
+    ]
+    assert result.figures.keys() == {"prefill_over_restore", "next_token_after_kill_s", "auto_over_best"}
+    assert all(0 < value < 100 for value in result.figures.values())
+    takeover.plot(result, tmp_path / "takeover.png")
+    assert (tmp_path / "takeover.png").stat().st_size > 1000
+    with pytest.raises(InvalidArgument, match="links is"):
+        await takeover.measure(takeover.Options(links="fast"))

@@ -1,7 +1,6 @@
 """Crashes of whole processes under a running stream: the text goes on, unchanged, no token twice and none missing."""
 
 import asyncio
-import dataclasses
 import itertools
 from collections.abc import AsyncIterator, Callable
 
@@ -47,19 +46,15 @@ async def shared_stack() -> AsyncIterator[LocalStack]:
 async def stack(shared_stack: LocalStack) -> AsyncIterator[LocalStack]:
     """The stack with all processes running and in rotation; those that a test killed come back where they were."""
     yield shared_stack
-    for processes in (shared_stack.targets, shared_stack.drafts, shared_stack.orchestrators):
-        for index, process in enumerate(processes):
-            if not process.is_running:
-                processes[index] = await _revived(shared_stack, process)
+    for process in shared_stack.processes:
+        if not process.is_running:
+            await _restart(process)
     await _until_all_in_rotation(shared_stack)
 
 
-async def _revived(stack: LocalStack, process: ServiceProcess) -> ServiceProcess:
-    environment = {**process.spec.environment, "OUTRIDER_ADDRESS": process.address}
-    revived = ServiceProcess(dataclasses.replace(process.spec, environment=environment), stack.directory)
-    revived.start()
-    await revived.wait_ready(60)
-    return revived
+async def _restart(process: ServiceProcess) -> None:
+    process.restart()
+    await process.wait_ready(60)
 
 
 async def _until_all_in_rotation(stack: LocalStack) -> None:
@@ -130,7 +125,7 @@ async def test_a_killed_draft_changes_nothing(stack: LocalStack) -> None:
 
 async def test_a_restarted_draft_is_used_again(stack: LocalStack) -> None:
     stack.drafts[0].kill()
-    stack.drafts[0] = await _revived(stack, stack.drafts[0])
+    await _restart(stack.drafts[0])
     await _until_all_in_rotation(stack)
     async with stack.client() as client:
         generation = await client.complete(_request(), timeout_s=30)
@@ -152,7 +147,7 @@ async def test_a_killed_target_is_replaced_by_another(stack: LocalStack) -> None
             token_ids, events = await _streamed(client, _request(), 30, stack.targets[index].kill)
             assert token_ids == expected
             assert await _log(client, events) == expected
-            stack.targets[index] = await _revived(stack, stack.targets[index])
+            await _restart(stack.targets[index])
             await _until_all_in_rotation(stack)
 
 

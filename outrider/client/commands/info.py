@@ -152,7 +152,8 @@ def _block_rows(load: worker_pb2.GetLoadResponse) -> dict[str, str]:
         return {}
     blocks = load.kv_blocks
     return {
-        "KV blocks": f"{blocks.num_written:,} written, {blocks.num_dropped:,} dropped, {blocks.num_restored:,} restored, "
-        f"{blocks.num_refused:,} refused, {blocks.num_failures:,} failures",
+        "KV blocks": f"{blocks.num_written:,} written, {blocks.num_restored:,} restored",
+        "KV blocks lost": f"{blocks.num_dropped:,} dropped, {blocks.num_refused:,} refused, "
+        f"{blocks.num_failures:,} calls failed",
         "restoring": f"{_mib(int(min(blocks.restore_bytes_per_s, 2.0**62)))} a second, as measured",
     }
