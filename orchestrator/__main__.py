@@ -2,10 +2,12 @@
 
 from orchestrator.admission import Admission
 from orchestrator.generation import Services
+from orchestrator.quotas import Quotas
 from orchestrator.replicas import Replicas
 from orchestrator.servicer import GenerationServicer
 from orchestrator.settings import OrchestratorSettings
 from orchestrator.store import SessionStore
+from orchestrator.tenants import Tenants
 from outrider.serving.server import Server, run_process
 from outrider.serving.settings import load_settings
 from outrider.serving.telemetry import configure_logging
@@ -20,10 +22,12 @@ async def serve(settings: OrchestratorSettings) -> None:
         ttl_s=settings.session_ttl_s,
         timeout_s=settings.redis_timeout_s,
     )
+    tenants = Tenants(settings.tenants_file)
     replicas = Replicas(settings)
     replicas.start()
     admission = Admission(settings.max_active_requests, settings.max_queued_requests, settings.max_queue_s)
-    servicer = GenerationServicer(Services(store, replicas, settings), admission)
+    quotas = Quotas(store, settings.session_ttl_s)
+    servicer = GenerationServicer(Services(store, replicas, settings), admission, tenants, quotas)
     server = Server(settings, name="orchestrator", drain=servicer.drain)
     server.register(add_GenerationServiceServicer_to_server, servicer, "outrider.v1.GenerationService")
     try:

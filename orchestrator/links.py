@@ -169,8 +169,11 @@ class WorkerLink:
 
     async def _connect_and_serve(self) -> None:
         settings = self._settings
+        tls = settings.worker_tls
         channel = open_channel(
             self.address,
+            # Read anew with each connection, as certificates are renewed.
+            credentials=None if tls is None else tls.channel_credentials(),
             max_message_bytes=settings.max_message_bytes,
             keepalive_s=settings.keepalive_s,
             keepalive_timeout_s=settings.keepalive_timeout_s,

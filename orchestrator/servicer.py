@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing
-from typing import Final
 
 import grpc
 
@@ -13,26 +12,27 @@ from orchestrator.admission import Admission
 from orchestrator.generation import Generation, Services, SpeculationChoice
 from orchestrator.links import WorkerLink
 from orchestrator.output import OutputText
+from orchestrator.quotas import Quotas
 from orchestrator.requests import CheckedRequest, check_id, check_request, prompt_tokens
 from orchestrator.session_tokens import SessionTokens
 from orchestrator.sessions import Begun, NewRequest, SessionRecord
+from orchestrator.tenants import Tenants
 from orchestrator.tokenizer import Tokenizer
 from outrider import wire
 from outrider.errors import InvalidArgument, SessionNotFound, Unavailable
 from outrider.v1 import generation_pb2, generation_pb2_grpc, worker_pb2
 
-_TENANT: Final = "default"
-"""Whose every session is, until callers are authenticated."""
-
 
 class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
     """Serves clients; see proto/outrider/v1/generation.proto."""
 
-    def __init__(self, services: Services, admission: Admission) -> None:
+    def __init__(self, services: Services, admission: Admission, tenants: Tenants, quotas: Quotas) -> None:
         self._services = services
         self._store = services.store
         self._admission = admission
-        self._running: dict[str, Generation] = {}
+        self._tenants = tenants
+        self._quotas = quotas
+        self._running: dict[tuple[str, str], Generation] = {}
         self._releases: set[asyncio.Task[None]] = set()
 
     async def drain(self) -> None:
@@ -49,14 +49,16 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         context: grpc.aio.ServicerContext[generation_pb2.GenerateRequest, generation_pb2.GenerateResponse],
     ) -> AsyncIterator[generation_pb2.GenerateResponse]:
         """Streams a continuation."""
-        checked = check_request(request, _TENANT, self._services.settings)
-        async with self._admission.turn():
+        tenant = self._tenants.of(context.invocation_metadata())
+        checked = check_request(request, tenant.name, self._services.settings)
+        async with self._admission.turn(), self._quotas.stream(tenant, checked.session_id) as usage:
             link = await self._services.replicas.target("")
             tokenizer = await self._services.replicas.tokenizer(link)
-            begun = await self._begin(request, checked, link, tokenizer)
+            begun = await self._begin(request, checked, tenant.name, link, tokenizer)
             # Closed here and now, not when the garbage collector finds it: the lease waits for it.
             async with aclosing(self._stream(begun, checked, link, tokenizer)) as events:
                 async for event in events:
+                    usage.add(len(event.delta.origins))
                     yield event
 
     async def CancelGeneration(
@@ -68,8 +70,9 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
     ) -> generation_pb2.CancelGenerationResponse:
         """Ends a running request."""
         check_id("session_id", request.session_id)
-        cancelled = await self._store.cancel(_TENANT, request.session_id, request.request_id)
-        running = self._running.get(request.session_id)
+        tenant = self._tenants.of(context.invocation_metadata())
+        cancelled = await self._store.cancel(tenant.name, request.session_id, request.request_id)
+        running = self._running.get((tenant.name, request.session_id))
         if cancelled and running is not None and request.request_id in ("", running.request_id):
             running.cancel()
         return generation_pb2.CancelGenerationResponse(cancelled=cancelled)
@@ -81,7 +84,8 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
     ) -> generation_pb2.GetSessionResponse:
         """Returns a session's record."""
         check_id("session_id", request.session_id)
-        record = await self._store.get(_TENANT, request.session_id)
+        tenant = self._tenants.of(context.invocation_metadata()).name
+        record = await self._store.get(tenant, request.session_id)
         if record is None:
             raise SessionNotFound("there is no such session")
         response = generation_pb2.GetSessionResponse(
@@ -93,10 +97,10 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
             leased=await self._store.is_leased(record),
         )
         response.expire_time.GetCurrentTime()
-        lifetime_s = await self._store.expires_in_s(_TENANT, request.session_id)
+        lifetime_s = await self._store.expires_in_s(tenant, request.session_id)
         response.expire_time.seconds += int(lifetime_s)
         if request.with_token_ids:
-            response.token_ids[:] = await self._store.read_tokens(_TENANT, record.session_id, 0, record.committed_len)
+            response.token_ids[:] = await self._store.read_tokens(tenant, record.session_id, 0, record.committed_len)
         return response
 
     async def DeleteSession(
@@ -106,7 +110,9 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
     ) -> generation_pb2.DeleteSessionResponse:
         """Deletes a session."""
         check_id("session_id", request.session_id)
-        await self._store.delete(_TENANT, request.session_id)
+        tenant = self._tenants.of(context.invocation_metadata())
+        await self._store.delete(tenant.name, request.session_id)
+        await self._quotas.forget(tenant, request.session_id)
         return generation_pb2.DeleteSessionResponse()
 
     async def ListModels(
@@ -115,6 +121,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         context: grpc.aio.ServicerContext[generation_pb2.ListModelsRequest, generation_pb2.ListModelsResponse],
     ) -> generation_pb2.ListModelsResponse:
         """Returns the workers."""
+        self._tenants.of(context.invocation_metadata())
         return generation_pb2.ListModelsResponse(
             workers=self._services.replicas.statuses(),
             default_num_speculative_tokens=self._services.settings.num_speculative_tokens,
@@ -124,6 +131,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         self,
         request: generation_pb2.GenerateRequest,
         checked: CheckedRequest,
+        tenant: str,
         link: WorkerLink,
         tokenizer: Tokenizer | None,
     ) -> Begun:
@@ -136,7 +144,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
                 "max_tokens",
             )
         OutputText(tokenizer, checked.parameters)
-        record = await self._store.get(_TENANT, checked.session_id)
+        record = await self._store.get(tenant, checked.session_id)
         is_known = record is not None and record.request_id == checked.request_id
         prompt: tuple[int, ...] = ()
         if not is_known and checked.resume_offset is None:
@@ -147,7 +155,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
             )
         return await self._store.begin(
             NewRequest(
-                tenant=_TENANT,
+                tenant=tenant,
                 session_id=checked.session_id,
                 request_id=checked.request_id,
                 fingerprint=checked.fingerprint,
@@ -167,7 +175,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         if record is None or record.committed_len == 0:
             return None
         length = record.committed_len
-        tokens = await self._store.read_tokens(_TENANT, record.session_id, length - 1, length)
+        tokens = await self._store.read_tokens(record.tenant, record.session_id, length - 1, length)
         return tokens[0] if tokens else None
 
     async def _stream(
@@ -177,7 +185,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         generation: Generation | None = None
         try:
             tokens = await self._store.read_tokens(
-                _TENANT, record.session_id, record.prompt_start, record.committed_len
+                record.tenant, record.session_id, record.prompt_start, record.committed_len
             )
             output = OutputText(tokenizer, record.parameters)
             replay = tokens[record.prompt_len - record.prompt_start :]
@@ -203,7 +211,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
             if generation is None:
                 yield _ended(record, output.finish(stopped=stopped))
                 return
-            self._running[record.session_id] = generation
+            self._running[record.tenant, record.session_id] = generation
             async with aclosing(generation.events()) as events:
                 async for event in events:
                     yield event
@@ -213,8 +221,9 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
     def _close(self, begun: Begun, generation: Generation | None) -> None:
         if generation is not None:
             # A later request of the session may run here already.
-            if self._running.get(begun.record.session_id) is generation:
-                del self._running[begun.record.session_id]
+            key = begun.record.tenant, begun.record.session_id
+            if self._running.get(key) is generation:
+                del self._running[key]
             task = generation.close()
         elif begun.lease is not None:
             task = asyncio.create_task(self._store.release(begun.lease))

@@ -1,9 +1,12 @@
 """Settings of the orchestrator process."""
 
+from pathlib import Path
+
 from pydantic import Field
 
 from outrider.parameters import AcceptanceRule
 from outrider.serving.settings import Listed, ServingSettings
+from outrider.serving.tls import TlsFiles
 
 
 class OrchestratorSettings(ServingSettings):
@@ -11,6 +14,15 @@ class OrchestratorSettings(ServingSettings):
 
     targets: Listed = Field((), description="Addresses of the targets, as host:port with commas between them.")
     drafts: Listed = Field((), description="Addresses of the drafts; none means plain decoding.")
+    worker_tls_authority: Path | None = Field(
+        None,
+        description="PEM file with the authorities of the workers' certificates; with it, workers are called over TLS, "
+        "and shown this service's own certificate.",
+    )
+    tenants_file: Path | None = Field(
+        None,
+        description="JSON file with tenants, their tokens and limits; with it, callers without a token are refused.",
+    )
     redis_url: str = Field("redis://127.0.0.1:6379/0", description="Redis or Valkey that keeps the sessions.")
     redis_timeout_s: float = Field(1.0, gt=0, le=60, description="Bound on each answer of Redis, in seconds.")
     lease_s: float = Field(10.0, ge=0.5, le=600, description="Seconds until a lease that is not renewed ends.")
@@ -36,3 +48,10 @@ class OrchestratorSettings(ServingSettings):
         1.0, gt=0, le=600, description="Seconds until a request that lost its draft asks for another one."
     )
     load_interval_s: float = Field(2.0, gt=0, le=600, description="Seconds between looks at the load of a worker.")
+
+    @property
+    def worker_tls(self) -> TlsFiles | None:
+        """What is shown to workers, and trusted of them; None where they are called without TLS."""
+        if self.worker_tls_authority is None:
+            return None
+        return TlsFiles(self.tls_certificate, self.tls_key, self.worker_tls_authority)

@@ -41,7 +41,7 @@ from outrider.errors import (
 )
 from outrider.parameters import FinishReason
 
-_SCRIPTS: Final = ("begin", "append", "renew", "cancel", "delete")
+_SCRIPTS: Final = ("begin", "append", "renew", "cancel", "delete", "enter", "spend")
 _BEGUN: Final = {outcome.value for outcome in BeginOutcome}
 _RETRIES: Final = 2
 _MAX_CONNECTIONS: Final = 64
@@ -101,7 +101,7 @@ class SessionStore:
             Overloaded: Redis is out of memory.
             Unavailable: Redis does not answer within the bound.
         """
-        outcome, *fields = await self._run(
+        outcome, *fields = await self.run(
             "begin",
             _keys(request.tenant, request.session_id),
             request.tenant,
@@ -148,7 +148,7 @@ class SessionStore:
             Unavailable: Redis does not answer within the bound.
         """
         reason = "" if finish_reason is None else finish_reason.value
-        outcome, length, cancelled = await self._run(
+        outcome, length, cancelled = await self.run(
             "append",
             _keys(lease.tenant, lease.session_id),
             lease.fencing_token,
@@ -164,7 +164,7 @@ class SessionStore:
 
     async def renew(self, lease: Lease) -> bool:
         """Renews the lease; returns whether the request was told to end. Errors as for `append`."""
-        outcome, cancelled = await self._run(
+        outcome, cancelled = await self.run(
             "renew", _keys(lease.tenant, lease.session_id), lease.fencing_token, self._lease_us, self._ttl_ms
         )
         _check_lease(outcome, lease)
@@ -172,7 +172,7 @@ class SessionStore:
 
     async def release(self, lease: Lease) -> None:
         """Gives the lease back; the request stays resumable. A lease that is gone already is no error."""
-        await self._run("renew", _keys(lease.tenant, lease.session_id), lease.fencing_token, 0, self._ttl_ms)
+        await self.run("renew", _keys(lease.tenant, lease.session_id), lease.fencing_token, 0, self._ttl_ms)
 
     async def cancel(self, tenant: str, session_id: str, request_id: str = "") -> bool:
         """Tells a running request to end; returns whether one was running.
@@ -181,7 +181,7 @@ class SessionStore:
             SessionNotFound: there is no such session.
             RequestNotFound: its latest request is another one.
         """
-        outcome = await self._run("cancel", _keys(tenant, session_id), tenant, request_id)
+        outcome = await self.run("cancel", _keys(tenant, session_id), tenant, request_id)
         if outcome == b"not_found":
             raise SessionNotFound("there is no such session")
         if outcome == b"no_request":
@@ -190,7 +190,7 @@ class SessionStore:
 
     async def delete(self, tenant: str, session_id: str) -> SessionRecord:
         """Deletes the session and returns its last record; raises `SessionNotFound`."""
-        fields = await self._run("delete", _keys(tenant, session_id), tenant)
+        fields = await self.run("delete", _keys(tenant, session_id), tenant)
         if not fields:
             raise SessionNotFound("there is no such session")
         return SessionRecord.from_hash(_pairs(fields))
@@ -230,7 +230,13 @@ class SessionStore:
             raise DataLoss("the token log is not what was committed")
         return list(struct.unpack(f"<{end - start}I", data))
 
-    async def _run(self, name: str, keys: tuple[str, str], *arguments: Any) -> Any:
+    async def run(self, name: str, keys: Sequence[str], *arguments: Any) -> Any:
+        """Returns what a script returns; see lua/.
+
+        Raises:
+            Overloaded: Redis is out of memory.
+            Unavailable: Redis does not answer within the bound.
+        """
         return await _bounded(lambda: self._scripts.run(name, keys, *arguments))
 
 

@@ -2,6 +2,7 @@
 
     OutriderError
     ├── InvalidArgument      a field of the request is wrong; names the field
+    ├── Unauthenticated      the caller has shown no token, or one that nobody knows
     ├── SessionNotFound      no such session, or another tenant's
     ├── RequestNotFound      the session has no such request
     ├── Fenced               a newer lease exists; whoever holds this one must stop
@@ -60,6 +61,12 @@ class InvalidArgument(OutriderError):
     @classmethod
     def from_metadata(cls, message: str, metadata: Mapping[str, str]) -> "InvalidArgument":
         return cls(message, metadata.get("field", "request"))
+
+
+class Unauthenticated(OutriderError):
+    """The caller has shown no token, or one that nobody knows."""
+
+    reason = "UNAUTHENTICATED"
 
 
 class SessionNotFound(OutriderError):
@@ -189,6 +196,7 @@ class DeadlineExceeded(OutriderError):
 
 _KINDS: tuple[type[OutriderError], ...] = (
     InvalidArgument,
+    Unauthenticated,
     SessionNotFound,
     RequestNotFound,
     Fenced,

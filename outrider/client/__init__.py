@@ -14,6 +14,7 @@ from outrider.client.retry import RetryPolicy
 from outrider.client.stack import LocalStack
 from outrider.client.stack_options import DraftOptions, StackOptions
 from outrider.client.sync import SyncClient
+from outrider.serving.tls import TlsFiles
 
 __all__ = [
     "Accepted",
@@ -32,4 +33,5 @@ __all__ = [
     "StackOptions",
     "Statistics",
     "SyncClient",
+    "TlsFiles",
 ]

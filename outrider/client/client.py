@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
@@ -17,6 +18,7 @@ from outrider.client.stream import ResumableStream
 from outrider.errors import InvalidArgument
 from outrider.serving.channel import open_channel
 from outrider.serving.status import error_from_rpc
+from outrider.serving.tls import TlsFiles
 from outrider.v1 import generation_pb2 as pb
 from outrider.v1.generation_pb2_grpc import GenerationServiceStub
 
@@ -40,7 +42,8 @@ class OutriderClient:
             async for event in client.generate(GenerationRequest(text="Once upon a time")):
                 ...
 
-    `connect` opens the channel to an address; give another one for TLS.
+    `token` says who calls, where orchestrators ask for it; `tls` is what is shown to them and trusted of them, for a
+    connection that nobody can read. `connect` opens the channel to an address, for whatever else a connection needs.
 
     Attributes:
         addresses: host:port of each orchestrator.
@@ -54,6 +57,8 @@ class OutriderClient:
         *,
         retry: RetryPolicy | None = None,
         metadata: Sequence[tuple[str, str]] = (),
+        token: str = "",
+        tls: TlsFiles | None = None,
         timeout_s: float = 10.0,
         connect: Callable[[str], aio.Channel] | None = None,
     ) -> None:
@@ -62,8 +67,8 @@ class OutriderClient:
             raise InvalidArgument("needs at least one address", "addresses")
         self.retry = retry or RetryPolicy()
         self.timeout_s = timeout_s
-        self._metadata = tuple(metadata)
-        self._connect = connect or _connect
+        self._metadata = (*metadata, *_authorization(token))
+        self._connect = connect or functools.partial(_connect, tls)
         self._channels: dict[str, aio.Channel] = {}
         self._round = itertools.cycle(self.addresses)
 
@@ -153,6 +158,11 @@ class OutriderClient:
         return GenerationServiceStub(self._channels[address])
 
 
-def _connect(address: str) -> aio.Channel:
+def _connect(tls: TlsFiles | None, address: str) -> aio.Channel:
     """Opens a channel that notices within 15 s that an orchestrator hangs, and at once that one has ended."""
-    return open_channel(address, keepalive_s=_KEEPALIVE_S)
+    credentials = None if tls is None else tls.channel_credentials()
+    return open_channel(address, credentials=credentials, keepalive_s=_KEEPALIVE_S)
+
+
+def _authorization(token: str) -> tuple[tuple[str, str], ...]:
+    return (("authorization", f"Bearer {token}"),) if token else ()

@@ -10,6 +10,7 @@ from outrider.client.client import OutriderClient
 from outrider.client.events import Event, Generation
 from outrider.client.request import GenerationRequest
 from outrider.client.retry import RetryPolicy
+from outrider.serving.tls import TlsFiles
 from outrider.v1 import generation_pb2 as pb
 
 T = TypeVar("T")
@@ -30,12 +31,16 @@ class SyncClient:
         *,
         retry: RetryPolicy | None = None,
         metadata: Sequence[tuple[str, str]] = (),
+        token: str = "",
+        tls: TlsFiles | None = None,
         timeout_s: float = 10.0,
     ) -> None:
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="outrider-client", daemon=True)
         self._thread.start()
-        self._client = OutriderClient(addresses, retry=retry, metadata=metadata, timeout_s=timeout_s)
+        self._client = OutriderClient(
+            addresses, retry=retry, metadata=metadata, token=token, tls=tls, timeout_s=timeout_s
+        )
 
     def __enter__(self) -> Self:
         return self

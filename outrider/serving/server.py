@@ -17,6 +17,7 @@ from grpc_reflection.v1alpha import reflection
 from outrider.errors import OutriderError, Unavailable
 from outrider.serving.interceptor import CallsInFlight, ErrorInterceptor
 from outrider.serving.settings import ServingSettings
+from outrider.serving.tls import TlsFiles
 
 _LOG: Final = logging.getLogger(__name__)
 
@@ -50,7 +51,6 @@ class Server:
         settings: address, limits and the budgets of the drain.
         name: of the service, for the announcement.
         drain: what the service does in step 3.
-        credentials: for TLS; without them the port is plain.
     """
 
     def __init__(
@@ -59,18 +59,23 @@ class Server:
         *,
         name: str,
         drain: Callable[[], Awaitable[None]] = _nothing_to_drain,
-        credentials: grpc.ServerCredentials | None = None,
     ) -> None:
         self._settings = settings
         self._name = name
         self._drain_service = drain
-        self._credentials = credentials
         self._calls = CallsInFlight()
         self._server = grpc.aio.server(interceptors=[ErrorInterceptor(self._calls)], options=_options(settings))
         self._health = health.aio.HealthServicer()
+        self._health_server = grpc.aio.server() if settings.health_address else None
         self._names = [health.SERVICE_NAME, reflection.SERVICE_NAME]
         self._stopping = asyncio.Event()
         self._address = ""
+        self._health_address = ""
+
+    @property
+    def health_address(self) -> str:
+        """The bound address of the server that answers health checks only; empty where there is none."""
+        return self._health_address
 
     @property
     def address(self) -> str:
@@ -99,8 +104,12 @@ class Server:
         """Serves; returns the bound address. Raises `Unavailable` when the address cannot be bound."""
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
         reflection.enable_server_reflection(self._names, self._server)
-        self._address = self._bind()
+        self._address = _bind(self._server, self._settings.address, self._settings.tls)
         await self._server.start()
+        if self._health_server is not None:
+            health_pb2_grpc.add_HealthServicer_to_server(self._health, self._health_server)
+            self._health_address = _bind(self._health_server, self._settings.health_address, TlsFiles())
+            await self._health_server.start()
         for name in self._names:
             await self._health.set(name, health_pb2.HealthCheckResponse.SERVING)
         self._announce()
@@ -140,22 +149,14 @@ class Server:
         except Exception:
             _LOG.exception("drain failed")
         await self._server.stop(_GRACE_S)
+        if self._health_server is not None:
+            await self._health_server.stop(_GRACE_S)
         _LOG.info("stopped")
-
-    def _bind(self) -> str:
-        address = self._settings.address
-        try:
-            if self._credentials is None:
-                port = self._server.add_insecure_port(address)
-            else:
-                port = self._server.add_secure_port(address, self._credentials)
-        except RuntimeError:
-            raise Unavailable(f"cannot listen on {address}") from None
-        host, separator, _ = address.rpartition(":")
-        return address if not separator or address.startswith("unix:") else f"{host}:{port}"
 
     def _announce(self) -> None:
         line = {"ready": True, "service": self._name, "address": self._address, "pid": os.getpid()}
+        if self._health_address:
+            line["health_address"] = self._health_address
         print(json.dumps(line), flush=True)
         ready_file = self._settings.ready_file
         if ready_file is not None:
@@ -168,6 +169,19 @@ class Server:
         if self.draining:
             os._exit(128 + number)
         self.request_stop()
+
+
+def _bind(server: grpc.aio.Server, address: str, tls: TlsFiles) -> str:
+    """Has a server listen, over TLS where there is a certificate; returns the bound address."""
+    try:
+        if tls.certificate is None:
+            port = server.add_insecure_port(address)
+        else:
+            port = server.add_secure_port(address, tls.server_credentials())
+    except RuntimeError:
+        raise Unavailable(f"cannot listen on {address}") from None
+    host, separator, _ = address.rpartition(":")
+    return address if not separator or address.startswith("unix:") else f"{host}:{port}"
 
 
 def favour_engine() -> None:

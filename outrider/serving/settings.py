@@ -8,9 +8,11 @@ from pathlib import Path
 from types import NoneType, UnionType
 from typing import Annotated, Any, Final, Literal, TypeVar, Union, get_args, get_origin
 
-from pydantic import BeforeValidator, Field, ValidationError
+from pydantic import BeforeValidator, Field, ValidationError, model_validator
 from pydantic.fields import FieldInfo
 from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
+
+from outrider.serving.tls import TlsFiles
 
 PREFIX: Final = "OUTRIDER_"
 
@@ -33,6 +35,17 @@ class ServingSettings(BaseSettings):
     )
 
     address: str = Field("127.0.0.1:0", description="Address to listen on, as host:port; port 0 takes a free one.")
+    tls_certificate: Path | None = Field(
+        None, description="PEM file with this service's certificate chain; with it, the address speaks TLS only."
+    )
+    tls_key: Path | None = Field(None, description="PEM file with the certificate's private key.")
+    tls_authority: Path | None = Field(
+        None,
+        description="PEM file with the authorities of callers' certificates; with it, callers without one are refused.",
+    )
+    health_address: str = Field(
+        "", description="Plain address that answers health checks only, for probes that present no certificate."
+    )
     ready_file: Path | None = Field(
         None, description="File that gets the bound address once the process is serving, and goes when it drains."
     )
@@ -65,6 +78,19 @@ class ServingSettings(BaseSettings):
     max_connection_grace_s: float = Field(
         600.0, ge=1, le=604800, description="Seconds that calls on a connection of that age may go on."
     )
+
+    @model_validator(mode="after")
+    def _check_tls(self) -> "ServingSettings":
+        if (self.tls_certificate is None) != (self.tls_key is None):
+            raise ValueError("tls_certificate and tls_key go together")
+        if self.tls_authority is not None and self.tls_certificate is None:
+            raise ValueError("tls_authority needs tls_certificate")
+        return self
+
+    @property
+    def tls(self) -> TlsFiles:
+        """The certificates of this service."""
+        return TlsFiles(self.tls_certificate, self.tls_key, self.tls_authority)
 
 
 def load_settings(kind: type[SettingsT], arguments: Sequence[str] | None = None, *, program: str) -> SettingsT:

@@ -20,6 +20,7 @@ DOMAIN: Final = "outrider"
 
 CODES: Final[Mapping[str, grpc.StatusCode]] = {
     errors.InvalidArgument.reason: grpc.StatusCode.INVALID_ARGUMENT,
+    errors.Unauthenticated.reason: grpc.StatusCode.UNAUTHENTICATED,
     errors.SessionNotFound.reason: grpc.StatusCode.NOT_FOUND,
     errors.RequestNotFound.reason: grpc.StatusCode.NOT_FOUND,
     errors.Fenced.reason: grpc.StatusCode.ABORTED,
@@ -41,6 +42,7 @@ _DRAINING_RETRY_S: Final = 1.0
 _DETAILS_KEY: Final = "grpc-status-details-bin"
 # What gRPC itself or a proxy says, without our details. CANCELLED comes from a peer that stopped under the call.
 _REASONS: Final[Mapping[grpc.StatusCode, str]] = {
+    grpc.StatusCode.UNAUTHENTICATED: errors.Unauthenticated.reason,
     grpc.StatusCode.UNAVAILABLE: errors.Unavailable.reason,
     grpc.StatusCode.CANCELLED: errors.Unavailable.reason,
     grpc.StatusCode.DEADLINE_EXCEEDED: errors.DeadlineExceeded.reason,

@@ -175,6 +175,7 @@ class ScriptedTarget(ScriptedWorker, target_pb2_grpc.TargetServiceServicer):
     """Verifies chains against `next_token`; waits for a whole proposal for as long as it takes.
 
     Attributes:
+        opened: what requests were opened with.
         run_len: positions it may still output; None for any number. More are allowed by `allow`.
         misses: how many spans it refuses with KV_CACHE_MISS{0}.
         is_silent: answers nothing, not even `open`.
@@ -184,6 +185,7 @@ class ScriptedTarget(ScriptedWorker, target_pb2_grpc.TargetServiceServicer):
         super().__init__(name, worker_pb2.WORKER_ROLE_TARGET)
         self.next_token = next_token
         self.caches: dict[str, list[int]] = {}
+        self.opened: list[target_pb2.VerifyOpen] = []
         self.run_len: int | None = None
         self.misses = 0
         self.is_silent = False
@@ -243,6 +245,7 @@ class ScriptedTarget(ScriptedWorker, target_pb2_grpc.TargetServiceServicer):
             self._refuse(outbox, frame.handle, self.refusals.pop(0))
             return
         message = frame.open
+        self.opened.append(message)
         for older, request in list(self._requests.items()):
             if request.open.session_id == message.session_id:
                 del self._requests[older]

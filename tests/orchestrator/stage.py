@@ -8,10 +8,12 @@ import grpc
 
 from orchestrator.admission import Admission
 from orchestrator.generation import Services
+from orchestrator.quotas import Quotas
 from orchestrator.replicas import Replicas
 from orchestrator.servicer import GenerationServicer
 from orchestrator.settings import OrchestratorSettings
 from orchestrator.store import SessionStore
+from orchestrator.tenants import Tenants
 from outrider.serving.server import Server
 from outrider.serving.status import peer_errors
 from outrider.v1 import generation_pb2 as pb
@@ -24,7 +26,8 @@ PROMPT = [5, 6, 7]
 class Orchestrator:
     """A running orchestrator, and a stub to call it."""
 
-    def __init__(self, replicas: Replicas, store: SessionStore, channel: grpc.aio.Channel) -> None:
+    def __init__(self, replicas: Replicas, store: SessionStore, channel: grpc.aio.Channel, address: str) -> None:
+        self.address = address
         self.replicas = replicas
         self.store = store
         self.stub = generation_pb2_grpc.GenerationServiceStub(channel)
@@ -72,7 +75,8 @@ async def orchestrating(
     replicas = Replicas(settings)
     replicas.start()
     admission = Admission(settings.max_active_requests, settings.max_queued_requests, settings.max_queue_s)
-    servicer = GenerationServicer(Services(store, replicas, settings), admission)
+    tenants, quotas = Tenants(settings.tenants_file), Quotas(store, settings.session_ttl_s)
+    servicer = GenerationServicer(Services(store, replicas, settings), admission, tenants, quotas)
     server = Server(settings, name="orchestrator", drain=servicer.drain)
     server.register(
         generation_pb2_grpc.add_GenerationServiceServicer_to_server, servicer, "outrider.v1.GenerationService"
@@ -80,7 +84,7 @@ async def orchestrating(
     address = await server.start()
     try:
         async with grpc.aio.insecure_channel(address) as channel:
-            orchestrator = Orchestrator(replicas, store, channel)
+            orchestrator = Orchestrator(replicas, store, channel, address)
             fitting = [
                 draft
                 for draft in drafts

@@ -3,22 +3,30 @@
 from collections.abc import AsyncGenerator, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 
+import click
 from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TaskID, TextColumn, TimeElapsedColumn
 
 from outrider.client.client import OutriderClient
+from outrider.client.commands.options import CONNECTION
 from outrider.client.retry import RetryPolicy
 from outrider.client.stack import LocalStack
 from outrider.client.stack import Progress as Report
 from outrider.client.stack_options import StackOptions
+from outrider.serving.tls import TlsFiles
 
 # A person waits in front of it, and a wrong address is likelier than an orchestrator that is just coming back.
 _RETRY = RetryPolicy(max_attempts=6)
 
 
 def client_of(addresses: Sequence[str]) -> OutriderClient:
-    """Returns a client of these orchestrators."""
-    return OutriderClient(addresses, retry=_RETRY)
+    """Returns a client of these orchestrators, with the token and the certificates that the command was given."""
+    known = click.get_current_context().meta
+    token, authority, certificate, key = (
+        known.get(f"{CONNECTION}.{name}") for name in ("token", "tls_authority", "tls_certificate", "tls_key")
+    )
+    tls = TlsFiles(certificate, key, authority) if authority or certificate or key else None
+    return OutriderClient(addresses, retry=_RETRY, token=token or "", tls=tls)
 
 
 @asynccontextmanager

@@ -1,7 +1,8 @@
 """Command-line options that several commands take, and what they stand for."""
 
 from collections.abc import Callable
-from typing import Any, TypeVar
+from pathlib import Path
+from typing import Any, Final, TypeVar
 
 import click
 
@@ -11,6 +12,9 @@ from outrider.errors import InvalidArgument
 from outrider.parameters import AcceptanceRule, SamplingParameters
 
 F = TypeVar("F", bound=Callable[..., Any])
+
+CONNECTION: Final = "outrider.connection"
+"""Where a command's context keeps the options about connections."""
 
 _DEFAULTS = SamplingParameters()
 _NO_DRAFTER = "none"
@@ -129,17 +133,44 @@ stack_options = _stacked(
 )
 """What a local stack consists of."""
 
-address_option = click.option(
-    "--address",
-    "addresses",
-    multiple=True,
-    metavar="HOST:PORT",
-    help="An orchestrator; repeat it for replicas. Without it a local stack is started for this command.",
+
+def _remembered(name: str, text: str, **more: Any) -> Callable[[F], F]:
+    """An option about connections, which `connection.client_of` looks up; commands need not pass it on."""
+
+    def remember(context: click.Context, parameter: click.Parameter, value: Any) -> None:
+        context.meta[f"{CONNECTION}.{name}"] = value
+
+    option, variable = f"--{name.replace('_', '-')}", f"OUTRIDER_{name.upper()}"
+    return click.option(option, envvar=variable, expose_value=False, callback=remember, help=text, **more)
+
+
+_FILE = {"type": click.Path(exists=True, dir_okay=False, path_type=Path), "metavar": "FILE"}
+
+_secrets = _stacked(
+    _remembered("token", "Bearer token that says who calls. Better as the variable OUTRIDER_TOKEN.", metavar="TOKEN"),
+    _remembered("tls_authority", "PEM file with authorities to trust; with it the connection is TLS.", **_FILE),
+    _remembered("tls_certificate", "PEM file with a certificate to show.", **_FILE),
+    _remembered("tls_key", "PEM file with the certificate's key.", **_FILE),
 )
 
-required_address_option = click.option(
-    "--address", "addresses", multiple=True, required=True, metavar="HOST:PORT", help="An orchestrator. Repeatable."
+address_option = _stacked(
+    click.option(
+        "--address",
+        "addresses",
+        multiple=True,
+        metavar="HOST:PORT",
+        help="An orchestrator; repeat it for replicas. Without it a local stack is started for this command.",
+    ),
+    _secrets,
 )
+
+required_address_option = _stacked(
+    click.option(
+        "--address", "addresses", multiple=True, required=True, metavar="HOST:PORT", help="An orchestrator. Repeatable."
+    ),
+    _secrets,
+)
+"""Which orchestrators to talk to, and how."""
 
 
 def take_sampling(values: dict[str, Any]) -> SamplingParameters:
