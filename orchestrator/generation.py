@@ -5,6 +5,7 @@ coroutine (`events`) takes the verdicts that have come, commits their tokens tog
 """
 
 import asyncio
+import functools
 import logging
 import time
 from collections.abc import AsyncGenerator, Sequence
@@ -18,7 +19,7 @@ from orchestrator.replicas import Replicas
 from orchestrator.session_tokens import SessionTokens
 from orchestrator.sessions import Committed, Lease, SessionRecord
 from orchestrator.settings import OrchestratorSettings
-from orchestrator.store import SessionStore
+from orchestrator.store import SessionLost, SessionStore
 from orchestrator.tally import Tally
 from orchestrator.target_session import TargetSession
 from outrider import wire
@@ -241,14 +242,28 @@ class Generation:
             self._target.move_window(self._committed_len, self._settings.window)
 
     async def _append(self, token_ids: list[int], reason: FinishReason | None, replica: str) -> Committed:
+        append = functools.partial(self._store.append, self._lease, self._committed_len, token_ids, reason, replica)
         try:
-            committed = await self._store.append(self._lease, self._committed_len, token_ids, reason, replica)
+            try:
+                committed = await append()
+            except DataLoss as error:
+                await self._restore(error)
+                committed = await append()
         except SessionNotFound as error:
             self._end = error
             raise
         self._committed_len = committed.length
         self._renewal.committed()
         return committed
+
+    async def _restore(self, error: DataLoss) -> None:
+        """Writes the session again where the server has lost it, or its last writes."""
+        if isinstance(error, SessionLost) and time.monotonic() - self._renewal.renewed_s > self._settings.session_ttl_s:
+            raise SessionNotFound("the session expired") from error
+        known = self._tokens.until(self._committed_len)
+        await self._store.restore(self._record, self._lease, known.start, known.token_ids)
+        self._tally.fallback("session_restored")
+        _LOG.warning("the session store had lost a session, which was written again")
 
     # What workers say; called in the event loop, never waits.
 

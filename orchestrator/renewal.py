@@ -2,12 +2,13 @@
 
 import asyncio
 import logging
+import time
 from collections.abc import Callable
 from typing import Final
 
 from orchestrator.sessions import Lease
 from orchestrator.store import SessionStore
-from outrider.errors import OutriderError, Unavailable
+from outrider.errors import DataLoss, OutriderError, Unavailable
 
 _LOG: Final = logging.getLogger(__name__)
 
@@ -23,6 +24,7 @@ class LeaseRenewal:
         on_lost: gets the error when somebody else has the session, or nobody.
 
     Attributes:
+        renewed_s: when the lease was renewed last, on the monotonic clock.
         turn: held by whoever changes the lease, so that no renewal overtakes the commit or release that ends it.
     """
 
@@ -40,6 +42,7 @@ class LeaseRenewal:
         self._period_s = period_s
         self._on_cancelled = on_cancelled
         self._on_lost = on_lost
+        self.renewed_s = time.monotonic()
         self._is_fresh = True
         self._stopped = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
@@ -55,6 +58,7 @@ class LeaseRenewal:
     def committed(self) -> None:
         """Notes that a commit has just renewed the lease."""
         self._is_fresh = True
+        self.renewed_s = time.monotonic()
 
     async def _run(self) -> None:
         while not await self._stopped_within_period():
@@ -76,8 +80,9 @@ class LeaseRenewal:
         try:
             if await self._store.renew(self._lease):
                 self._on_cancelled()
-        except Unavailable as error:
-            # The next commit decides; until then the store may be back.
+            self.renewed_s = time.monotonic()
+        except (Unavailable, DataLoss) as error:
+            # The next commit decides; until then the store may be back, and what it has lost is written again then.
             _LOG.warning("lease not renewed", extra={"reason": error.reason})
         except OutriderError as error:
             self._stopped.set()

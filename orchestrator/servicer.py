@@ -19,7 +19,7 @@ from orchestrator.sessions import Begun, NewRequest, SessionRecord
 from orchestrator.tenants import Tenants
 from orchestrator.tokenizer import Tokenizer
 from outrider import wire
-from outrider.errors import InvalidArgument, SessionNotFound, Unavailable
+from outrider.errors import DataLoss, InvalidArgument, SessionNotFound, Unavailable
 from outrider.v1 import generation_pb2, generation_pb2_grpc, worker_pb2
 
 
@@ -191,9 +191,9 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
             replay = tokens[record.prompt_len - record.prompt_start :]
             offset = checked.resume_offset or 0
             if offset > len(replay):
-                raise InvalidArgument(
-                    f"resume_offset is {offset}, the output has {len(replay)} tokens", "resume_offset"
-                )
+                problem = f"resume_offset is {offset}, the output has {len(replay)} tokens"
+                # Of a request that has not ended the store may have lost tokens that the client has been given.
+                raise InvalidArgument(problem, "resume_offset") if begun.lease is None else DataLoss(problem)
             if begun.lease is not None:
                 generation = Generation(
                     self._services,

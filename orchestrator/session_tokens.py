@@ -36,6 +36,10 @@ class SessionTokens:
         start = max(start, self._start)
         return TokenSpan(start, tuple(self._token_ids[start - self._start :]))
 
+    def until(self, end: int) -> TokenSpan:
+        """Returns what is at hand of the tokens before a position."""
+        return TokenSpan(self._start, tuple(self._token_ids[: max(0, end - self._start)]))
+
     async def read_from(self, start: int) -> tuple[int, ...]:
         """Returns all tokens from a position on."""
         missing = self._start

@@ -21,6 +21,7 @@ class SessionRecord:
         model: fingerprint of the target's model.
         tokenizer: fingerprint of the target's tokenizer.
         request_id: the latest request.
+        request_fingerprint: hash of everything that the client asked for with it.
         parameters: of the latest request, seed included.
         rule: acceptance rule of the latest request.
         prompt_start: session length before the latest request's prompt.
@@ -39,6 +40,7 @@ class SessionRecord:
     model: str
     tokenizer: str
     request_id: str
+    request_fingerprint: str
     parameters: SamplingParameters
     rule: AcceptanceRule
     prompt_start: int
@@ -71,6 +73,7 @@ class SessionRecord:
             model=text["model"],
             tokenizer=text["tokenizer"],
             request_id=text["request_id"],
+            request_fingerprint=text["request_fingerprint"],
             parameters=parameters_from_json(text["parameters"]).with_seed(int(text["seed"])),
             rule=AcceptanceRule(text["rule"]),
             prompt_start=int(text["prompt_start"]),
@@ -82,6 +85,26 @@ class SessionRecord:
             cancelled=text["cancelled"] == "1",
             target=text["target"],
         )
+
+    def to_hash(self) -> dict[str, str | int]:
+        """Returns the fields of the Redis hash that do not change while the request runs."""
+        return {
+            "tenant": self.tenant,
+            "session_id": self.session_id,
+            "created": self.created,
+            "model": self.model,
+            "tokenizer": self.tokenizer,
+            "request_id": self.request_id,
+            "request_fingerprint": self.request_fingerprint,
+            "parameters": parameters_to_json(self.parameters),
+            "seed": str(self.parameters.seed),
+            "rule": self.rule.value,
+            "prompt_start": self.prompt_start,
+            "prompt_len": self.prompt_len,
+            "cancelled": "0",
+            "owner": "",
+            "target": self.target,
+        }
 
 
 @dataclass(frozen=True, slots=True)

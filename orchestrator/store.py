@@ -41,7 +41,7 @@ from outrider.errors import (
 )
 from outrider.parameters import FinishReason
 
-_SCRIPTS: Final = ("begin", "append", "renew", "cancel", "delete", "enter", "spend")
+_SCRIPTS: Final = ("begin", "append", "renew", "restore", "cancel", "delete", "enter", "spend")
 _BEGUN: Final = {outcome.value for outcome in BeginOutcome}
 _RETRIES: Final = 2
 _MAX_CONNECTIONS: Final = 64
@@ -49,6 +49,10 @@ _NOT_SERVING: Final = ("READONLY", "MASTERDOWN", "NOREPLICAS", "MISCONF", "CLUST
 """Answers of a server that takes no writes now: a demoted primary, a full disk, a script that does not end."""
 
 T = TypeVar("T")
+
+
+class SessionLost(DataLoss):
+    """The server has no record of a session that nobody deleted: it expired, or the server has lost it."""
 
 
 class SessionStore:
@@ -142,7 +146,8 @@ class SessionStore:
 
         Raises:
             Fenced: a newer lease exists, or the request has ended in another way.
-            SessionNotFound: the session expired or was deleted.
+            SessionNotFound: the session was deleted.
+            SessionLost: there is no such session, and nobody deleted it.
             DataLoss: the log is not what this lease committed.
             Overloaded: Redis is out of memory.
             Unavailable: Redis does not answer within the bound.
@@ -161,6 +166,34 @@ class SessionStore:
         )
         _check_lease(outcome, lease)
         return Committed(int(length), cancelled == b"1")
+
+    async def restore(self, record: SessionRecord, lease: Lease, start: int, token_ids: Sequence[int]) -> None:
+        """Writes a session again that the server has lost, wholly or its last writes; see lua/restore.lua.
+
+        Args:
+            record: the session, as it was when the lease was granted.
+            lease: the lease.
+            start: position of the first of the tokens.
+            token_ids: all that was committed from there on.
+
+        Raises:
+            Fenced: a newer lease exists, or the request has ended.
+            SessionNotFound: the session was deleted.
+            DataLoss: earlier tokens are lost too, or what is there is not what was committed.
+            Overloaded: Redis is out of memory.
+            Unavailable: Redis does not answer within the bound.
+        """
+        outcome = await self.run(
+            "restore",
+            _keys(lease.tenant, lease.session_id),
+            lease.fencing_token,
+            start,
+            _packed(token_ids),
+            self._lease_us,
+            self._ttl_ms,
+            *(part for field in record.to_hash().items() for part in field),
+        )
+        _check_lease(outcome, lease)
 
     async def renew(self, lease: Lease) -> bool:
         """Renews the lease; returns whether the request was told to end. Errors as for `append`."""
@@ -190,7 +223,7 @@ class SessionStore:
 
     async def delete(self, tenant: str, session_id: str) -> SessionRecord:
         """Deletes the session and returns its last record; raises `SessionNotFound`."""
-        fields = await self.run("delete", _keys(tenant, session_id), tenant)
+        fields = await self.run("delete", _keys(tenant, session_id), tenant, self._ttl_ms)
         if not fields:
             raise SessionNotFound("there is no such session")
         return SessionRecord.from_hash(_pairs(fields))
@@ -257,10 +290,10 @@ async def _bounded(call: Callable[[], Awaitable[T]]) -> T:
         raise
 
 
-def _keys(tenant: str, session_id: str) -> tuple[str, str]:
+def _keys(tenant: str, session_id: str) -> tuple[str, str, str]:
     # With the length in front, no other pair of ids has the same text.
     tag = hashlib.sha256(f"{len(tenant)}:{tenant}{session_id}".encode()).hexdigest()
-    return f"outrider:{{{tag}}}:session", f"outrider:{{{tag}}}:log"
+    return f"outrider:{{{tag}}}:session", f"outrider:{{{tag}}}:log", f"outrider:{{{tag}}}:deleted"
 
 
 def _packed(token_ids: Sequence[int]) -> bytes:
@@ -274,8 +307,10 @@ def _pairs(flat: Sequence[bytes]) -> dict[bytes, bytes]:
 def _check_lease(outcome: bytes, lease: Lease) -> None:
     if outcome == b"fenced":
         raise Fenced(f"fencing token {lease.fencing_token} is no longer in force")
+    if outcome == b"deleted":
+        raise SessionNotFound("the session was deleted")
     if outcome == b"gone":
-        raise SessionNotFound("the session expired or was deleted")
+        raise SessionLost("the session is not there any more")
     if outcome == b"data_loss":
         raise DataLoss("the token log is not what was committed")
 

@@ -1,10 +1,11 @@
 -- Commits output tokens, renews the lease, and ends the request where a reason is given.
--- KEYS[1] session hash  KEYS[2] token log
+-- KEYS[1] session hash  KEYS[2] token log  KEYS[3] mark of a deleted session
 -- ARGV: 1 fencing token, 2 expected length, 3 tokens (4 bytes each, little endian), 4 lease in microseconds,
 --       5 TTL in milliseconds, 6 finish reason or '', 7 target replica that is warm, or ''
--- Returns {outcome, committed length, '1' when the request was cancelled}; outcome: 'ok', 'fenced', 'gone', 'data_loss'.
+-- Returns {outcome, committed length, '1' when the request was cancelled}; outcome: 'ok', 'fenced', 'gone',
+-- 'deleted', 'data_loss'.
 local known = redis.call('HMGET', KEYS[1], 'fencing_token', 'committed_len', 'cancelled', 'state', 'finish_reason')
-if known[1] == false then return {'gone', 0, '0'} end
+if known[1] == false then return {redis.call('EXISTS', KEYS[3]) == 1 and 'deleted' or 'gone', 0, '0'} end
 if tonumber(known[1]) > tonumber(ARGV[1]) then return {'fenced', tonumber(known[2]), '0'} end
 -- A token that is not on record was granted by writes that a failover lost.
 if tonumber(known[1]) < tonumber(ARGV[1]) then return {'data_loss', tonumber(known[2]), '0'} end

@@ -1,5 +1,5 @@
 -- Leases a session and begins a request on it, or goes on with the same request.
--- KEYS[1] session hash  KEYS[2] token log
+-- KEYS[1] session hash  KEYS[2] token log  KEYS[3] mark of a deleted session
 -- ARGV: 1 tenant, 2 session_id, 3 model fingerprint, 4 tokenizer fingerprint, 5 request_id, 6 request fingerprint,
 --       7 owner (unique to the call, which may be repeated), 8 lease in microseconds, 9 TTL in milliseconds,
 --       10 parameters, 11 seed, 12 acceptance rule,
@@ -60,6 +60,7 @@ if prompt_len >= tonumber(ARGV[17]) then return reply('too_long') end
 -- refuses for want of memory only the first one of a script, and only one that can grow.
 redis.call(exists and 'APPEND' or 'SET', KEYS[2], ARGV[13])
 if not exists then
+  redis.call('DEL', KEYS[3])
   redis.call('HSET', KEYS[1], 'tenant', ARGV[1], 'session_id', ARGV[2], 'model', ARGV[3], 'tokenizer', ARGV[4],
     'created', fencing_token, 'target', '')
 end

@@ -1,5 +1,5 @@
 -- Cancels a running request: at once where nobody holds a lease, else its owner ends it with its next commit.
--- KEYS[1] session hash  KEYS[2] token log
+-- KEYS[1] session hash  KEYS[2] token log  KEYS[3] mark of a deleted session
 -- ARGV: 1 tenant, 2 request_id or '' for whichever runs
 -- Returns 'not_found', 'no_request', 'idle' (nothing was running), 'cancelled'.
 local known = redis.call('HMGET', KEYS[1], 'tenant', 'request_id', 'state', 'deadline')

@@ -1,9 +1,10 @@
 -- Renews a lease, or ends it while the request stays resumable.
--- KEYS[1] session hash  KEYS[2] token log
+-- KEYS[1] session hash  KEYS[2] token log  KEYS[3] mark of a deleted session
 -- ARGV: 1 fencing token, 2 lease in microseconds (0 releases), 3 TTL in milliseconds
--- Returns {outcome, '1' when the request was cancelled}; outcome: 'ok', 'fenced', 'gone', 'data_loss'.
+-- Returns {outcome, '1' when the request was cancelled}; outcome: 'ok', 'fenced', 'gone', 'deleted',
+-- 'data_loss'.
 local known = redis.call('HMGET', KEYS[1], 'fencing_token', 'cancelled', 'state')
-if known[1] == false then return {'gone', '0'} end
+if known[1] == false then return {redis.call('EXISTS', KEYS[3]) == 1 and 'deleted' or 'gone', '0'} end
 if tonumber(known[1]) > tonumber(ARGV[1]) then return {'fenced', '0'} end
 -- A token that is not on record was granted by writes that a failover lost.
 if tonumber(known[1]) < tonumber(ARGV[1]) then return {'data_loss', '0'} end

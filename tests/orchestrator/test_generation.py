@@ -7,8 +7,19 @@ from collections.abc import AsyncIterator
 
 import grpc
 import pytest
+import redis
 
-from outrider.errors import Draining, Fenced, InvalidArgument, KVCacheMiss, Overloaded, SessionNotFound, Unavailable
+from outrider.client.valkey import EmbeddedValkey
+from outrider.errors import (
+    DataLoss,
+    Draining,
+    Fenced,
+    InvalidArgument,
+    KVCacheMiss,
+    Overloaded,
+    SessionNotFound,
+    Unavailable,
+)
 from outrider.serving.status import peer_errors
 from outrider.v1 import generation_pb2 as pb
 from outrider.v1 import tokens_pb2
@@ -576,3 +587,59 @@ async def test_a_miss_about_nothing_is_no_reason_to_resend(orchestrator: Orchest
         patch.setattr("orchestrator.target_session._ANSWER_S", 0.2)
         assert tokens_of(await orchestrator.events(asking())) == WHOLE
     assert len(target.of("open")) == 2
+
+
+@pytest.mark.parametrize("loss", ["everything", "last-writes"])
+async def test_fault_27_a_store_that_loses_a_running_session_is_given_it_again(
+    target: ScriptedTarget, loss: str
+) -> None:
+    with EmbeddedValkey(durable=False) as server, redis.Redis.from_url(server.url) as raw:
+        async with orchestrating(server.url, (target,)) as orchestrator:
+            target.allow(4)
+            stream = orchestrator.stub.Generate(asking(session_id="s", max_tokens=40), timeout=20)
+            events = [await anext(aiter(stream))]
+            saved: tuple[bytes, dict[bytes, bytes]] = (b"", {})
+            async for event in stream:
+                events.append(event)
+                num = len(tokens_of(events))
+                (log,), (session,) = raw.keys("*:log"), raw.keys("*:session")
+                if num == 4 and loss == "everything":
+                    raw.flushall()
+                    target.allow(None)
+                elif num == 4:
+                    saved = raw.get(log), raw.hgetall(session)
+                    target.allow(5)
+                elif num == 9:
+                    raw.set(log, saved[0])
+                    raw.hset(session, mapping=saved[1])
+                    target.allow(None)
+            assert tokens_of(events) == continuation(PROMPT, 40)
+            assert events[-1].finished.statistics.num_fallbacks["session_restored"] == 1
+            stored = await orchestrator.session("s")
+            assert list(stored.token_ids) == PROMPT + continuation(PROMPT, 40)
+
+
+async def test_fault_23_what_the_client_has_seen_and_the_log_has_not_is_data_loss(target: ScriptedTarget) -> None:
+    with EmbeddedValkey(durable=False) as server, redis.Redis.from_url(server.url) as raw:
+        async with orchestrating(server.url, (target,)) as orchestrator:
+            target.allow(6)
+            stream = orchestrator.stub.Generate(asking(session_id="s", request_id="r", max_tokens=40), timeout=20)
+            events = []
+            async for event in stream:
+                events.append(event)
+                if len(tokens_of(events)) == 6:
+                    break
+            stream.cancel()
+            (log,), (session,) = raw.keys("*:log"), raw.keys("*:session")
+            async with asyncio.timeout(10):
+                while raw.hget(session, "deadline") != b"0":
+                    await asyncio.sleep(0.01)
+            raw.setrange(log, 0, b"")
+            raw.set(log, raw.get(log)[: 4 * (len(PROMPT) + 2)])
+            raw.hset(session, "committed_len", len(PROMPT) + 2)
+            with pytest.raises(DataLoss):
+                await orchestrator.events(asking(session_id="s", request_id="r", resume_offset=6, max_tokens=40))
+            # Nothing was lost for good: from what the log has, the same text is made again.
+            target.allow(None)
+            events = await orchestrator.events(asking(session_id="s", request_id="r", resume_offset=2, max_tokens=40))
+            assert tokens_of(events) == continuation(PROMPT, 40)[2:]

@@ -10,7 +10,8 @@ from redis import exceptions
 from orchestrator.scripts import Scripts
 
 NAMES = ("append", "cancel")
-KEYS = ("{tag}:session", "{tag}:log")
+KEY_NAMES = ("session", "log", "deleted")
+KEYS = tuple(f"{{tag}}:{name}" for name in KEY_NAMES)
 APPEND = (1, 0, b"", 1_000_000, 1000, "", "")
 
 
@@ -29,7 +30,7 @@ async def num_calls(client: redis.asyncio.Redis, command: str) -> int:
 async def test_calls_of_one_moment_are_answered_each(client: redis.asyncio.Redis) -> None:
     scripts = Scripts(client, NAMES)
     calls = [
-        scripts.run("append", (f"{{{index}}}:session", f"{{{index}}}:log"), *APPEND)
+        scripts.run("append", tuple(f"{{{index}}}:{name}" for name in KEY_NAMES), *APPEND)
         if index % 2
         else scripts.run("cancel", KEYS, "tenant", "")
         for index in range(150)

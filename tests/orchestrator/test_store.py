@@ -12,7 +12,7 @@ import pytest
 import redis
 
 from orchestrator.sessions import BeginOutcome, Begun, Lease, NewRequest, derived_session_id
-from orchestrator.store import SessionStore
+from orchestrator.store import SessionLost, SessionStore
 from outrider.client.valkey import EmbeddedValkey
 from outrider.errors import (
     DataLoss,
@@ -220,7 +220,7 @@ async def test_cancelling_what_nobody_runs_ends_it(store: SessionStore) -> None:
     _, lease = await leased(store)
     await store.release(lease)
     assert await store.cancel("t", "s")
-    assert (await store.begin(asked())).outcome is BeginOutcome.FINISHED
+    assert (await store.begin(REQUEST)).outcome is BeginOutcome.FINISHED
 
 
 async def test_deleting(store: SessionStore) -> None:
@@ -240,8 +240,70 @@ async def test_losing_everything_is_noticed(store: SessionStore, valkey: Embedde
     raw(valkey).script_flush()
     assert (await store.append(lease, 3, [4])).length == 4
     raw(valkey).flushall()
-    with pytest.raises(SessionNotFound):
-        await store.append(lease, 4, [5])
+    for change in (store.append(lease, 4, [5]), store.renew(lease)):
+        with pytest.raises(SessionLost):
+            await change
+
+
+async def test_a_session_that_was_deleted_is_not_taken_for_lost(store: SessionStore) -> None:
+    begun, lease = await leased(store)
+    await store.delete("t", "s")
+    for change in (store.append(lease, 3, [4]), store.renew(lease), store.restore(begun.record, lease, 0, [1, 2, 3])):
+        with pytest.raises(SessionNotFound):
+            await change
+    # Until there is another one of the name, which fences it off.
+    await leased(store)
+    with pytest.raises(Fenced):
+        await store.append(lease, 3, [4])
+
+
+async def test_fault_27_the_owner_writes_a_lost_session_again(store: SessionStore, valkey: EmbeddedValkey) -> None:
+    begun, lease = await leased(store)
+    await store.append(lease, 3, [4, 5])
+    before = await store.get("t", "s")
+    raw(valkey).flushall()
+    await store.restore(begun.record, lease, 0, [1, 2, 3, 4, 5])
+    after = await store.get("t", "s")
+    assert before is not None and after is not None
+    assert dataclasses.replace(after, deadline=before.deadline) == before
+    assert (await store.append(lease, 5, [6], FinishReason.LENGTH)).length == 6
+    assert await store.read_tokens("t", "s", 0, 6) == [1, 2, 3, 4, 5, 6]
+    # The same request again is the same, and another one is refused.
+    assert (await store.begin(REQUEST)).outcome is BeginOutcome.FINISHED
+    with pytest.raises(DuplicateRequest):
+        await store.begin(asked(fingerprint="other"))
+
+
+async def test_fault_23_lost_writes_are_appended_again_if_nothing_else_differs(
+    store: SessionStore, valkey: EmbeddedValkey
+) -> None:
+    begun, lease = await leased(store)
+    (log,), (session,) = raw(valkey).keys("*:log"), raw(valkey).keys("*:session")
+    saved = raw(valkey).get(log), raw(valkey).hgetall(session)
+    await store.append(lease, 3, [4, 5])
+
+    def fail_over(older: int = 0) -> None:
+        raw(valkey).set(log, saved[0])
+        raw(valkey).hset(session, mapping={**saved[1], b"fencing_token": lease.fencing_token + older})
+
+    for older in (0, -5):
+        fail_over(older)
+        with pytest.raises(DataLoss):
+            await store.append(lease, 5, [6])
+        await store.restore(begun.record, lease, 0, [1, 2, 3, 4, 5])
+        assert (await store.append(lease, 5, [6])).length == 6
+        raw(valkey).set(log, raw(valkey).get(log)[:20])
+    # Only what is at hand can be written again, and only if the rest is what was committed.
+    fail_over()
+    raw(valkey).set(log, saved[0][:4])
+    with pytest.raises(DataLoss):
+        await store.restore(begun.record, lease, 2, [3, 4, 5])
+    raw(valkey).set(log, b"\1\0\0\0\7\0\0\0")
+    with pytest.raises(DataLoss):
+        await store.restore(begun.record, lease, 0, [1, 2, 3, 4, 5])
+    fail_over(older=1)
+    with pytest.raises(Fenced):
+        await store.restore(begun.record, lease, 0, [1, 2, 3, 4, 5])
 
 
 async def test_sessions_expire(valkey: EmbeddedValkey, store: SessionStore) -> None:
@@ -250,7 +312,7 @@ async def test_sessions_expire(valkey: EmbeddedValkey, store: SessionStore) -> N
     async with asyncio.timeout(5):
         while await store.get("t", "s") is not None:
             await asyncio.sleep(0.01)
-    with pytest.raises(SessionNotFound):
+    with pytest.raises(SessionLost):
         await brief.append(lease, 3, [4])
     await brief.close()
     await leased(store)
@@ -396,6 +458,10 @@ async def test_a_crash_keeps_what_was_committed(tmp_path: Path) -> None:
     try:
         _, lease = await leased(store)
         await store.append(lease, 3, [4])
+        # While an earlier write is on its way to the disk, a server that syncs every second holds later ones back.
+        async with asyncio.timeout(10):
+            while raw(server).info("persistence")["aof_buffer_length"]:
+                await asyncio.sleep(0.01)
         server.kill()
         server.start()
         assert await store.read_tokens("t", "s", 0, 4) == [1, 2, 3, 4]
