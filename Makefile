@@ -16,7 +16,7 @@ TORCH ?= $(shell command -v nvidia-smi >/dev/null && echo 'torch>=2.8' || echo '
 # Arguments passed to `make demo`, `make exactness` and `make bench`.
 ARGS ?=
 
-.PHONY: help install demo test lint format exactness bench clean
+.PHONY: help install demo test lint format exactness faults bench clean
 
 help: ## Shows this list.
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -56,6 +56,10 @@ format: install ## Formats the code and sorts its imports.
 
 exactness: install ## Proves losslessness: enumeration, known wrong rules, 30,000 served samples a law, 30 prompts. Takes 50 minutes.
 	@$(BIN)/python -m pytest -q tests/exactness tests/served -m 'slow or not slow' $(ARGS)
+
+faults: install ## Tries every fault of docs/reliability.md on real processes. Takes 8 minutes.
+	@OUTRIDER_FAULTS_TABLE=1 $(BIN)/python -m pytest -q tests/faults tests/orchestrator/test_authentication.py \
+	  tests/served/test_secured.py tests/target_service/test_remote_blocks.py -m 'slow or not slow' $(ARGS)
 
 bench: install ## Measures speed, load, memory and acceptance on this machine. Takes 30 minutes.
 	@for name in overhead speed engine context load drafts; do $(BIN)/outrider bench $$name $(ARGS); done

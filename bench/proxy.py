@@ -105,7 +105,8 @@ class Proxy:
             if self.is_refusing:
                 _abort(writer)
                 return
-            with suppress(OSError):
+            # A task that ends as cancelled makes asyncio's streams complain.
+            with suppress(OSError, asyncio.CancelledError):
                 await self._join(reader, writer)
         finally:
             writer.close()

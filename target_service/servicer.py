@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import logging
 import math
 from collections.abc import AsyncIterator, Callable, Mapping
 from typing import Final
@@ -20,6 +21,7 @@ from target_service.engine import Engine
 from target_service.settings import TargetSettings
 from target_service.stream import OpenCommand, Stream
 
+_LOG: Final = logging.getLogger(__name__)
 _CHUNK_BYTES: Final = 1 << 20
 _MAX_WAIT_S: Final = 60.0
 _GENTLE: Final[Mapping[str | None, Callable[[Engine, Stream, int, Exception], None]]] = {
@@ -75,6 +77,10 @@ class TargetServicer(target_pb2_grpc.TargetServiceServicer):
             async for request in requests:
                 for frame in request.frames:
                     self._submit(stream, frame)
+        except Exception as error:
+            # Bytes that are no message, above all.
+            _LOG.warning("the stream could not be read", extra={"problem": type(error).__name__})
+            stream.outbox.close(InvalidArgument("the stream could not be read", "request"))
         finally:
             stream.outbox.close()
 

@@ -27,7 +27,7 @@ class TargetSettings(ServingSettings):
         None, description='A transformers quantisation config as JSON, such as {"quant_method": "torchao", ...}.'
     )
     num_threads: int = Field(0, ge=0, le=1024, description="CPU threads of the model; 0 takes one per core.")
-    kv_budget_bytes: int = Field(4 << 30, ge=1 << 16, description="Bytes of KV cache, at most.")
+    kv_budget_bytes: int = Field(4 << 30, ge=1 << 12, description="Bytes of KV cache, at most.")
     max_sessions: int = Field(256, ge=1, le=65536, description="Sessions generating at once, at most.")
     max_cached_sessions: int = Field(
         4096, ge=1, le=1 << 20, description="Sessions resident, generating or not, at most."

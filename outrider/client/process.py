@@ -60,6 +60,11 @@ class ServiceProcess:
         """Whether it has been started and has not ended."""
         return self._process is not None and self._process.poll() is None
 
+    @property
+    def exit_code(self) -> int | None:
+        """How it ended: a negative number names a signal; None while it has not."""
+        return self._process.poll() if self._process else None
+
     def start(self) -> None:
         """Starts it; a second start replaces the first, with the log continued."""
         self.kill()

@@ -26,8 +26,11 @@ PROMPT = [5, 6, 7]
 class Orchestrator:
     """A running orchestrator, and a stub to call it."""
 
-    def __init__(self, replicas: Replicas, store: SessionStore, channel: grpc.aio.Channel, address: str) -> None:
+    def __init__(
+        self, replicas: Replicas, store: SessionStore, channel: grpc.aio.Channel, address: str, redis_url: str
+    ) -> None:
         self.address = address
+        self.redis_url = redis_url
         self.replicas = replicas
         self.store = store
         self.stub = generation_pb2_grpc.GenerationServiceStub(channel)
@@ -84,7 +87,7 @@ async def orchestrating(
     address = await server.start()
     try:
         async with grpc.aio.insecure_channel(address) as channel:
-            orchestrator = Orchestrator(replicas, store, channel, address)
+            orchestrator = Orchestrator(replicas, store, channel, address, redis_url)
             fitting = [
                 draft
                 for draft in drafts
