@@ -16,7 +16,7 @@ TORCH ?= $(shell command -v nvidia-smi >/dev/null && echo 'torch>=2.8' || echo '
 # Arguments passed to `make demo`, `make exactness` and `make bench`.
 ARGS ?=
 
-.PHONY: help install demo test lint format exactness faults bench clean
+.PHONY: help install demo test lint format exactness faults chaos bench clean
 
 help: ## Shows this list.
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -60,6 +60,10 @@ exactness: install ## Proves losslessness: enumeration, known wrong rules, 30,00
 faults: install ## Tries every fault of docs/reliability.md on real processes. Takes 8 minutes.
 	@OUTRIDER_FAULTS_TABLE=1 $(BIN)/python -m pytest -q tests/faults tests/orchestrator/test_authentication.py \
 	  tests/served/test_secured.py tests/target_service/test_remote_blocks.py -m 'slow or not slow' $(ARGS)
+
+chaos: install ## Kills, stops and cuts at random under 200 clients, then under the embedded model. Takes 20 minutes.
+	@$(BIN)/python -m tests.faults.chaos $(ARGS)
+	@$(BIN)/python -m tests.faults.chaos --embedded --minutes 5 --clients 8 --every 60 --tokens 64 $(ARGS)
 
 bench: install ## Measures speed, load, memory and acceptance on this machine. Takes 30 minutes.
 	@for name in overhead speed engine context load drafts; do $(BIN)/outrider bench $$name $(ARGS); done

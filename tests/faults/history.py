@@ -5,6 +5,7 @@ the server itself and not from whoever commits.
 """
 
 import asyncio
+import contextlib
 import re
 import secrets
 import time
@@ -13,6 +14,7 @@ from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass, field
 
 import redis.asyncio
+from redis import exceptions
 
 from outrider.client import Accepted, Delta, Finished, GenerationRequest, OutriderClient, Statistics
 from outrider.errors import OutriderError
@@ -162,8 +164,13 @@ class Commits:
         if self.problems:
             raise HistoryError("; ".join(self.problems))
 
+    def forget(self) -> None:
+        """Learns that some commands may have been missed."""
+        self._newest.clear()
+        self._called = None
+
     def _written(self, session: str, fencing_token: int) -> None:
-        newest = self._newest.get(session, 0)
+        newest = self._newest.setdefault(session, fencing_token)
         if fencing_token != newest:
             self.problems.append(f"{session}: lease {fencing_token} wrote while {newest} was in force")
 
@@ -181,28 +188,31 @@ async def monitored(url: str) -> AsyncIterator[Commits]:
     """Watches a store's commands for as long as the context is open; then all that was told has been heard."""
     commits, mark, heard = Commits(), secrets.token_hex(8), asyncio.Event()
 
-    async def listen(monitor: "redis.asyncio.client.Monitor") -> None:
-        async for command in monitor.listen():
-            commits.take(command["command"])
-            if mark in command["command"]:
-                heard.set()
+    async def listen() -> None:
+        while True:
+            with contextlib.suppress(exceptions.RedisError, OSError):
+                async with client.monitor() as monitor:
+                    watching.set()
+                    async for command in monitor.listen():
+                        commits.take(command["command"])
+                        if mark in command["command"]:
+                            heard.set()
+            # The server went away; whatever it does before it is watched again is not known.
+            commits.forget()
+            await asyncio.sleep(0.02)
 
-    client = redis.asyncio.Redis.from_url(url, socket_timeout=None)
+    client, watching = redis.asyncio.Redis.from_url(url, socket_timeout=None), asyncio.Event()
+    task = asyncio.create_task(listen())
     try:
-        async with client.monitor() as monitor:
-            task = asyncio.create_task(listen(monitor))
-            try:
-                yield commits
+        await asyncio.wait_for(watching.wait(), 10)
+        yield commits
+        async with asyncio.timeout(10):
+            while not heard.is_set():
                 await client.echo(mark)
-                waiting = asyncio.create_task(heard.wait())
-                await asyncio.wait((waiting, task), timeout=10, return_when=asyncio.FIRST_COMPLETED)
-                waiting.cancel()
-                if not heard.is_set():
-                    raise HistoryError(f"the store was not watched to the end: {task}")
-            finally:
-                task.cancel()
-                await asyncio.gather(task, return_exceptions=True)
+                await asyncio.sleep(0.01)
     finally:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
         await client.aclose()
 
 

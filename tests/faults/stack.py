@@ -51,6 +51,7 @@ class FaultOptions:
         orchestrator_environment: further settings of orchestrators.
         target: model of the targets.
         draft: model of the drafts.
+        drafter: what runs it.
     """
 
     num_targets: int = 2
@@ -60,6 +61,7 @@ class FaultOptions:
     orchestrator_environment: Mapping[str, str] = field(default_factory=dict)
     target: str = TARGET
     draft: str = DRAFT
+    drafter: str = "model"
 
 
 class FaultStack:
@@ -109,11 +111,12 @@ class FaultStack:
         self._exits.enter_context(self.redis)
         self.to_redis = await self._exits.enter_async_context(proxied(urlsplit(self.redis.url).netloc))
         options, environment = self.options, {"OUTRIDER_ADAPTIVE_SPECULATION": "false"}
+        draft = DraftOptions(
+            options.drafter, options.draft, num_replicas=max(1, options.num_drafts), environment=_SERVICE
+        )
         specs = StackOptions(
             model=options.target,
-            drafts=(DraftOptions("model", options.draft, num_replicas=options.num_drafts, environment=_SERVICE),)
-            if options.num_drafts
-            else (),
+            drafts=(draft,) if options.num_drafts else (),
             num_targets=options.num_targets,
             num_orchestrators=options.num_orchestrators,
             target_threads=1,
