@@ -9,7 +9,10 @@ from typing import Any
 from bench.result import BenchResult
 from outrider.errors import InvalidArgument
 
-_MODULES = {name: f"bench.{name}" for name in ("overhead", "speed", "engine", "load", "context", "drafts", "takeover")}
+_MODULES = {
+    name: f"bench.{name}"
+    for name in ("overhead", "speed", "engine", "load", "context", "drafts", "takeover", "commits")
+}
 
 
 def names() -> tuple[str, ...]:

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from bench import context, drafts, engine, load, registry, takeover
+from bench import commits, context, drafts, engine, load, registry, takeover
 from bench.kinds import KINDS
 from outrider.errors import InvalidArgument
 from tests.training.models import save_target, save_tokenizer
@@ -145,3 +145,14 @@ async def test_takeover(tmp_path: Path) -> None:
     assert (tmp_path / "takeover.png").stat().st_size > 1000
     with pytest.raises(InvalidArgument, match="links is"):
         await takeover.measure(takeover.Options(links="fast"))
+
+
+async def test_commits(tmp_path: Path) -> None:
+    result = await commits.measure(commits.Options(num_sessions=100, num_rounds=128, prompt_len=20))
+    figures = result.figures
+    assert 0 < figures["commit_p50_s"] <= figures["commit_p99_s"] < 1
+    assert 0 < figures["commit_of_64_p50_s"] <= figures["commit_of_64_p99_s"] < 2
+    assert 500 < figures["redis_bytes_per_session"] < 20_000
+    assert figures["orchestrator_bytes_per_idle_session"] < 100_000
+    commits.plot(result, tmp_path / "commits.png")
+    assert (tmp_path / "commits.png").stat().st_size > 1000
