@@ -132,11 +132,12 @@ async def _commits(store: SessionStore, leases: Sequence[Lease], num_rounds: int
 
 async def _idle_bytes(options: Options) -> float:
     """Returns what an orchestrator's memory grows by for a session that it has served."""
-    request = lambda: GenerationRequest(  # noqa: E731
-        token_ids=tuple(range(8)),
-        parameters=SamplingParameters(max_tokens=1, seed=1),
-        speculation=Speculation(disabled=True),
-    )
+
+    def request() -> GenerationRequest:
+        parameters = SamplingParameters(max_tokens=1, seed=1)
+        plain = Speculation(disabled=True)
+        return GenerationRequest(token_ids=tuple(range(8)), parameters=parameters, speculation=plain)
+
     async with (
         LocalStack(StackOptions(model=_MODEL, drafts=(), target_threads=1)) as stack,
         stack.client() as client,
