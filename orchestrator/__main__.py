@@ -21,6 +21,7 @@ async def serve(settings: OrchestratorSettings) -> None:
         lease_s=settings.lease_s,
         ttl_s=settings.session_ttl_s,
         timeout_s=settings.redis_timeout_s,
+        durability=settings.durable,
     )
     tenants = Tenants(settings.tenants_file)
     replicas = Replicas(settings)

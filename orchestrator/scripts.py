@@ -5,7 +5,9 @@ third of the time that a call for each would.
 """
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from enum import Enum
 from importlib import resources
 from typing import Any, Final
 
@@ -18,17 +20,72 @@ Call = tuple[str, Sequence[str], Sequence[Any]]
 """A script's name, its KEYS and its ARGV."""
 
 
+class DurabilityLevel(Enum):
+    """Where a write must have arrived before it counts."""
+
+    NONE = "none"
+    REPLICAS = "replicas"
+    DISK = "disk"
+
+
+@dataclass(frozen=True, slots=True)
+class Durability:
+    """What must have happened to writes before they count.
+
+    Attributes:
+        level: nothing more than that the server has taken them; WAIT; WAITAOF, which needs Redis 7.2 or Valkey.
+        num_replicas: that must have them too; with `DISK`, on their disks.
+        timeout_s: bound on that, in seconds.
+    """
+
+    level: DurabilityLevel = DurabilityLevel.NONE
+    num_replicas: int = 0
+    timeout_s: float = 2.0
+
+    @property
+    def command(self) -> tuple[str | int, ...]:
+        """The command that waits for it; empty for none."""
+        milliseconds = int(1000 * self.timeout_s)
+        match self.level:
+            case DurabilityLevel.REPLICAS:
+                return ("WAIT", self.num_replicas, milliseconds)
+            case DurabilityLevel.DISK:
+                return ("WAITAOF", 1, self.num_replicas, milliseconds)
+            case _:
+                return ()
+
+    def is_met(self, answer: Any) -> bool:
+        """Returns whether the command's answer says that it has happened."""
+        if self.level is DurabilityLevel.DISK:
+            return bool(answer[0] >= 1 and answer[1] >= self.num_replicas)
+        return bool(answer >= self.num_replicas)
+
+
+class NotDurable(exceptions.RedisError):
+    """A write was taken, but is not where it must be in time; it may count later."""
+
+
 class Scripts:
     """Runs scripts by their hashes, and loads them where the server does not know them.
 
     Args:
         client: the connection; bounds time and attempts.
         names: files in `orchestrator/lua`, without their ending.
+        durability: what must have happened to what scripts write.
+        durable: the scripts whose writes it is about.
     """
 
-    def __init__(self, client: redis.asyncio.Redis, names: Sequence[str]) -> None:
+    def __init__(
+        self,
+        client: redis.asyncio.Redis,
+        names: Sequence[str],
+        durability: Durability | None = None,
+        durable: Collection[str] = (),
+    ) -> None:
         folder = resources.files("orchestrator") / "lua"
         self._client = client
+        self._durability = durability or Durability()
+        self._durable = frozenset(durable)
         self._scripts = {name: client.register_script((folder / f"{name}.lua").read_text()) for name in names}
         self._pending: list[tuple[Call, asyncio.Future[Any]]] = []
         self._running: set[asyncio.Task[None]] = set()
@@ -79,8 +136,17 @@ class Scripts:
 
     async def _try(self, calls: Sequence[Call]) -> list[Any]:
         """Returns the result or the server's error of each call; raises where the server is not reached."""
+        wait = self._durability.command if any(name in self._durable for name, _, _ in calls) else ()
         async with self._client.pipeline(transaction=False) as pipeline:
             for name, keys, arguments in calls:
                 pipeline.evalsha(self._scripts[name].sha, len(keys), *keys, *arguments)
+            if wait:
+                pipeline.execute_command(*wait)
             results: list[Any] = await pipeline.execute(raise_on_error=False)
+        if wait:
+            answer = results.pop()
+            if isinstance(answer, Exception):
+                raise NotDurable(str(answer)) from answer
+            if not self._durability.is_met(answer):
+                raise NotDurable(f"{wait[0]} answered {answer} within {self._durability.timeout_s:g} s")
         return results

@@ -2,8 +2,9 @@
 
 from pathlib import Path
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
+from orchestrator.scripts import Durability, DurabilityLevel
 from outrider.parameters import AcceptanceRule
 from outrider.serving.settings import Listed, ServingSettings
 from outrider.serving.tls import TlsFiles
@@ -25,6 +26,13 @@ class OrchestratorSettings(ServingSettings):
     )
     redis_url: str = Field("redis://127.0.0.1:6379/0", description="Redis or Valkey that keeps the sessions.")
     redis_timeout_s: float = Field(1.0, gt=0, le=60, description="Bound on each answer of Redis, in seconds.")
+    durability: DurabilityLevel = Field(
+        DurabilityLevel.NONE,
+        description="What a commit waits for: none (Redis has it), replicas (WAIT), disk (WAITAOF; with "
+        "`appendfsync everysec` that takes up to a second).",
+    )
+    durable_replicas: int = Field(0, ge=0, le=16, description="Replicas that must have a commit, on disk for `disk`.")
+    durability_timeout_s: float = Field(2.0, gt=0, le=60, description="Bound on that, in seconds; then UNAVAILABLE.")
     lease_s: float = Field(10.0, ge=0.5, le=600, description="Seconds until a lease that is not renewed ends.")
     session_ttl_s: float = Field(86400.0, ge=1, le=31536000, description="Seconds until an unused session is gone.")
     num_speculative_tokens: int = Field(
@@ -48,6 +56,17 @@ class OrchestratorSettings(ServingSettings):
         1.0, gt=0, le=600, description="Seconds until a request that lost its draft asks for another one."
     )
     load_interval_s: float = Field(2.0, gt=0, le=600, description="Seconds between looks at the load of a worker.")
+
+    @model_validator(mode="after")
+    def _check_durability(self) -> "OrchestratorSettings":
+        if self.durability is DurabilityLevel.REPLICAS and self.durable_replicas == 0:
+            raise ValueError("durability replicas needs durable_replicas")
+        return self
+
+    @property
+    def durable(self) -> Durability:
+        """What must have happened to a commit before it counts."""
+        return Durability(self.durability, self.durable_replicas, self.durability_timeout_s)
 
     @property
     def worker_tls(self) -> TlsFiles | None:

@@ -16,7 +16,7 @@ from redis import exceptions
 from redis.asyncio.retry import Retry
 from redis.backoff import ExponentialBackoff
 
-from orchestrator.scripts import Scripts
+from orchestrator.scripts import Durability, NotDurable, Scripts
 from orchestrator.sessions import (
     BeginOutcome,
     Begun,
@@ -42,6 +42,7 @@ from outrider.errors import (
 from outrider.parameters import FinishReason
 
 _SCRIPTS: Final = ("begin", "append", "renew", "restore", "cancel", "delete", "enter", "spend")
+_DURABLE: Final = ("begin", "append", "restore", "cancel", "delete")
 _BEGUN: Final = {outcome.value for outcome in BeginOutcome}
 _RETRIES: Final = 2
 _MAX_CONNECTIONS: Final = 64
@@ -63,14 +64,25 @@ class SessionStore:
         lease_s: seconds until a lease that is not renewed ends.
         ttl_s: seconds until a session that is not used is gone.
         timeout_s: bound on connecting and on each answer, in seconds; a call makes at most three attempts.
+        durability: what must have happened to a write before it counts; what it waits for comes on top of the bound.
     """
 
-    def __init__(self, url: str, *, lease_s: float = 10.0, ttl_s: float = 86400.0, timeout_s: float = 1.0) -> None:
+    def __init__(
+        self,
+        url: str,
+        *,
+        lease_s: float = 10.0,
+        ttl_s: float = 86400.0,
+        timeout_s: float = 1.0,
+        durability: Durability | None = None,
+    ) -> None:
+        durability = durability or Durability()
+        wait_s = durability.timeout_s if durability.command else 0.0
         pool = redis.asyncio.BlockingConnectionPool.from_url(
             url,
             max_connections=_MAX_CONNECTIONS,
             timeout=timeout_s,
-            socket_timeout=timeout_s,
+            socket_timeout=timeout_s + wait_s,
             socket_connect_timeout=timeout_s,
             retry=Retry(
                 ExponentialBackoff(cap=0.2, base=0.02),
@@ -81,7 +93,7 @@ class SessionStore:
         self._redis = redis.asyncio.Redis.from_pool(pool)
         self._lease_us = int(lease_s * 1e6)
         self._ttl_ms = int(ttl_s * 1e3)
-        self._scripts = Scripts(self._redis, _SCRIPTS)
+        self._scripts = Scripts(self._redis, _SCRIPTS, durability, _DURABLE)
 
     async def close(self) -> None:
         """Closes all connections."""
@@ -279,6 +291,8 @@ async def _bounded(call: Callable[[], Awaitable[T]]) -> T:
         return await call()
     except exceptions.OutOfMemoryError as error:
         raise Overloaded("the session store is out of memory", retry_after_s=5.0) from error
+    except NotDurable as error:
+        raise Unavailable(f"the session store has not made a write durable: {error}") from error
     except (exceptions.ConnectionError, exceptions.TimeoutError, OSError) as error:
         raise Unavailable("the session store does not answer") from error
     except exceptions.ResponseError as error:

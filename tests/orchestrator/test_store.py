@@ -11,7 +11,9 @@ from pathlib import Path
 import pytest
 import redis
 
+from orchestrator.scripts import Durability, DurabilityLevel
 from orchestrator.sessions import BeginOutcome, Begun, Lease, NewRequest, derived_session_id
+from orchestrator.settings import OrchestratorSettings
 from orchestrator.store import SessionLost, SessionStore
 from outrider.client.valkey import EmbeddedValkey
 from outrider.errors import (
@@ -475,3 +477,38 @@ def test_another_server_on_the_port_is_not_taken_for_ones_own(valkey: EmbeddedVa
     with pytest.raises(Unavailable), EmbeddedValkey(port=valkey.port):
         pass
     assert raw(valkey).ping()
+
+
+@pytest.mark.parametrize("level", list(DurabilityLevel), ids=lambda level: level.value)
+async def test_a_write_counts_once_it_is_where_it_must_be(tmp_path: Path, level: DurabilityLevel) -> None:
+    primary, replica = tmp_path / "primary", tmp_path / "replica"
+    for folder in (primary, replica):
+        folder.mkdir()
+    with EmbeddedValkey(primary) as server, EmbeddedValkey(replica) as second:
+        num = 0 if level is DurabilityLevel.NONE else 1
+        store = SessionStore(server.url, timeout_s=1.0, durability=Durability(level, num, timeout_s=3.0))
+        if num:
+            with pytest.raises(Unavailable, match="durable"):
+                await store.begin(dataclasses.replace(REQUEST, session_id="alone"))
+            raw(second).replicaof("127.0.0.1", str(server.port))
+            async with asyncio.timeout(20):
+                while raw(server).info("replication").get("slave0", {}).get("state") != "online":
+                    await asyncio.sleep(0.05)
+        _, lease = await leased(store)
+        assert (await store.append(lease, 3, [4])).length == 4
+        if num:
+            assert raw(second).strlen(raw(server).keys("*:log")[0]) in (12, 16)
+        await store.close()
+
+
+async def test_a_server_without_a_log_on_disk_cannot_promise_one() -> None:
+    with EmbeddedValkey(durable=False) as server:
+        store = SessionStore(server.url, durability=Durability(DurabilityLevel.DISK, timeout_s=0.2))
+        with pytest.raises(Unavailable, match="appendonly"):
+            await store.begin(REQUEST)
+        await store.close()
+
+
+def test_replicas_must_be_some() -> None:
+    with pytest.raises(ValueError, match="durable_replicas"):
+        OrchestratorSettings(durability=DurabilityLevel.REPLICAS)
