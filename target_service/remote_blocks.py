@@ -66,6 +66,42 @@ class _Waiting:
     content: Tensor
 
 
+class _Fetch:
+    """A chain of blocks that readers fetch side by side, part by part, until one is missing or the time is over.
+
+    Args:
+        parts: in order.
+        num_readers: that will work on it.
+        bound_s: seconds after which no further part is asked for.
+    """
+
+    def __init__(self, parts: list[list[tuple[int, bytes]]], num_readers: int, bound_s: float) -> None:
+        self.num_readers = num_readers
+        self.began_s = time.monotonic()
+        self._parts = deque(parts)
+        self._give_up_s = self.began_s + bound_s
+        self._num_left = num_readers
+        self._num_bytes = 0
+        self._lock = threading.Lock()
+
+    def next_part(self) -> list[tuple[int, bytes]] | None:
+        """Returns what to ask for next; None where there is nothing, or no time."""
+        with self._lock:
+            return self._parts.popleft() if self._parts and time.monotonic() < self._give_up_s else None
+
+    def end(self) -> None:
+        """Has nothing further be asked for."""
+        with self._lock:
+            self._parts.clear()
+
+    def leave(self, num_bytes: int) -> int | None:
+        """A reader is done with so many bytes; returns the bytes of all readers to the last one."""
+        with self._lock:
+            self._num_left -= 1
+            self._num_bytes += num_bytes
+            return None if self._num_left else self._num_bytes
+
+
 class RemoteBlocks:
     """Blocks of one model in one Redis.
 
@@ -167,8 +203,12 @@ class RemoteBlocks:
         """
         if not wanted or self._rests or self._is_closed or not self._pays(len(wanted), compute_s):
             return False
-        shape = self._look_at_shape()
-        self._readers.submit(self._run_fetch, list(wanted), shape, time.monotonic(), compute_s, deliver)
+        layout, block_bytes = self._look_at_shape()
+        part_len = max(1, _READ_BYTES // block_bytes)
+        parts = [list(wanted[start : start + part_len]) for start in range(0, len(wanted), part_len)]
+        fetch = _Fetch(parts, min(_NUM_READERS, len(parts)), max(_MIN_FETCH_S, compute_s))
+        for _ in range(fetch.num_readers):
+            self._readers.submit(self._run_fetch, fetch, layout, deliver)
         return True
 
     def place(self, blocks: Sequence[tuple[bytes, int, Tensor]]) -> bool:
@@ -202,36 +242,27 @@ class RemoteBlocks:
             _LOG.warning("KV blocks are left alone for a while: %s", error)
         self._rests_until = time.monotonic() + _REST_S
 
-    def _run_fetch(
-        self,
-        wanted: list[tuple[int, bytes]],
-        shape: tuple[bytes, int],
-        began_s: float,
-        compute_s: float,
-        deliver: Deliver,
-    ) -> None:
+    def _run_fetch(self, fetch: _Fetch, layout: bytes, deliver: Deliver) -> None:
+        """Works on a fetch beside other readers; the last one to leave says that it is over."""
         num_bytes = 0
-        layout, block_bytes = shape
-        part_len = max(1, _READ_BYTES // block_bytes)
-        give_up_s = began_s + max(_MIN_FETCH_S, compute_s)
         try:
-            for start in range(0, len(wanted), part_len):
-                part = wanted[start : start + part_len]
+            while (part := fetch.next_part()) is not None and not self._rests:
                 asked_s = time.monotonic()
-                if asked_s > give_up_s or self._rests:
-                    break
                 blocks = self._read(part, layout)
                 if not blocks:
                     self.costs.observe_answer(time.monotonic() - asked_s)
                 deliver(blocks, False)
                 num_bytes += sum(content.numel() for _, _, content in blocks)
                 if len(blocks) < len(part):
-                    break
+                    fetch.end()
         except BlockStoreError as error:
+            fetch.end()
             self._fail(error)
         finally:
-            self.costs.observe_restore(num_bytes, time.monotonic() - began_s)
-            deliver([], True)
+            total = fetch.leave(num_bytes)
+            if total is not None:
+                self.costs.observe_restore(total, time.monotonic() - fetch.began_s)
+                deliver([], True)
 
     def _read(self, part: list[tuple[int, bytes]], layout: bytes) -> list[tuple[bytes, int, Tensor]]:
         """Returns the blocks that are there, up to the first that is not, or is not what it should be."""

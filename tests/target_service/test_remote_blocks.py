@@ -140,11 +140,12 @@ async def test_fault_28_a_poisoned_block_is_refused(
     async with target(folder, **settings(server)) as (engine, caller):
         assert await plain(caller) == truth
         counters = blocks_of(engine).counters
-        assert counters.num_refused == 1
+        # Each reader stops at the first one that it meets.
+        assert 1 <= counters.num_refused <= 2
         assert counters.num_restored == 0
         assert blocks_of(engine).flush(5)
-        # The first one was deleted, and written anew once it had been computed.
-        assert counters.num_written == 1
+        # Those were deleted, and written anew once they had been computed.
+        assert counters.num_written == counters.num_refused
 
 
 async def test_fault_28_a_block_under_anothers_key_is_refused(folder: str, server: EmbeddedValkey) -> None:
@@ -158,7 +159,7 @@ async def test_fault_28_a_block_under_anothers_key_is_refused(folder: str, serve
             client.set(key, value)
     async with target(folder, **settings(server)) as (engine, caller):
         assert await plain(caller) == truth
-        assert blocks_of(engine).counters.num_refused == 1
+        assert 1 <= blocks_of(engine).counters.num_refused <= 2
 
 
 async def test_fault_26_a_server_that_hangs_holds_nobody_up_for_long(folder: str, server: EmbeddedValkey) -> None:
