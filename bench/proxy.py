@@ -8,7 +8,7 @@ import asyncio
 import random
 import socket
 import struct
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from typing import Final
@@ -118,8 +118,8 @@ class Proxy:
         self._pairs.add(pair)
         try:
             async with asyncio.TaskGroup() as group:
-                group.create_task(self._carry(reader, far_writer, self.up, None))
-                group.create_task(self._carry(far_reader, writer, self.down, pair))
+                group.create_task(self._carry(reader, far_writer, lambda: self.up, None))
+                group.create_task(self._carry(far_reader, writer, lambda: self.down, pair))
         except* (OSError, asyncio.IncompleteReadError):
             pair.abort()
         finally:
@@ -127,7 +127,11 @@ class Proxy:
             far_writer.close()
 
     async def _carry(
-        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, link: Link, counted: "_Pair | None"
+        self,
+        reader: asyncio.StreamReader,
+        writer: asyncio.StreamWriter,
+        link: Callable[[], Link],
+        counted: "_Pair | None",
     ) -> None:
         """Carries one direction of a connection; `counted` is reset when its bytes are used up."""
         parts: asyncio.Queue[tuple[float, bytes]] = asyncio.Queue(_MAX_PARTS)
@@ -135,16 +139,18 @@ class Proxy:
             group.create_task(self._take(reader, parts, link))
             group.create_task(self._give(writer, parts, link, counted))
 
-    async def _take(self, reader: asyncio.StreamReader, parts: asyncio.Queue[tuple[float, bytes]], link: Link) -> None:
+    async def _take(
+        self, reader: asyncio.StreamReader, parts: asyncio.Queue[tuple[float, bytes]], link: Callable[[], Link]
+    ) -> None:
         loop = asyncio.get_running_loop()
         free_at = due = loop.time()
         while True:
             data = await reader.read(_READ_BYTES)
-            now = loop.time()
-            free_at = max(free_at, now) + (len(data) / link.bytes_per_s if link.bytes_per_s else 0.0)
+            now, is_now = loop.time(), link()
+            free_at = max(free_at, now) + (len(data) / is_now.bytes_per_s if is_now.bytes_per_s else 0.0)
             # Never before what was sent before.
-            due = max(due, free_at + link.latency_s + self._random.uniform(0.0, link.jitter_s))
-            await parts.put((due if data else due + link.close_delay_s, data))
+            due = max(due, free_at + is_now.latency_s + self._random.uniform(0.0, is_now.jitter_s))
+            await parts.put((due if data else due + is_now.close_delay_s, data))
             if not data:
                 return
 
@@ -152,14 +158,14 @@ class Proxy:
         self,
         writer: asyncio.StreamWriter,
         parts: asyncio.Queue[tuple[float, bytes]],
-        link: Link,
+        link: Callable[[], Link],
         counted: "_Pair | None",
     ) -> None:
         loop = asyncio.get_running_loop()
         while True:
             due, data = await parts.get()
             await asyncio.sleep(max(0.0, due - loop.time()))
-            while link.is_blackhole:
+            while link().is_blackhole:
                 async with self._changed:
                     await self._changed.wait()
             if not data:

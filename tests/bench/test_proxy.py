@@ -5,7 +5,7 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from bench.proxy import Proxy, proxied
+from bench.proxy import Link, Proxy, proxied
 
 Connection = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 
@@ -98,6 +98,21 @@ async def test_a_reset_reaches_both_ends_and_can_come_in_the_middle(proxy: Proxy
     third = await connect(proxy)
     await echoed(third, b"c")
     third[1].close()
+
+
+async def test_a_link_that_is_replaced_counts_for_open_connections_too(proxy: Proxy) -> None:
+    connection = await connect(proxy)
+    await echoed(connection, b"a")
+    proxy.up = Link(latency_s=0.1)
+    assert await echoed(connection, b"b") >= 0.1
+    proxy.up = Link()
+    await proxy.set_blackhole(down=True)
+    waiting = asyncio.create_task(echoed(connection, b"c"))
+    done, _ = await asyncio.wait((waiting,), timeout=0.1)
+    assert not done
+    await proxy.set_blackhole(down=False)
+    await waiting
+    connection[1].close()
 
 
 async def test_it_can_refuse_and_end_slowly(proxy: Proxy) -> None:
