@@ -165,9 +165,9 @@ class Proxy:
         while True:
             due, data = await parts.get()
             await asyncio.sleep(max(0.0, due - loop.time()))
-            while link().is_blackhole:
+            if link().is_blackhole:
                 async with self._changed:
-                    await self._changed.wait()
+                    await self._changed.wait_for(lambda: not link().is_blackhole)
             if not data:
                 with suppress(OSError):
                     writer.write_eof()

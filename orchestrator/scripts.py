@@ -5,6 +5,7 @@ third of the time that a call for each would.
 """
 
 import asyncio
+import logging
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from enum import Enum
@@ -14,6 +15,7 @@ from typing import Any, Final
 import redis.asyncio
 from redis import exceptions
 
+_LOG: Final = logging.getLogger(__name__)
 _MAX_BATCH: Final = 64
 
 Call = tuple[str, Sequence[str], Sequence[Any]]
@@ -73,6 +75,7 @@ class Scripts:
         names: files in `orchestrator/lua`, without their ending.
         durability: what must have happened to what scripts write.
         durable: the scripts whose writes it is about.
+        bound_s: on all attempts of a call together; beyond what the connection's own bounds come to.
     """
 
     def __init__(
@@ -81,9 +84,11 @@ class Scripts:
         names: Sequence[str],
         durability: Durability | None = None,
         durable: Collection[str] = (),
+        bound_s: float = 60.0,
     ) -> None:
         folder = resources.files("orchestrator") / "lua"
         self._client = client
+        self._bound_s = bound_s
         self._durability = durability or Durability()
         self._durable = frozenset(durable)
         self._scripts = {name: client.register_script((folder / f"{name}.lua").read_text()) for name in names}
@@ -110,11 +115,19 @@ class Scripts:
             task.add_done_callback(self._running.discard)
 
     async def _settle(self, batch: list[tuple[Call, asyncio.Future[Any]]]) -> None:
-        """Runs calls and settles their futures."""
+        """Runs calls and settles their futures, within the bound: whatever happens, no caller waits for ever."""
         try:
-            results = await self._run([call for call, _ in batch])
+            async with asyncio.timeout(self._bound_s):
+                results = await self._run([call for call, _ in batch])
+        except TimeoutError:
+            _LOG.warning("the session store was given up on", extra={"num_calls": len(batch)})
+            results = [exceptions.TimeoutError(f"no answer within {self._bound_s:g} s")] * len(batch)
         except Exception as error:  # each caller's, who knows what to make of it
             results = [error] * len(batch)
+        except BaseException:
+            for _, future in batch:
+                future.cancel()
+            raise
         for (_, future), result in zip(batch, results, strict=True):
             if future.done():
                 continue

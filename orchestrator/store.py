@@ -93,7 +93,9 @@ class SessionStore:
         self._redis = redis.asyncio.Redis.from_pool(pool)
         self._lease_us = int(lease_s * 1e6)
         self._ttl_ms = int(ttl_s * 1e3)
-        self._scripts = Scripts(self._redis, _SCRIPTS, durability, _DURABLE)
+        # Connecting and answering, for each attempt.
+        bound_s = (_RETRIES + 1) * (2 * timeout_s + wait_s) + timeout_s
+        self._scripts = Scripts(self._redis, _SCRIPTS, durability, _DURABLE, bound_s)
 
     async def close(self) -> None:
         """Closes all connections."""

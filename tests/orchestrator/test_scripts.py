@@ -76,3 +76,22 @@ async def test_a_server_that_is_away_is_every_callers_error() -> None:
     results = await asyncio.gather(*(scripts.run("cancel", KEYS, "t", "") for _ in range(3)), return_exceptions=True)
     assert all(isinstance(result, exceptions.ConnectionError) for result in results)
     await away.aclose()
+
+
+async def test_no_caller_waits_for_ever(client: redis.asyncio.Redis, monkeypatch: pytest.MonkeyPatch) -> None:
+    scripts = Scripts(client, NAMES, bound_s=0.1)
+
+    async def hang(calls: object) -> list[object]:
+        await asyncio.Event().wait()
+        return []
+
+    monkeypatch.setattr(scripts, "_try", hang)
+    with pytest.raises(redis.exceptions.TimeoutError, match=r"within 0\.1 s"):
+        await scripts.run("cancel", KEYS, "tenant", "")
+
+    async def cancelled(calls: object) -> list[object]:
+        raise asyncio.CancelledError
+
+    monkeypatch.setattr(scripts, "_try", cancelled)
+    with pytest.raises(asyncio.CancelledError):
+        await asyncio.wait_for(scripts.run("cancel", KEYS, "tenant", ""), 5)
