@@ -59,7 +59,8 @@ exactness: install ## Proves losslessness: enumeration, known wrong rules, 30,00
 
 faults: install ## Tries every fault of docs/reliability.md on real processes. Takes 8 minutes.
 	@OUTRIDER_FAULTS_TABLE=1 $(BIN)/python -m pytest -q tests/faults tests/orchestrator/test_authentication.py \
-	  tests/served/test_secured.py tests/target_service/test_remote_blocks.py -m 'slow or not slow' $(ARGS)
+	  tests/served/test_secured.py tests/target_service/test_remote_blocks.py \
+	  tests/bench/test_benches.py::test_takeover -m 'slow or not slow' $(ARGS)
 
 chaos: install ## Kills, stops and cuts at random under 200 clients, then under the embedded model. Takes 20 minutes.
 	@$(BIN)/python -m tests.faults.chaos $(ARGS)

@@ -131,6 +131,7 @@ def test_waves_follow_until_all_prompt_lengths_have_been() -> None:
     assert options.lengths(4) == [[1, 2, 3, 1]]
 
 
+@pytest.mark.slow
 async def test_takeover(tmp_path: Path) -> None:
     options = takeover.Options(context_len=200, num_rounds=1, links="0", model="shape:tiny")
     result = await takeover.measure(options)

@@ -79,6 +79,7 @@ async def test_fault_35_cancel_and_deadline_free_the_kv_cache_on_both_workers(sc
     assert 0 < session.committed_len - session.prompt_len < 1500
 
 
+@pytest.mark.slow
 async def test_fault_36_a_slow_reader_holds_up_itself_and_nobody_else(scene: Scene) -> None:
     # Log-probabilities make deltas of a kilobyte, so that what the transport holds is soon full.
     slow = replace(

@@ -130,6 +130,7 @@ async def liar_client(shared_stack: FaultStack) -> AsyncIterator[tuple[Liar, Out
         yield liar, client
 
 
+@pytest.mark.slow
 async def test_fault_06_proposals_for_a_stale_base(scene: Scene) -> None:
     liar = posing(Liar("stale"))
     liar.nodes, liar.stale = [node(0, 1), node(1, 2)], 3
@@ -141,6 +142,7 @@ async def test_fault_06_proposals_for_a_stale_base(scene: Scene) -> None:
     assert sum(load.num_stale_messages for load in after) >= sum(load.num_stale_messages for load in before)
 
 
+@pytest.mark.slow
 async def test_fault_07_restarts_under_the_same_name_with_an_empty_cache(scene: Scene) -> None:
     draft = scene.stack.drafts[0]
 

@@ -101,6 +101,7 @@ async def test_fault_32_goaway(scene: Scene, tmp_path_factory: pytest.TempPathFa
     assert record.longest_gap_s < 3
 
 
+@pytest.mark.slow
 async def test_fault_33_clock_skew_between_replicas(scene: Scene) -> None:
     """An orchestrator whose clock is a day ahead takes over from one whose clock is right, and the other way round."""
     async with scene.stack.another("tests.faults.skewed", OUTRIDER_LEASE_S="2") as skewed:

@@ -28,6 +28,7 @@ async def test_fault_11_killed_before_during_and_after_a_verification(scene: Sce
     assert record.longest_gap_s < 5
 
 
+@pytest.mark.slow
 async def test_fault_12_stopped_then_returns_as_a_zombie(scene: Scene) -> None:
     async def strike() -> None:
         victim = (await scene.serving())[1]
@@ -69,6 +70,7 @@ async def test_fault_12_a_partitioned_owner_is_fenced_off_by_the_worker_too(scen
         check([newer], plain)
 
 
+@pytest.mark.slow
 async def test_fault_13_draining_during_a_rolling_update(scene: Scene) -> None:
     drained: list[ServiceProcess] = []
 
@@ -88,6 +90,7 @@ async def test_fault_13_draining_during_a_rolling_update(scene: Scene) -> None:
     assert record.longest_gap_s < 2
 
 
+@pytest.mark.slow
 async def test_fault_14_kv_memory_exhausted(scene: Scene) -> None:
     # All sessions together take twice the pages that a target has.
     requests = [asking(seed=100 + number, num_tokens=200) for number in range(24)]
