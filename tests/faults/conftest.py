@@ -12,10 +12,20 @@ from tests.faults.scene import Scene
 from tests.faults.stack import FaultOptions, FaultStack, fault_stack
 
 _NUMBERED: Final = re.compile(r"::test_fault_(\d+)_(\w+)(\[.*\])?$")
+_IN_EVERY_RUN: Final = tuple(f"fault_{number}_" for number in ("01", "11", "16", "18", "21", "27", "35", "44"))
 _reports: list[pytest.TestReport] = []
 
 
-@pytest_asyncio.fixture(scope="session", loop_scope="session")
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Leaves to `make faults` what needs the stack, but for one fault of each group."""
+    for item in items:
+        needs_stack = "scene" in getattr(item, "fixturenames", ())
+        if needs_stack and not any(name in item.name for name in _IN_EVERY_RUN):
+            item.add_marker(pytest.mark.slow)
+
+
+@pytest_asyncio.fixture(scope="package", loop_scope="session")
 async def shared_stack(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[FaultStack]:
     # Memory for some ten sessions of 200 tokens on each target.
     options = FaultOptions(target_environment={"OUTRIDER_KV_BUDGET_BYTES": str(1 << 13)})
