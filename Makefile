@@ -57,7 +57,7 @@ format: install ## Formats the code and sorts its imports.
 exactness: install ## Proves losslessness: enumeration, known wrong rules, 30,000 served samples a law, 30 prompts. Takes 50 minutes.
 	@$(BIN)/python -m pytest -q tests/exactness tests/served -m 'slow or not slow' $(ARGS)
 
-faults: install ## Tries every fault of docs/reliability.md on real processes. Takes 8 minutes.
+faults: install ## Tries every fault of docs/reliability.md on real processes. Takes 6 minutes.
 	@OUTRIDER_FAULTS_TABLE=1 $(BIN)/python -m pytest -q tests/faults tests/orchestrator/test_authentication.py \
 	  tests/served/test_secured.py tests/target_service/test_remote_blocks.py \
 	  tests/bench/test_benches.py::test_takeover -m 'slow or not slow' $(ARGS)

@@ -195,6 +195,7 @@ class Engine:
         if request is None:
             return
         request.resident.apply(span, self._model.info.vocabulary_size, self.max_len)
+        request.has_start = len(request.resident.token_ids) >= request.start_len
         request.resident.committed_len = max(request.resident.committed_len, min(span.end, request.start_len))
         request.begin_round(time.monotonic())
         if self._restoring is not None:

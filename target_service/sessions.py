@@ -79,6 +79,8 @@ class Request:
         late_trees: proposals that came too late, with the length they continued; see `SpeculationPolicy`.
         feature_layers: layers whose features the session's draft asked for.
         features_len: positions from 0 on whose features it was sent, or has no need of.
+        has_start: whether the caller's span has come, up to `start_len`. What the session has of its own accord does not
+            do: the span would take back what was output behind it.
         is_restoring: whether blocks of its KV cache are on their way.
     """
 
@@ -104,6 +106,7 @@ class Request:
     late_trees: OrderedDict[int, ProposalTree] = field(default_factory=OrderedDict)
     feature_layers: tuple[int, ...] = ()
     features_len: int = 0
+    has_start: bool = False
     is_restoring: bool = False
     finished: bool = False
 
@@ -128,11 +131,6 @@ class Request:
         length = len(self.resident.token_ids)
         is_wanted = self.has_start and length < self.window_end and self.num_uncached > 0
         return is_wanted and not self.finished and not self.is_restoring
-
-    @property
-    def has_start(self) -> bool:
-        """Whether all tokens are here behind which generation starts."""
-        return len(self.resident.token_ids) >= self.start_len
 
     @property
     def has_whole_proposal(self) -> bool:

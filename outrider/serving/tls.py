@@ -1,13 +1,16 @@
 """TLS between processes: certificates from files that may be renewed while the process runs."""
 
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import cast
+from typing import Final, cast
 
 import grpc
 
 from outrider.errors import InvalidArgument
+
+_LOG: Final = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +70,8 @@ class _Renewal:
         """Returns the new configuration; None, which keeps the old one, where nothing has changed or can be read."""
         try:
             return None if self._stamps() == self._known else self.configuration()
-        except (OSError, InvalidArgument):
+        except (OSError, InvalidArgument) as error:
+            _LOG.warning("the certificates stay as they were: %s", error)
             return None
 
     def _stamps(self) -> Sequence[tuple[int, int]]:

@@ -95,6 +95,14 @@ class Scene:
         check([whole], plain)
         return whole
 
+    async def freed(self) -> None:
+        """Returns once no worker has a session open, and no target holds KV cache; a draft's is evicted when needed."""
+        async with asyncio.timeout(20):
+            for process in (*self.stack.targets, *self.stack.drafts):
+                is_target = process in self.stack.targets
+                while (load := await load_of(process)).num_active_sessions or (is_target and load.kv_used_bytes):
+                    await asyncio.sleep(0.02)
+
     async def serving(self) -> tuple[int, ServiceProcess]:
         """Returns the target that has a session now, and its number."""
         async with asyncio.timeout(5):

@@ -12,7 +12,7 @@ from outrider.client import Delta, OutriderClient
 from outrider.errors import DeadlineExceeded, DuplicateRequest, Overloaded, SessionBusy
 from outrider.parameters import SamplingParameters
 from tests.faults.history import check, read_log, watch
-from tests.faults.scene import Scene, asking, load_of, plain
+from tests.faults.scene import Scene, asking, plain
 
 
 async def test_fault_34_the_same_request_id_again(scene: Scene) -> None:
@@ -43,15 +43,6 @@ async def test_fault_34_the_same_request_id_at_once(scene: Scene) -> None:
     check(records, plain)
 
 
-async def _until_free(scene: Scene) -> None:
-    """Returns once no worker has a session open, and no target holds KV cache; a draft's may be evicted at any time."""
-    async with asyncio.timeout(10):
-        for process in (*scene.stack.targets, *scene.stack.drafts):
-            is_target = process in scene.stack.targets
-            while (load := await load_of(process)).num_active_sessions or (is_target and load.kv_used_bytes):
-                await asyncio.sleep(0.02)
-
-
 @pytest.mark.parametrize("how", ["cancel", "close", "deadline"])
 async def test_fault_35_cancel_and_deadline_free_the_kv_cache_on_both_workers(scene: Scene, how: str) -> None:
     request = asking(num_tokens=1500, session_id=f"freed-{how}")
@@ -74,7 +65,7 @@ async def test_fault_35_cancel_and_deadline_free_the_kv_cache_on_both_workers(sc
             await task
     else:
         await asyncio.wait_for(task, 10)
-    await _until_free(scene)
+    await scene.freed()
     session = await scene.client.get_session(f"freed-{how}")
     assert 0 < session.committed_len - session.prompt_len < 1500
 
@@ -106,7 +97,7 @@ async def test_fault_36_a_slow_reader_holds_up_itself_and_nobody_else(scene: Sce
             num += len(event.token_ids) if isinstance(event, Delta) else 0
             if num > lengths[-1] + 200:
                 break
-    await _until_free(scene)
+    await scene.freed()
 
 
 async def test_fault_37_overload(scene: Scene) -> None:

@@ -10,7 +10,7 @@ import pytest
 from outrider.client import Delta, GenerationRequest, OutriderClient
 from outrider.client.process import ServiceProcess
 from outrider.parameters import SamplingParameters
-from tests.faults.scene import Scene, load_of
+from tests.faults.scene import Scene
 
 _NUM_AT_ONCE = 32
 _NUM_TOKENS = 12
@@ -62,26 +62,17 @@ async def run(scene: Scene, num: int, seed: int) -> int:
     return sum(await asyncio.gather(*(work() for _ in range(_NUM_AT_ONCE))))
 
 
-async def settled(scene: Scene) -> None:
-    """Returns once no worker has a session open, and no target holds KV cache."""
-    async with asyncio.timeout(20):
-        for process in (*scene.stack.targets, *scene.stack.drafts):
-            is_target = process in scene.stack.targets
-            while (load := await load_of(process)).num_active_sessions or (is_target and load.kv_used_bytes):
-                await asyncio.sleep(0.05)
-
-
 @pytest.mark.parametrize("num", [400, pytest.param(5000, marks=pytest.mark.slow)])
 async def test_fault_38_soak(scene: Scene, num: int) -> None:
     processes = scene.stack.processes
     await run(scene, num // _PARTS, seed=0)
-    await settled(scene)
+    await scene.freed()
     counts = [(descriptors(process), threads(process)) for process in processes]
     levels = [resident_bytes(process) for process in processes]
     for part in range(1, _PARTS):
         num_done = await run(scene, num // _PARTS, seed=part)
         assert num_done >= 0.7 * (num // _PARTS)
-    await settled(scene)
+    await scene.freed()
     for process, (num_descriptors, num_threads), level in zip(processes, counts, levels, strict=True):
         name = process.spec.name
         assert descriptors(process) <= num_descriptors + 3, name

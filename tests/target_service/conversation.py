@@ -57,6 +57,10 @@ class Caller:
         queue = self._queues.setdefault(handle, asyncio.Queue())
         return await asyncio.wait_for(queue.get(), 20)
 
+    def num_waiting(self, handle: int) -> int:
+        """Returns how many frames have come that nobody has taken."""
+        return self._queues[handle].qsize()
+
     async def open(
         self,
         handle: int,

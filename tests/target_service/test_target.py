@@ -149,6 +149,30 @@ async def test_a_session_continues_where_it_was_closed() -> None:
         assert warm == await caller.plain(3, longer, parameters, session="cold", stop_token_ids=())
 
 
+async def test_nothing_is_said_before_the_span_has_come() -> None:
+    """Where a session is warm the target has all tokens as soon as it is opened; its callers count from the span on."""
+    async with target() as (_, caller):
+        truth = await caller.plain(1, PROMPT, GREEDY, stop_token_ids=())
+        await caller.open(2, PROMPT, GREEDY, session="a", stop_token_ids=())
+        await caller.span(2, 0, PROMPT)
+        verdicts = caller.verdicts(2)
+        output = [token_id for _ in range(5) for token_id in (await anext(verdicts)).token_ids]
+        await caller.send(2, close=pb.VerifyClose(committed_len=len(PROMPT) + len(output)))
+        known = [*PROMPT, *output]
+        opened = await caller.open(
+            3, known, GREEDY, session="a", fencing_token=2, prompt_len=len(PROMPT), stop_token_ids=()
+        )
+        assert opened.opened.cached_len == len(known) - 1
+        # Passes of another request, in which this one has no part.
+        await caller.plain(4, PROMPT, GREEDY, stop_token_ids=())
+        assert not caller.num_waiting(3)
+        await caller.span(3, len(known) - 1, known[-1:])
+        async for verdict in caller.verdicts(3):
+            assert verdict.base.len == len(PROMPT) + len(output)
+            output += verdict.token_ids
+        assert output == truth
+
+
 async def test_a_span_beyond_the_cache_is_a_miss_and_an_earlier_one_replays() -> None:
     async with target() as (_, caller):
         truth = await caller.plain(1, PROMPT, GREEDY, stop_token_ids=())
