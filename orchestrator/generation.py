@@ -269,7 +269,12 @@ class Generation:
 
     def _on_verdict(self, verdict: target_pb2.Verdict) -> None:
         base = verdict.base
-        if self._is_over or base.fencing_token != self._lease.fencing_token or base.len != self._tokens.end:
+        if self._is_over or self._target_error is not None or base.fencing_token != self._lease.fencing_token:
+            return
+        if base.len != self._tokens.end:
+            # None of its later ones would fit either: without another target the stream would stand still.
+            problem = f"the target continues token {base.len}, the session has {self._tokens.end}"
+            self._on_target_error(Unavailable(problem))
             return
         self._failing_since = None
         self._failed_targets.clear()

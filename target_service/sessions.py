@@ -79,8 +79,8 @@ class Request:
         late_trees: proposals that came too late, with the length they continued; see `SpeculationPolicy`.
         feature_layers: layers whose features the session's draft asked for.
         features_len: positions from 0 on whose features it was sent, or has no need of.
-        has_start: whether the caller's span has come, up to `start_len`. What the session has of its own accord does not
-            do: the span would take back what was output behind it.
+        has_start: whether the caller's span has come, up to `start_len`. What a warm session has by itself does not do:
+            the span would take back what was output behind it.
         is_restoring: whether blocks of its KV cache are on their way.
     """
 

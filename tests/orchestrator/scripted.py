@@ -178,6 +178,7 @@ class ScriptedTarget(ScriptedWorker, target_pb2_grpc.TargetServiceServicer):
         opened: what requests were opened with.
         run_len: positions it may still output; None for any number. More are allowed by `allow`.
         misses: how many spans it refuses with KV_CACHE_MISS{0}.
+        out_of_step: how many verdicts it gives for an earlier base than they have.
         is_silent: answers nothing, not even `open`.
     """
 
@@ -188,6 +189,7 @@ class ScriptedTarget(ScriptedWorker, target_pb2_grpc.TargetServiceServicer):
         self.opened: list[target_pb2.VerifyOpen] = []
         self.run_len: int | None = None
         self.misses = 0
+        self.out_of_step = 0
         self.is_silent = False
         self._requests: dict[tuple[int, int], _Request] = {}
 
@@ -320,6 +322,9 @@ class ScriptedTarget(ScriptedWorker, target_pb2_grpc.TargetServiceServicer):
             finish_reason=finish,
             awaits_proposal=request.waits,
         )
+        if self.out_of_step and base > message.committed_len:
+            self.out_of_step -= 1
+            verdict.base.len -= 1
         self._send_features(request, len(cache) - 1)
         request.outbox.put(target_pb2.VerifyResponseFrame(handle=request.handle, verdict=verdict))
 

@@ -571,6 +571,15 @@ async def test_a_target_that_owes_a_verdict_for_too_long_is_replaced(
         assert tokens_of(await streaming.rest()) == WHOLE
 
 
+async def test_a_target_that_is_out_of_step_is_given_the_session_anew(
+    session_store_url: str, target: ScriptedTarget
+) -> None:
+    target.out_of_step = 1
+    async with orchestrating(session_store_url, (target,)) as orchestrator:
+        assert tokens_of(await orchestrator.events(asking())) == WHOLE
+    assert (target.out_of_step, len(target.of("open"))) == (0, 2)
+
+
 async def test_a_refusal_that_every_target_would_give_is_passed_on(
     orchestrator: Orchestrator, target: ScriptedTarget
 ) -> None:
