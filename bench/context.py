@@ -14,7 +14,7 @@ from bench.progress import Step, progress
 from bench.result import BenchResult, machine, median
 from bench.traffic import Prompts
 from outrider.errors import InvalidArgument
-from outrider.lm.loading import load_model
+from outrider.lm.loading import LoadOptions, load_model
 from outrider.lm.model import KVCache, LanguageModel, SessionStep
 from outrider.tokens import TokenSpan
 
@@ -58,12 +58,8 @@ async def measure(options: Options) -> BenchResult:
     points = options.points
     with progress(len(points) + 1) as step:
         step("loading")
-        model = load_model(
-            served_name(options.model),
-            device=options.device,
-            kv_budget_bytes=_KV_BUDGET_BYTES,
-            compiles=options.compiles == "yes",
-        ).model
+        load = LoadOptions(device=options.device, kv_budget_bytes=_KV_BUDGET_BYTES, compiles=options.compiles == "yes")
+        model = load_model(served_name(options.model), load).model
         rows = _grow(model, points, options, step)
     config = {**machine(), **asdict(options), "numerics": model.info.numerics}
     return BenchResult("context", config, rows, _figures(rows))

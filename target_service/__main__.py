@@ -1,7 +1,6 @@
 """Starts a target: `python -m target_service --help`."""
 
 import asyncio
-import functools
 import logging
 import os
 import secrets
@@ -12,7 +11,7 @@ from typing import Final
 
 import torch
 
-from outrider.lm.loading import LoadedModel, chosen_device, load_model
+from outrider.lm.loading import LoadedModel, LoadOptions, chosen_device, load_model
 from outrider.lm.model import LanguageModel
 from outrider.lm.ranks import Ranks, num_ranks
 from outrider.serving.server import Server, favour_engine, run_process
@@ -39,9 +38,7 @@ async def serve(settings: TargetSettings) -> None:
     # In a thread that ends: OpenMP keeps workers for every thread that ever computed, and with more workers than cores
     # they stop spinning between operations, which doubled the time of a pass (18 to 33 ms on 2 cores).
     with ThreadPoolExecutor(max_workers=1) as loader:
-        load = functools.partial(
-            load_model,
-            settings.model,
+        options = LoadOptions(
             dtype=settings.dtype,
             device=settings.device,
             quantization=settings.quantization,
@@ -50,7 +47,7 @@ async def serve(settings: TargetSettings) -> None:
             ranks=ranks,
             invariant=settings.invariant,
         )
-        loaded = await asyncio.get_running_loop().run_in_executor(loader, load)
+        loaded = await asyncio.get_running_loop().run_in_executor(loader, load_model, settings.model, options)
     favour_engine()
     if ranks is not None and ranks.rank > 0:
         follow(loaded, ranks)

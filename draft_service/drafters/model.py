@@ -18,7 +18,7 @@ from draft_service.drafters.states import BoundedStates
 from draft_service.settings import DraftSettings
 from outrider.errors import Overloaded
 from outrider.lm.heads.vocabulary import DraftVocabulary
-from outrider.lm.loading import load_model
+from outrider.lm.loading import LoadOptions, load_model
 from outrider.lm.model import KVCache, LanguageModel, SessionStep
 from outrider.sampling import TokenHistory
 from outrider.tokens import ROOT, NodeKind, ProposalNode, ProposalTree, TokenSpan
@@ -246,8 +246,7 @@ def load_model_drafter(settings: DraftSettings) -> ModelDrafter:
     """
     if settings.num_threads:
         torch.set_num_threads(settings.num_threads)
-    loaded = load_model(
-        settings.model,
+    load = LoadOptions(
         dtype=settings.dtype,
         device=settings.device,
         quantization=settings.quantization,
@@ -256,6 +255,7 @@ def load_model_drafter(settings: DraftSettings) -> ModelDrafter:
         compiles=settings.compile,
         trims=True,
     )
+    loaded = load_model(settings.model, load)
     options = ModelDrafterOptions(
         kv_budget_bytes=settings.kv_budget_bytes,
         prefill_chunk_len=settings.prefill_chunk_len,

@@ -10,7 +10,7 @@ import torch
 
 from outrider.errors import InvalidArgument
 from outrider.lm.heads.vocabulary import DraftVocabulary
-from outrider.lm.loading import load_model
+from outrider.lm.loading import LoadOptions, load_model
 from outrider.training.corpus import Corpus, load_corpus
 from outrider.training.cost import cost_ratio, predicted_speedup
 from outrider.training.drafts import num_trained, save_draft
@@ -103,7 +103,9 @@ def _corpus(options: DistillOptions, data: DataOptions, work: Path, reporter: Re
 
 
 def _synthesise(options: DistillOptions, data: DataOptions, folder: Path, reporter: Reporter) -> None:
-    loaded = load_model(options.target, device=options.device, kv_budget_bytes=data.kv_budget_bytes, compiles=True)
+    loaded = load_model(
+        options.target, LoadOptions(device=options.device, kv_budget_bytes=data.kv_budget_bytes, compiles=True)
+    )
     tokenizer = Teacher.tokenizer_of(options.target)
     prompts = None
     if data.prompts is not None:

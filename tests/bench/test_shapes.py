@@ -6,7 +6,7 @@ from transformers import LlamaConfig
 
 from bench.shapes import SHAPES, ensure_shape, random_model
 from outrider.errors import InvalidArgument
-from outrider.lm.loading import load_model
+from outrider.lm.loading import LoadOptions, load_model
 
 
 def test_weights_are_random_and_the_same_each_time() -> None:
@@ -18,7 +18,7 @@ def test_weights_are_random_and_the_same_each_time() -> None:
 
 
 def test_a_shape_is_served() -> None:
-    info = load_model(str(ensure_shape("tiny")), compiles=False).model.info
+    info = load_model(str(ensure_shape("tiny")), LoadOptions(compiles=False)).model.info
     assert (info.vocabulary_size, info.max_session_len, info.eos_token_ids) == (512, 8192, (2,))
 
 

@@ -7,7 +7,7 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, PretrainedConfig
 
 from outrider.lm.compilation import _are_alike, find_layers
-from outrider.lm.loading import load_model
+from outrider.lm.loading import LoadOptions, load_model
 from outrider.lm.model import LanguageModel, SessionStep
 from outrider.tokens import TokenSpan
 from tests.lm.models import CONFIGS, SMALL, save_model
@@ -31,7 +31,7 @@ def test_layers_are_alike_where_only_weights_differ(name: str, alike: bool) -> N
 def test_models_of_one_shape_have_code_of_their_own(tmp_path: Path) -> None:
     for index, activation in enumerate(("silu", "gelu", "relu")):
         folder = save_model(LlamaConfig(**SMALL, hidden_act=activation), tmp_path / str(index))
-        model = load_model(folder, compiles=True).model
+        model = load_model(folder, LoadOptions(compiles=True)).model
         assert "flex" in model.info.numerics
         reference = AutoModelForCausalLM.from_pretrained(folder)
         with torch.no_grad():
@@ -40,7 +40,7 @@ def test_models_of_one_shape_have_code_of_their_own(tmp_path: Path) -> None:
 
 
 def test_a_pass_may_have_more_rows_than_any_before(tmp_path: Path) -> None:
-    model = load_model(save_model(CONFIGS["llama"], tmp_path), compiles=True).model
+    model = load_model(save_model(CONFIGS["llama"], tmp_path), LoadOptions(compiles=True)).model
     sessions = [tuple((start + index) % 60 + 3 for index in range(1500)) for start in range(3)]
     alone = [logits(model, tokens) for tokens in sessions]
     model.new_cache().release()

@@ -8,7 +8,7 @@ from transformers import AutoModelForCausalLM
 
 from outrider.errors import ModelUnsupported
 from outrider.lm.features import FeatureStore
-from outrider.lm.loading import load_model
+from outrider.lm.loading import LoadOptions, load_model
 from outrider.lm.model import KVCache, LanguageModel, SessionStep
 from outrider.tokens import ROOT, NodeKind, ProposalNode, ProposalTree, TokenSpan
 from tests.lm.models import CONFIGS, save_model
@@ -24,7 +24,7 @@ def folder(tmp_path: Path) -> str:
 
 @pytest.fixture
 def model(folder: str) -> LanguageModel:
-    return load_model(folder, kv_budget_bytes=1 << 22).model
+    return load_model(folder, LoadOptions(kv_budget_bytes=1 << 22)).model
 
 
 def source(model: LanguageModel) -> FeatureStore:
@@ -53,7 +53,7 @@ def expected(folder: str, token_ids: tuple[int, ...]) -> torch.Tensor:
 
 @pytest.mark.parametrize(("compiles", "invariant"), [(True, True), (False, True), (False, False)])
 def test_they_are_what_transformers_calls_hidden_states(folder: str, *, compiles: bool, invariant: bool) -> None:
-    model = load_model(folder, kv_budget_bytes=1 << 22, compiles=compiles, invariant=invariant).model
+    model = load_model(folder, LoadOptions(kv_budget_bytes=1 << 22, compiles=compiles, invariant=invariant)).model
     source(model).keep(LAYERS)
     cache = model.new_cache()
     run(model, cache, TEXT)
@@ -109,7 +109,7 @@ def test_what_was_cached_before_is_neither_current_nor_found(model: LanguageMode
 
 
 def test_keeping_changes_no_logit(folder: str) -> None:
-    model = load_model(folder, kv_budget_bytes=1 << 22, compiles=True).model
+    model = load_model(folder, LoadOptions(kv_budget_bytes=1 << 22, compiles=True)).model
     before = model.forward([SessionStep(model.new_cache(), TokenSpan(0, TEXT))])[0]
     source(model).keep(LAYERS)
     after = model.forward([SessionStep(model.new_cache(), TokenSpan(0, TEXT))])[0]

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from outrider.lm.loading import load_model
+from outrider.lm.loading import LoadOptions, load_model
 from outrider.lm.model import BlockSource, KVCache, LanguageModel, SessionStep
 from outrider.tokens import NodeKind, ProposalNode, ProposalTree, TokenSpan
 from tests.lm.models import CONFIGS, save_model
@@ -20,7 +20,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def load(folder: str, kv_budget_bytes: int = 1 << 22) -> tuple[LanguageModel, BlockSource]:
-    model = load_model(folder, kv_budget_bytes=kv_budget_bytes).model
+    model = load_model(folder, LoadOptions(kv_budget_bytes=kv_budget_bytes)).model
     assert model.blocks is not None
     assert model.blocks.take_fresh() == []
     return model, model.blocks
@@ -133,4 +133,5 @@ def test_what_is_published_already_stays(folder: str) -> None:
 
 
 def test_models_without_pages_of_their_own_have_none(tmp_path: Path) -> None:
-    assert load_model("markov:vocabulary=5,order=2,seed=1", kv_budget_bytes=1 << 20).model.blocks is None
+    model = load_model("markov:vocabulary=5,order=2,seed=1", LoadOptions(kv_budget_bytes=1 << 20)).model
+    assert model.blocks is None

@@ -1,5 +1,8 @@
 """The model of known law."""
 
+import subprocess
+import sys
+
 import pytest
 import torch
 
@@ -38,3 +41,11 @@ def test_noise_mixes_laws() -> None:
 def test_wrong_options_are_named(name: str) -> None:
     with pytest.raises(InvalidArgument, match="model"):
         load_model(name)
+
+
+def test_workers_with_a_markov_model_import_no_transformers() -> None:
+    """Which takes seconds: tests of what goes wrong restart such workers all the time."""
+    modules = "target_service.__main__, draft_service.__main__, draft_service.drafters.model"
+    load = "from outrider.lm.loading import load_model; load_model('markov:vocabulary=8')"
+    code = f"import sys, {modules}; {load}; sys.exit('transformers' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], timeout=60, check=False).returncode == 0

@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM, TorchAoConfig
 
 from outrider.errors import InvalidArgument, ModelUnsupported
 from outrider.lm.attention import BLOCK_LEN
-from outrider.lm.loading import load_model
+from outrider.lm.loading import LoadOptions, load_model
 from outrider.lm.model import LanguageModel, SessionStep
 from outrider.tokens import NodeKind, ProposalNode, ProposalTree, TokenSpan, chain
 from tests.lm.models import CONFIGS, RECURRENT, save_model
@@ -29,7 +29,7 @@ INT8 = {"quant_method": "torchao", "quant_type": "Int8WeightOnlyConfig"}
 def named(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str, LanguageModel]:
     config, dtype, how = request.param
     folder = save_model(CONFIGS[config], tmp_path_factory.mktemp("model"), dtype=getattr(torch, dtype))
-    loaded = load_model(folder, compiles=how == "compiled", quantization=INT8 if how == "int8" else None)
+    loaded = load_model(folder, LoadOptions(compiles=how == "compiled", quantization=INT8 if how == "int8" else None))
     assert ("torchao" in loaded.model.info.numerics) == (how == "int8")
     assert ("flex" in loaded.model.info.numerics) == (how == "compiled")
     return folder, dtype, loaded.model
@@ -136,7 +136,10 @@ def test_kv_bytes_per_token_follow_the_formula(model: LanguageModel) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_without_invariance_it_is_right_and_says_so(tmp_path: Path, config: str, dtype: torch.dtype) -> None:
     folder = save_model(CONFIGS[config], tmp_path, dtype=dtype)
-    exact, varying = load_model(folder, compiles=True).model, load_model(folder, compiles=True, invariant=False).model
+    exact, varying = (
+        load_model(folder, LoadOptions(compiles=True)).model,
+        load_model(folder, LoadOptions(compiles=True, invariant=False)).model,
+    )
     assert varying.info.numerics.endswith(" varying")
     assert "sdpa" in varying.info.numerics
     assert varying.info.kv_token_bytes == exact.info.kv_token_bytes * dtype.itemsize // 4
@@ -149,7 +152,7 @@ def test_without_invariance_it_is_right_and_says_so(tmp_path: Path, config: str,
 
 def test_without_invariance_bounded_scores_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ModelUnsupported, match="bounds its scores"):
-        load_model(save_model(CONFIGS["gemma2-softcap-window"], tmp_path), invariant=False)
+        load_model(save_model(CONFIGS["gemma2-softcap-window"], tmp_path), LoadOptions(invariant=False))
 
 
 def test_a_quantised_model_is_transformers_own(tmp_path: Path) -> None:
@@ -157,7 +160,7 @@ def test_a_quantised_model_is_transformers_own(tmp_path: Path) -> None:
 
     folder = save_model(CONFIGS["llama"], tmp_path)
     reference = AutoModelForCausalLM.from_pretrained(folder, quantization_config=TorchAoConfig(Int8WeightOnlyConfig()))
-    model = load_model(folder, quantization=INT8).model
+    model = load_model(folder, LoadOptions(quantization=INT8)).model
     tokens = _tokens(40)
     with torch.no_grad():
         expected = reference(torch.tensor([tokens])).logits[0, -1]
@@ -168,7 +171,7 @@ def test_a_quantised_model_is_transformers_own(tmp_path: Path) -> None:
 @pytest.mark.parametrize("options", [{"quant_type": "Int3"}, {"quant_method": "unheard-of"}, {"quant_type": 3}])
 def test_a_quantisation_that_is_not_understood_is_named(tmp_path: Path, options: dict[str, object]) -> None:
     with pytest.raises((InvalidArgument, ModelUnsupported), match=r"Int3|unheard-of|quant_type|int"):
-        load_model(save_model(CONFIGS["llama"], tmp_path), quantization={**INT8, **options})
+        load_model(save_model(CONFIGS["llama"], tmp_path), LoadOptions(quantization={**INT8, **options}))
 
 
 def test_a_recurrent_model_is_refused(tmp_path: Path) -> None:
@@ -178,18 +181,18 @@ def test_a_recurrent_model_is_refused(tmp_path: Path) -> None:
 
 def test_first_layers_only(tmp_path: Path) -> None:
     folder = save_model(CONFIGS["qwen3"], tmp_path)
-    short = load_model(folder, num_layers=1).model
+    short = load_model(folder, LoadOptions(num_layers=1)).model
     assert short.info.kv_token_bytes * 3 == load_model(folder).model.info.kv_token_bytes
     assert short.info.fingerprint != load_model(folder).model.info.fingerprint
     with pytest.raises(InvalidArgument, match="num_layers is 9"):
-        load_model(folder, num_layers=9)
+        load_model(folder, LoadOptions(num_layers=9))
 
 
 def test_loading_names_what_is_wrong(tmp_path: Path) -> None:
     with pytest.raises(ModelUnsupported, match="cannot load"):
         load_model(str(tmp_path / "missing"))
     with pytest.raises(InvalidArgument, match="dtype is 'int3'"):
-        load_model(save_model(CONFIGS["llama"], tmp_path), dtype="int3")
+        load_model(save_model(CONFIGS["llama"], tmp_path), LoadOptions(dtype="int3"))
 
 
 def test_a_step_must_continue_its_cache(model: LanguageModel) -> None:

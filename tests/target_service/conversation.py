@@ -7,7 +7,7 @@ from contextlib import asynccontextmanager
 import grpc
 
 from outrider import wire
-from outrider.lm.loading import load_model
+from outrider.lm.loading import LoadOptions, load_model
 from outrider.lm.markov import MarkovModel
 from outrider.parameters import AcceptanceRule, SamplingParameters
 from outrider.tokens import Base, ProposalNode
@@ -129,7 +129,7 @@ class Caller:
 
 
 def model(kv_budget_bytes: int = 1 << 20) -> MarkovModel:
-    loaded = load_model(MODEL, kv_budget_bytes=kv_budget_bytes).model
+    loaded = load_model(MODEL, LoadOptions(kv_budget_bytes=kv_budget_bytes)).model
     assert isinstance(loaded, MarkovModel)
     return loaded
 
@@ -139,7 +139,7 @@ async def target(folder: str = "", **settings: object) -> AsyncIterator[tuple[En
     """Serves a target in this process, a model in a folder or the Markov model, and connects to it."""
     chosen = TargetSettings(**settings)  # type: ignore[arg-type]
     budget = chosen.kv_budget_bytes
-    served = load_model(folder, kv_budget_bytes=budget).model if folder else model(budget)
+    served = load_model(folder, LoadOptions(kv_budget_bytes=budget)).model if folder else model(budget)
     blocks = remote_blocks(served, chosen)
     engine = Engine(served, chosen, blocks)
     engine.start()

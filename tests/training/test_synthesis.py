@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from outrider.errors import InvalidArgument
-from outrider.lm.loading import load_model
+from outrider.lm.loading import LoadOptions, load_model
 from outrider.lm.model import LanguageModel, SessionStep
 from outrider.tokens import TokenSpan
 from outrider.training.corpus import load_corpus
@@ -23,7 +23,7 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture(scope="module")
 def model(target: str) -> LanguageModel:
-    return load_model(target, kv_budget_bytes=1 << 22).model
+    return load_model(target, LoadOptions(kv_budget_bytes=1 << 22)).model
 
 
 def _greedy(model: LanguageModel, prompt: list[int], num: int) -> list[int]:
