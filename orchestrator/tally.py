@@ -17,8 +17,9 @@ class Tally:
         self._wait_time_s = 0.0
         self._statistics = SpeculationStatistics()
         self._fallbacks: Counter[str] = Counter()
-        self._varying_numerics = False
+        self._numerics: set[str] = set()
         self._feature_bytes = 0
+        self._num_recomputed_tokens = 0
 
     def verdict(self, verdict: target_pb2.Verdict, num_tokens: int) -> None:
         """Counts a pass of which `num_tokens` belong to the output."""
@@ -26,6 +27,7 @@ class Tally:
         self._statistics.record(verdict.num_draft_tokens, num_accepted, num_tokens)
         self._target_time_s += verdict.model_time_s
         self._wait_time_s += verdict.wait_time_s
+        self._num_recomputed_tokens += verdict.num_recomputed_tokens
         if self._first_token_s is None:
             self._first_token_s = time.monotonic() - self._started
 
@@ -39,7 +41,7 @@ class Tally:
 
     def target(self, numerics: str) -> None:
         """Notes the numerics of a target that takes part."""
-        self._varying_numerics = self._varying_numerics or numerics.endswith(" varying")
+        self._numerics.add(numerics)
 
     def message(self) -> generation_pb2.GenerationStatistics:
         """Returns the statistics of a request that ends now."""
@@ -59,6 +61,7 @@ class Tally:
             wait_time_s=self._wait_time_s,
             num_fallbacks=self._fallbacks,
             tokens_per_second=num_later / (duration_s - first_token_s) if num_later > 0 else 0.0,
-            varying_numerics=self._varying_numerics,
+            varying_numerics=len(self._numerics) > 1 or any(name.endswith(" varying") for name in self._numerics),
             feature_bytes=self._feature_bytes,
+            num_recomputed_tokens=self._num_recomputed_tokens,
         )

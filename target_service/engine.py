@@ -430,7 +430,11 @@ class Engine:
         self._inform_policy(share, result)
         request.begin_round(time.monotonic())
         awaits = request.wait_until > request.round_started
-        request.stream.verdict(request.handle, base, result, (duration_s, share.wait_s), awaits_proposal=awaits)
+        num_recomputed, request.num_recomputed = request.num_recomputed, 0
+        times_s = (duration_s, share.wait_s)
+        request.stream.verdict(
+            request.handle, base, result, times_s, awaits_proposal=awaits, num_recomputed=num_recomputed
+        )
 
     def _send_features(self, request: Request) -> None:
         """Sends what a session's draft has not been sent yet, in parts; what there is no room for waits for a pass."""
@@ -468,6 +472,8 @@ class Engine:
         load.num_active_sessions = len(self._requests)
         load.num_cached_sessions = len(self._residents)
         load.num_preemptions = self._scheduler.num_preemptions
+        for share in shares:
+            share.request.num_recomputed += share.num_recomputed
         prefill = [(share.step.num_rows, share.step.span.start) for share in shares if share.is_prefill]
         num_decode = sum(share.step.num_rows for share in shares if not share.is_prefill)
         self._scheduler.budget.observe(num_decode, prefill, duration_s)

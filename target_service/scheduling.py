@@ -33,6 +33,14 @@ class Share:
     waited: bool = False
     is_prefill: bool = False
 
+    @property
+    def num_recomputed(self) -> int:
+        """Rows of output tokens that have been run before, one by one or as a proposal; the last one has not been."""
+        if not self.is_prefill:
+            return 0
+        end = min(self.step.span.end, len(self.request.resident.token_ids) - 1)
+        return max(0, end - max(self.step.span.start, self.request.prompt_len))
+
 
 class Scheduler:
     """Fills passes. Sessions that decode come first, those that waited longest before others; then prompts.

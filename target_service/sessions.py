@@ -82,6 +82,7 @@ class Request:
         has_start: whether the caller's span has come, up to `start_len`. What a warm session has by itself does not do:
             the span would take back what was output behind it.
         is_restoring: whether blocks of its KV cache are on their way.
+        num_recomputed: see `Verdict`.
     """
 
     number: int
@@ -108,6 +109,7 @@ class Request:
     features_len: int = 0
     has_start: bool = False
     is_restoring: bool = False
+    num_recomputed: int = 0
     finished: bool = False
 
     @property

@@ -59,7 +59,14 @@ class Stream:
         self._put(target_pb2.VerifyResponseFrame(handle=handle, refusal=wire.refusal_to_message(error)))
 
     def verdict(
-        self, handle: int, base: Base, result: RoundResult, times_s: tuple[float, float], *, awaits_proposal: bool
+        self,
+        handle: int,
+        base: Base,
+        result: RoundResult,
+        times_s: tuple[float, float],
+        *,
+        awaits_proposal: bool,
+        num_recomputed: int,
     ) -> None:
         """Sends, with the next `flush`, the outcome of a pass for one session.
 
@@ -69,6 +76,7 @@ class Stream:
             result: the outcome.
             times_s: the pass's time in the model, and the wait for a proposal.
             awaits_proposal: whether the next round waits for one.
+            num_recomputed: output tokens that were run again before it.
         """
         message = target_pb2.Verdict(
             base=wire.base_to_message(base),
@@ -82,6 +90,7 @@ class Stream:
             model_time_s=times_s[0],
             wait_time_s=times_s[1],
             awaits_proposal=awaits_proposal,
+            num_recomputed_tokens=num_recomputed,
         )
         self._held.append(target_pb2.VerifyResponseFrame(handle=handle, verdict=message))
 

@@ -65,8 +65,10 @@ class Statistics:
         tokens_per_second: output tokens per second between the first and the last; 0 for a single token.
         num_fallbacks: why plain decoding took the place of speculation, reason to number of times.
         varying_numerics: whether load, speculation or a failover may have changed the text, because a target took part
-            whose bits depend on how a position is computed.
+            whose bits depend on how a position is computed, or several of different numerics.
         feature_bytes: bytes of features that went from target to draft.
+        num_recomputed_tokens: output tokens whose KV cache was computed again, after a failover or where a target's
+            memory was short; where numerics vary, what follows them may differ.
     """
 
     num_drafts: int = 0
@@ -82,6 +84,7 @@ class Statistics:
     num_fallbacks: dict[str, int] = field(default_factory=dict)
     varying_numerics: bool = False
     feature_bytes: int = 0
+    num_recomputed_tokens: int = 0
 
     @property
     def acceptance_rate(self) -> float:
@@ -220,4 +223,5 @@ def _statistics(message: generation_pb2.GenerationStatistics) -> Statistics:
         num_fallbacks=dict(message.num_fallbacks),
         varying_numerics=message.varying_numerics,
         feature_bytes=message.feature_bytes,
+        num_recomputed_tokens=message.num_recomputed_tokens,
     )

@@ -54,6 +54,7 @@ def test_generate_json_prints_exactly_one_object(service: ScriptedService) -> No
             "num_target_passes": 4,
             "varying_numerics": False,
             "feature_bytes": 0,
+            "num_recomputed_tokens": 0,
         },
     }
 

@@ -12,19 +12,22 @@ import sys
 import tempfile
 import time
 import uuid
-from collections import Counter
-from collections.abc import Awaitable, Callable
+from collections import Counter, defaultdict
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from outrider.client import GenerationRequest
+from outrider.client.process import ServiceProcess
 from outrider.errors import OutriderError
 from tests.faults.history import HistoryError, Record, check, monitored, read_log, watch
-from tests.faults.scene import Scene, asking, plain
+from tests.faults.scene import Scene, asking, load_of, plain
 from tests.faults.stack import FaultOptions, FaultStack, fault_stack, resume, stop
 
 _REQUEST_S = 120.0
 _NUM_TEXTS = 40
+_HEALED_S = 180.0
 _MARKOV = FaultOptions(
     num_targets=2,
     num_drafts=2,
@@ -32,7 +35,16 @@ _MARKOV = FaultOptions(
     # A pass over a hundred sessions takes a while; what is slow is not what is gone.
     orchestrator_environment={"OUTRIDER_REDIS_TIMEOUT_S": "2", "OUTRIDER_LEASE_S": "5"},
 )
-_EMBEDDED = replace(_MARKOV, target="embedded", draft="embedded", drafter="eagle3", num_drafts=1)
+_EMBEDDED = replace(
+    _MARKOV,
+    target="embedded",
+    draft="embedded",
+    drafter="eagle3",
+    num_drafts=1,
+    keeps_kv_blocks=True,
+    # A target that takes a session over restores what there is, also where computing would be as fast.
+    target_environment={"OUTRIDER_KV_BLOCKS": "always"},
+)
 
 
 @dataclass
@@ -45,6 +57,7 @@ class Tally:
         num_tokens: that clients were given.
         faults: how many of each kind.
         gaps_s: longest gap of each stream.
+        num_restored: KV blocks that targets which live at the end took from Redis.
         kept: some records, whose logs are compared at the end.
     """
 
@@ -53,6 +66,7 @@ class Tally:
     num_tokens: int = 0
     faults: Counter[str] = field(default_factory=Counter)
     gaps_s: list[float] = field(default_factory=list)
+    num_restored: int = 0
     kept: list[Record] = field(default_factory=list)
 
 
@@ -86,6 +100,8 @@ class Chaos:
         self._every_s = every_s
         self._num_tokens = num_tokens
         self._kills_only = kills_only
+        self._strikes: list[asyncio.Task[None]] = []
+        self._struck: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
 
     async def run(self, num_clients: int) -> Tally:
         """Runs clients and faults; returns when all requests have ended and all logs are compared."""
@@ -100,6 +116,7 @@ class Chaos:
             clients = [asyncio.create_task(self._ask(random.Random(seed), texts)) for seed in seeds]
             showing = asyncio.create_task(self._show())
             await striking
+            await asyncio.wait_for(asyncio.gather(*self._strikes), _HEALED_S)
             await self.stack.heal()
             await asyncio.wait(clients, timeout=2 * _REQUEST_S)
             showing.cancel()
@@ -111,6 +128,8 @@ class Chaos:
             for record in self.tally.kept:
                 await read_log(client, record)
             self._compare(self.tally.kept, counts=False)
+        for target in self.stack.targets:
+            self.tally.num_restored += (await load_of(target)).kv_blocks.num_restored
         return self.tally
 
     async def _ask(self, rng: random.Random, texts: list[GenerationRequest]) -> None:
@@ -149,22 +168,30 @@ class Chaos:
                 kinds |= {"stop": self._stop, "cut": self._cut, "reset": self._reset, "redis": self._restart_redis}
             name = self._rng.choices(list(kinds), [4, 3, 3, 2, 1][: len(kinds)])[0]
             self.tally.faults[name] += 1
-            await kinds[name]()
+            # The next one does not wait until this one is over.
+            self._strikes.append(asyncio.create_task(kinds[name]()))
 
     async def _kill(self) -> None:
-        process = self._rng.choice(self.stack.processes)
         pause_s = self._rng.uniform(0.0, 2.0)
-        process.kill()
-        await asyncio.sleep(pause_s)
-        process.restart()
-        await process.wait_ready(120)
+        async with self._victim() as process:
+            process.kill()
+            await asyncio.sleep(pause_s)
+            process.restart()
+            await process.wait_ready(120)
 
     async def _stop(self) -> None:
-        process = self._rng.choice(self.stack.processes)
         pause_s = self._rng.uniform(0.5, 6.0)
-        stop(process)
-        await asyncio.sleep(pause_s)
-        resume(process)
+        async with self._victim() as process:
+            stop(process)
+            await asyncio.sleep(pause_s)
+            resume(process)
+
+    @asynccontextmanager
+    async def _victim(self) -> AsyncIterator[ServiceProcess]:
+        """Any process; where another fault has it, once that is over."""
+        process = self._rng.choice(self.stack.processes)
+        async with self._struck[process.spec.name]:
+            yield process
 
     async def _cut(self) -> None:
         proxy = self._rng.choice(self.stack.proxies)
@@ -178,8 +205,9 @@ class Chaos:
         self._rng.choice(self.stack.proxies).reset_after(self._rng.randrange(1, 2000))
 
     async def _restart_redis(self) -> None:
-        await asyncio.to_thread(self.stack.redis.stop)
-        await asyncio.to_thread(self.stack.redis.start)
+        async with self._struck["redis"]:
+            await asyncio.to_thread(self.stack.redis.stop)
+            await asyncio.to_thread(self.stack.redis.start)
 
     async def _show(self) -> None:
         while True:
@@ -216,6 +244,8 @@ async def run(arguments: argparse.Namespace) -> int:
         shutil.rmtree(folder)
     gaps = sorted(tally.gaps_s) or [0.0]
     print(f"faults: {dict(tally.faults)}; {commits.num_appends} commits, {tally.num_tokens} tokens")
+    if options.keeps_kv_blocks:
+        print(f"{tally.num_restored} KV blocks restored")
     print(f"longest gap of a stream: median {gaps[len(gaps) // 2]:.2f} s, 99 % {gaps[int(0.99 * len(gaps))]:.2f} s")
     for problem, number in Counter(tally.problems).most_common(10):
         print(f"{number} x {problem}")

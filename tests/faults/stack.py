@@ -19,6 +19,7 @@ TARGET = "markov:vocabulary=16,order=2,seed=5,step_s=0.004"
 DRAFT = f"{TARGET},noise=0.2,step_s=0.0005"
 _READY_S = 60.0
 _HEALED_S = 40.0
+_BLOCK_STORE_BYTES = 256 << 20
 
 # Everything is noticed within a second or two, so that a test takes no longer.
 _SERVICE = {
@@ -52,6 +53,7 @@ class FaultOptions:
         target: model of the targets.
         draft: model of the drafts.
         drafter: what runs it.
+        keeps_kv_blocks: whether targets keep blocks of their KV cache in a Redis of their own.
     """
 
     num_targets: int = 2
@@ -62,6 +64,7 @@ class FaultOptions:
     target: str = TARGET
     draft: str = DRAFT
     drafter: str = "model"
+    keeps_kv_blocks: bool = False
 
 
 class FaultStack:
@@ -123,7 +126,7 @@ class FaultStack:
             redis_url=self.redis.url,
             target_environment={**environment, **_SERVICE, **options.target_environment},
         )
-        self.targets = await self.launch(specs.target_specs())
+        self.targets = await self.launch(specs.target_specs(self._start_block_store()))
         self.drafts = await self.launch(specs.draft_specs())
         self.to_targets = [await self.proxy(process) for process in self.targets]
         self.to_drafts = [await self.proxy(process) for process in self.drafts]
@@ -132,6 +135,12 @@ class FaultStack:
         )
         self.to_orchestrators = [await self.proxy(process) for process in self.orchestrators]
         await self.healed()
+
+    def _start_block_store(self) -> str:
+        if not self.options.keeps_kv_blocks:
+            return ""
+        server = EmbeddedValkey(durable=False, max_memory_bytes=_BLOCK_STORE_BYTES, evicts=True)
+        return self._exits.enter_context(server).url
 
     async def close(self) -> None:
         """Ends everything."""

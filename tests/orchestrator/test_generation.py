@@ -167,6 +167,26 @@ async def test_a_result_says_whether_numerics_vary(
     assert events[-1].finished.statistics.varying_numerics == numerics.endswith("varying")
 
 
+async def test_a_result_says_whether_targets_of_other_numerics_took_part(session_store_url: str) -> None:
+    async with (
+        ScriptedTarget("a") as one,
+        ScriptedTarget("b") as other,
+        orchestrating(session_store_url, (one, other)) as orchestrator,
+    ):
+        one.info.numerics, other.info.numerics = "cpu invariant", "cuda invariant"
+        for target in (one, other):
+            await target.die()
+            await target.start()
+            target.allow(6)
+        streaming = Streaming(orchestrator, asking())
+        await streaming.until(6)
+        used, spare = (one, other) if one.of("open") else (other, one)
+        await used.die()
+        spare.allow(None)
+        assert tokens_of(events := await streaming.rest()) == WHOLE
+    assert events[-1].finished.statistics.varying_numerics
+
+
 async def test_end_of_text_and_stop_ids_end_at_the_target(session_store_url: str) -> None:
     def law(tokens: list[int]) -> int:
         return EOS if len(tokens) == 8 else counting(tokens)

@@ -173,6 +173,24 @@ async def test_nothing_is_said_before_the_span_has_come() -> None:
         assert output == truth
 
 
+async def test_output_that_is_computed_again_is_counted() -> None:
+    async with target() as (_, caller):
+        truth = await caller.plain(1, PROMPT, GREEDY, stop_token_ids=())
+        known = [*PROMPT, *truth[:13]]
+        await caller.open(2, known, GREEDY, session="elsewhere", prompt_len=len(PROMPT), stop_token_ids=())
+        await caller.span(2, 0, known)
+        verdicts = [verdict async for verdict in caller.verdicts(2)]
+        assert [token_id for verdict in verdicts for token_id in verdict.token_ids] == truth[13:]
+        # The first page is a whole one, which the first request has left; the last token was never run.
+        assert [verdict.num_recomputed_tokens for verdict in verdicts] == [0] * len(verdicts)
+        await caller.open(
+            3, known, GREEDY, session="apart", prompt_len=len(PROMPT), stop_token_ids=(), cache_salt=b"another tenant"
+        )
+        await caller.span(3, 0, known)
+        counts = [verdict.num_recomputed_tokens async for verdict in caller.verdicts(3)]
+        assert counts == [12, *[0] * (len(counts) - 1)]
+
+
 async def test_a_span_beyond_the_cache_is_a_miss_and_an_earlier_one_replays() -> None:
     async with target() as (_, caller):
         truth = await caller.plain(1, PROMPT, GREEDY, stop_token_ids=())

@@ -89,6 +89,7 @@ def statistics_as_json(statistics: Statistics) -> dict[str, Any]:
         "num_target_passes": statistics.num_target_passes,
         "varying_numerics": statistics.varying_numerics,
         "feature_bytes": statistics.feature_bytes,
+        "num_recomputed_tokens": statistics.num_recomputed_tokens,
     }
 
 
@@ -105,6 +106,8 @@ def summary(generation: Generation) -> str:
         parts.append(f"acceptance rate {statistics.acceptance_rate:.0%}")
         parts.append(f"mean acceptance length {statistics.mean_acceptance_length:.2f}")
     parts += [f"{num} x {reason}" for reason, num in sorted(statistics.num_fallbacks.items())]
+    if statistics.num_recomputed_tokens:
+        parts.append(f"{statistics.num_recomputed_tokens} tokens computed again")
     if statistics.varying_numerics:
         parts.append("varying numerics")
     return " · ".join([*parts, f"session {generation.session_id}"])
