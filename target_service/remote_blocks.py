@@ -4,6 +4,7 @@ Nothing waits for Redis but a session that is being restored, and that one no lo
 take. Where Redis is slow, full or gone, blocks are dropped and tokens computed.
 """
 
+import contextlib
 import logging
 import secrets
 import threading
@@ -33,7 +34,8 @@ _WRITE_BYTES: Final = 16 << 20
 _REST_S: Final = 5.0
 """After a failure Redis is left alone so long."""
 _PROBE_EVERY_S: Final = 60.0
-_NUM_PROBED: Final = 3
+_NUM_PROBED: Final = 4
+_PROBE_S: Final = 10.0
 _MIN_FETCH_S: Final = 0.05
 
 Deliver = Callable[[list[tuple[bytes, int, Tensor]], bool], None]
@@ -71,16 +73,22 @@ class _Fetch:
 
     Args:
         parts: in order.
-        num_readers: that will work on it.
+        costs: learn from it.
         bound_s: seconds after which no further part is asked for.
+
+    Attributes:
+        num_readers: that work on it.
+        costs: see there.
+        began_s: when it was made.
     """
 
-    def __init__(self, parts: list[list[tuple[int, bytes]]], num_readers: int, bound_s: float) -> None:
-        self.num_readers = num_readers
+    def __init__(self, parts: list[list[tuple[int, bytes]]], costs: RestoreCosts, bound_s: float) -> None:
+        self.num_readers = min(_NUM_READERS, len(parts))
+        self.costs = costs
         self.began_s = time.monotonic()
         self._parts = deque(parts)
         self._give_up_s = self.began_s + bound_s
-        self._num_left = num_readers
+        self._num_left = self.num_readers
         self._num_bytes = 0
         self._lock = threading.Lock()
 
@@ -206,7 +214,7 @@ class RemoteBlocks:
         layout, block_bytes = self._look_at_shape()
         part_len = max(1, _READ_BYTES // block_bytes)
         parts = [list(wanted[start : start + part_len]) for start in range(0, len(wanted), part_len)]
-        fetch = _Fetch(parts, min(_NUM_READERS, len(parts)), max(_MIN_FETCH_S, compute_s))
+        fetch = _Fetch(parts, self.costs, max(_MIN_FETCH_S, compute_s))
         for _ in range(fetch.num_readers):
             self._readers.submit(self._run_fetch, fetch, layout, deliver)
         return True
@@ -250,7 +258,7 @@ class RemoteBlocks:
                 asked_s = time.monotonic()
                 blocks = self._read(part, layout)
                 if not blocks:
-                    self.costs.observe_answer(time.monotonic() - asked_s)
+                    fetch.costs.observe_answer(time.monotonic() - asked_s)
                 deliver(blocks, False)
                 num_bytes += sum(content.numel() for _, _, content in blocks)
                 if len(blocks) < len(part):
@@ -261,7 +269,7 @@ class RemoteBlocks:
         finally:
             total = fetch.leave(num_bytes)
             if total is not None:
-                self.costs.observe_restore(total, time.monotonic() - fetch.began_s)
+                fetch.costs.observe_restore(total, time.monotonic() - fetch.began_s)
                 deliver([], True)
 
     def _read(self, part: list[tuple[int, bytes]], layout: bytes) -> list[tuple[bytes, int, Tensor]]:
@@ -319,7 +327,7 @@ class RemoteBlocks:
             self._fail(error)
 
     def _probe(self) -> None:
-        """Measures what it takes to read blocks of this size, with blocks that are nobody's."""
+        """Measures what it takes to fetch blocks of this size as sessions' are, with blocks that are nobody's."""
         if self._use is not BlockUse.AUTO or self._rests:
             return
         layout, block_bytes = self._shape
@@ -332,13 +340,24 @@ class RemoteBlocks:
                 self._store.get(digests[:1])
             self.costs.observe_answer(time.monotonic() - began_s)
             self._store.put([(digest, header(digest, layout, view), view) for digest in digests])
-            for digest in digests:
-                began_s = time.monotonic()
-                if blocks := self._read([(0, digest)], layout):
-                    self.costs.observe_restore(blocks[0][2].numel(), time.monotonic() - began_s)
+            for costs in (RestoreCosts(), self.costs):  # the first time readers may have to connect
+                self._rehearse(_Fetch([[part] for part in enumerate(digests)], costs, _PROBE_S), layout)
             self._store.delete(digests)
         except BlockStoreError as error:
             self._fail(error)
+
+    def _rehearse(self, fetch: _Fetch, layout: bytes) -> None:
+        """Returns when a fetch is over whose blocks nobody wants."""
+        is_over = threading.Event()
+
+        def deliver(blocks: object, is_last: bool) -> None:
+            if is_last:
+                is_over.set()
+
+        with contextlib.suppress(RuntimeError):  # closed meanwhile
+            for _ in range(fetch.num_readers):
+                self._readers.submit(self._run_fetch, fetch, layout, deliver)
+            is_over.wait(_PROBE_S)
 
 
 def _view(content: Tensor) -> memoryview:

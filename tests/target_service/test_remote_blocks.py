@@ -1,14 +1,17 @@
 """KV blocks between targets: over real sockets, with a real server, and with one that hangs, lies or is gone."""
 
+import asyncio
 import os
 import signal
 import time
 from collections.abc import Callable, Iterator
+from urllib.parse import urlsplit
 
 import pytest
 import redis
 import torch
 
+from bench.proxy import Link, proxied
 from outrider import wire
 from outrider.client.valkey import EmbeddedValkey
 from outrider.lm.model import BlockSource
@@ -185,6 +188,30 @@ async def test_fault_20_a_server_that_is_not_there_changes_nothing(folder: str, 
     async with target(folder, **settings(server, kv_blocks=BlockUse.AUTO)) as (engine, caller):
         assert len(await plain(caller)) == 40
         assert blocks_of(engine).costs.bytes_per_s == 0
+
+
+class Large:
+    """A source of large blocks; nothing is in them."""
+
+    layout, block_len, block_bytes = "large", 32, 1 << 20
+
+    def take_fresh(self) -> list[tuple[bytes, torch.Tensor]]:
+        return []
+
+    def put(self, digest: bytes, index: int, content: torch.Tensor) -> bool:
+        return True
+
+
+async def test_what_is_measured_at_start_is_what_readers_reach_together(server: EmbeddedValkey) -> None:
+    """Where a connection is the bottleneck two of them are twice as fast, and so are sessions' fetches."""
+    async with proxied(urlsplit(server.url).netloc) as proxy:
+        proxy.down = Link(bytes_per_s=1e7)
+        store = BlockStore(f"redis://{proxy.address}/0", timeout_s=5, ttl_s=60)
+        blocks = RemoteBlocks(Large(), "numerics", store, BlockUse.AUTO, 1 << 20)
+        await asyncio.to_thread(blocks.start)
+        assert 1.5e7 < blocks.costs.bytes_per_s < 2.5e7
+        assert blocks.counters.num_restored == 0 == len(keys(server))
+        await asyncio.to_thread(blocks.close, 5)
 
 
 async def test_auto_measures_at_start_and_restores_only_where_that_is_faster(
