@@ -27,8 +27,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest_asyncio.fixture(scope="package", loop_scope="session")
 async def shared_stack(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[FaultStack]:
-    # Memory for some ten sessions of 200 tokens on each target.
-    options = FaultOptions(target_environment={"OUTRIDER_KV_BUDGET_BYTES": str(1 << 13)})
+    options = FaultOptions(
+        # Memory for some ten sessions of 200 tokens on each target; on drafts for what a soak soon fills.
+        target_environment={"OUTRIDER_KV_BUDGET_BYTES": str(1 << 13)},
+        draft_environment={"OUTRIDER_KV_BUDGET_BYTES": str(1 << 16)},
+    )
     async with fault_stack(tmp_path_factory.mktemp("faults"), options) as running:
         yield running
 

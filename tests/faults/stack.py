@@ -28,6 +28,8 @@ _SERVICE = {
     "OUTRIDER_MIN_PING_INTERVAL_S": "0.2",
     "OUTRIDER_DRAIN_BUDGET_S": "6",
 }
+# Fewer than a soak has, so that memory is held against the level of full caches.
+_WORKER = {**_SERVICE, "OUTRIDER_MAX_CACHED_SESSIONS": "256"}
 _ORCHESTRATOR = {
     **_SERVICE,
     "OUTRIDER_LEASE_S": "2",
@@ -49,6 +51,7 @@ class FaultOptions:
         num_drafts: draft processes.
         num_orchestrators: orchestrator processes.
         target_environment: further settings of targets.
+        draft_environment: further settings of drafts.
         orchestrator_environment: further settings of orchestrators.
         target: model of the targets.
         draft: model of the drafts.
@@ -60,6 +63,7 @@ class FaultOptions:
     num_drafts: int = 1
     num_orchestrators: int = 2
     target_environment: Mapping[str, str] = field(default_factory=dict)
+    draft_environment: Mapping[str, str] = field(default_factory=dict)
     orchestrator_environment: Mapping[str, str] = field(default_factory=dict)
     target: str = TARGET
     draft: str = DRAFT
@@ -115,7 +119,10 @@ class FaultStack:
         self.to_redis = await self._exits.enter_async_context(proxied(urlsplit(self.redis.url).netloc))
         options, environment = self.options, {"OUTRIDER_ADAPTIVE_SPECULATION": "false"}
         draft = DraftOptions(
-            options.drafter, options.draft, num_replicas=max(1, options.num_drafts), environment=_SERVICE
+            options.drafter,
+            options.draft,
+            num_replicas=max(1, options.num_drafts),
+            environment={**_WORKER, **options.draft_environment},
         )
         specs = StackOptions(
             model=options.target,
@@ -124,7 +131,7 @@ class FaultStack:
             num_orchestrators=options.num_orchestrators,
             target_threads=1,
             redis_url=self.redis.url,
-            target_environment={**environment, **_SERVICE, **options.target_environment},
+            target_environment={**environment, **_WORKER, **options.target_environment},
         )
         self.targets = await self.launch(specs.target_specs(self._start_block_store()))
         self.drafts = await self.launch(specs.draft_specs())

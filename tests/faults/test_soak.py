@@ -1,6 +1,7 @@
 """Fault 38: thousands of requests, many given up on the way, and nothing stays behind."""
 
 import asyncio
+import os
 import random
 from contextlib import aclosing
 from pathlib import Path
@@ -16,6 +17,7 @@ _NUM_AT_ONCE = 32
 _NUM_TOKENS = 12
 _CANCELLED = 0.2
 _PARTS = 5
+_POOL_THREADS = min(32, (os.cpu_count() or 1) + 4)
 
 
 def descriptors(process: ServiceProcess) -> int:
@@ -76,7 +78,8 @@ async def test_fault_38_soak(scene: Scene, num: int) -> None:
     for process, (num_descriptors, num_threads), level in zip(processes, counts, levels, strict=True):
         name = process.spec.name
         assert descriptors(process) <= num_descriptors + 3, name
-        assert threads(process) <= num_threads + 1, name
+        # The event loop's pool grows with what was ever asked of it at once.
+        assert threads(process) <= num_threads + _POOL_THREADS, name
         growth = resident_bytes(process) / level - 1
         scene.note(f"{name}_growth_percent", round(100 * growth, 1))
         assert growth < 0.05 or num < 5000, f"{name} grew by {100 * growth:.1f} %"
