@@ -11,7 +11,7 @@ from outrider.errors import InvalidArgument
 
 _MODULES = {
     name: f"bench.{name}"
-    for name in ("overhead", "speed", "engine", "load", "context", "drafts", "takeover", "commits")
+    for name in ("overhead", "speed", "engine", "load", "context", "drafts", "takeover", "commits", "orchestrator")
 }
 
 

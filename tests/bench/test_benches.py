@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from bench import commits, context, drafts, engine, load, registry, takeover
+from bench import commits, context, drafts, engine, load, orchestrator, registry, takeover
 from bench.kinds import KINDS
 from outrider.errors import InvalidArgument
 from tests.training.models import save_target, save_tokenizer
@@ -157,3 +157,21 @@ async def test_commits(tmp_path: Path) -> None:
     assert figures["orchestrator_bytes_per_idle_session"] < 100_000
     commits.plot(result, tmp_path / "commits.png")
     assert (tmp_path / "commits.png").stat().st_size > 1000
+
+
+async def test_orchestrator(tmp_path: Path) -> None:
+    result = await orchestrator.measure(orchestrator.Options(sessions="1,4", duration_s=0.5))
+    assert [(row["sessions"], row["asked rounds/s"] == "any") for row in result.rows] == [
+        (1, True),
+        (4, True),
+        (4, False),
+    ]
+    assert all(row["rounds/s"] > 0 for row in result.rows)
+    figures = result.figures
+    assert figures["rounds_per_second"] == max(row["a core sustains"] for row in result.rows[:2])
+    assert 0 < figures["added_latency_p50_s"] <= figures["added_latency_p99_s"]
+    orchestrator.plot(result, tmp_path / "orchestrator.png")
+    assert (tmp_path / "orchestrator.png").stat().st_size > 1000
+    for sessions in ("many", "0"):
+        with pytest.raises(InvalidArgument, match="sessions"):
+            await orchestrator.measure(orchestrator.Options(sessions=sessions))

@@ -1,0 +1,254 @@
+"""A target and a draft without models: they answer at once, so that all time is that of what lies between them."""
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass
+from typing import Any, Final
+
+import grpc
+
+from outrider.parameters import AcceptanceRule
+from outrider.serving.frames import FrameOutbox
+from outrider.v1 import draft_pb2, draft_pb2_grpc, target_pb2, target_pb2_grpc, tokens_pb2, worker_pb2, worker_pb2_grpc
+
+NUM_SPECULATIVE_TOKENS: Final = 4
+ROUND_LEN: Final = 4
+"""Output tokens of a round: all drafted ones but the last are accepted, and one is the target's own."""
+VOCABULARY_SIZE: Final = 1 << 16
+_MAX_SESSION_LEN: Final = 1 << 20
+_TOKEN_ID: Final = 7
+
+_Take = Callable[[FrameOutbox[Any, Any], Any], None]
+
+
+class IdleWorker(worker_pb2_grpc.WorkerServiceServicer):
+    """Says who it is; its sessions live on streams of frames."""
+
+    def __init__(self, role: worker_pb2.WorkerRole.ValueType, name: str) -> None:
+        self._files: tuple[str, ...] = ()
+        self._info = worker_pb2.GetInfoResponse(
+            role=role,
+            replica=name,
+            incarnation=name,
+            model="idle",
+            model_fingerprint="idle",
+            weights_fingerprint="idle",
+            tokenizer_fingerprint="idle",
+            numerics="none invariant",
+            vocabulary_size=VOCABULARY_SIZE,
+            max_session_len=_MAX_SESSION_LEN,
+            acceptance_rules=[rule.value for rule in AcceptanceRule],
+            drafter="model" if role == worker_pb2.WORKER_ROLE_DRAFT else "",
+        )
+
+    async def GetInfo(self, request: worker_pb2.GetInfoRequest, context: Any) -> worker_pb2.GetInfoResponse:
+        """Returns its identity."""
+        return self._info
+
+    async def GetLoad(self, request: worker_pb2.GetLoadRequest, context: Any) -> worker_pb2.GetLoadResponse:
+        """Says that it has nothing to do."""
+        return worker_pb2.GetLoadResponse()
+
+    async def GetTokenizer(
+        self, request: worker_pb2.GetTokenizerRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> AsyncIterator[worker_pb2.GetTokenizerResponse]:
+        """Has none: clients send token ids."""
+        if not self._files:
+            await context.abort(grpc.StatusCode.UNIMPLEMENTED, "no tokenizer")
+        for name in self._files:
+            yield worker_pb2.GetTokenizerResponse(name=name)
+
+    async def _serve(
+        self, requests: AsyncIterator[Any], message: Callable[[list[Any]], Any], take: _Take
+    ) -> AsyncIterator[Any]:
+        outbox: FrameOutbox[Any, Any] = FrameOutbox(message)
+        reader = asyncio.create_task(self._read(requests, outbox, take))
+        try:
+            async for response in outbox.messages():
+                yield response
+        finally:
+            reader.cancel()
+
+    async def _read(self, requests: AsyncIterator[Any], outbox: FrameOutbox[Any, Any], take: _Take) -> None:
+        # The caller goes away at the end of a bench.
+        with suppress(Exception):
+            async for request in requests:
+                for frame in request.frames:
+                    take(outbox, frame)
+        outbox.close()
+
+
+@dataclass(slots=True, eq=False)
+class _Request:
+    outbox: FrameOutbox[Any, Any]
+    handle: int
+    fencing_token: int
+    base_len: int
+    end_len: int
+    window_end: int
+    speculates: bool = False
+    number: int = 0
+    has_proposal: bool = False
+    is_over: bool = False
+    said_s: float = 0.0
+
+
+class IdleTarget(IdleWorker, target_pb2_grpc.TargetServiceServicer):
+    """Gives each verdict as soon as the proposal for it is whole, or when its turn comes.
+
+    Attributes:
+        num_rounds: verdicts on proposals so far.
+        waits_s: seconds from each verdict to the whole proposal under the base that it made.
+        said_s: when it gave verdicts, by the first token of the session's prompt and the length that the session had
+            then; whoever is interested takes them away.
+        pace_s: seconds between the verdicts of a session, at least.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(worker_pb2.WORKER_ROLE_TARGET, "target")
+        self.num_rounds = 0
+        self.waits_s: list[float] = []
+        self.said_s: dict[tuple[int, int], float] = {}
+        self.pace_s = 0.0
+        self._requests: dict[tuple[int, int], _Request] = {}
+
+    async def Verify(
+        self, request_iterator: AsyncIterator[target_pb2.VerifyRequest], context: Any
+    ) -> AsyncIterator[target_pb2.VerifyResponse]:
+        """Serves one stream."""
+        async for response in self._serve(
+            request_iterator, lambda frames: target_pb2.VerifyResponse(frames=frames), self._take
+        ):
+            yield response
+
+    @property
+    def num_speculating(self) -> int:
+        """Sessions that wait for proposals, or have one."""
+        return sum(request.speculates for request in self._requests.values())
+
+    def _take(self, outbox: FrameOutbox[Any, Any], frame: target_pb2.VerifyRequestFrame) -> None:
+        key = id(outbox), frame.handle
+        kind = frame.WhichOneof("frame")
+        if kind == "open":
+            self._requests[key] = self._opened(outbox, frame)
+            return
+        request = self._requests.get(key)
+        if request is None:
+            return
+        match kind:
+            case "span":
+                request.number = frame.span.token_ids[0]
+                self._say(request, 1)
+            case "speculation":
+                request.speculates = frame.speculation.num_speculative_tokens > 0
+                if request.speculates and not request.has_proposal:
+                    self._say(request, 1)
+            case "window":
+                request.window_end = frame.window.window_end
+            case "proposal":
+                self._on_proposal(request, frame.proposal)
+            case "close":
+                request.is_over = True
+                del self._requests[key]
+        self._go(request)
+
+    @staticmethod
+    def _opened(outbox: FrameOutbox[Any, Any], frame: target_pb2.VerifyRequestFrame) -> _Request:
+        message = frame.open
+        opened = target_pb2.VerifyOpened(cached_len=0)
+        outbox.put(target_pb2.VerifyResponseFrame(handle=frame.handle, opened=opened))
+        return _Request(
+            outbox,
+            frame.handle,
+            message.fencing_token,
+            message.committed_len,
+            message.prompt_len + message.parameters.max_tokens,
+            message.window_end,
+            message.speculation.num_speculative_tokens > 0,
+        )
+
+    def _on_proposal(self, request: _Request, proposal: tokens_pb2.Proposal) -> None:
+        if proposal.base.len == request.base_len and proposal.complete:
+            request.has_proposal = True
+            self.waits_s.append(time.perf_counter() - request.said_s)
+
+    def _go(self, request: _Request) -> None:
+        if request.is_over or not request.has_proposal or request.base_len + ROUND_LEN > request.window_end:
+            return
+        request.has_proposal = False
+        left_s = request.said_s + self.pace_s - time.perf_counter()
+        if left_s > 0:
+            asyncio.get_running_loop().call_later(left_s, self._say, request, ROUND_LEN)
+        else:
+            self._say(request, ROUND_LEN)
+
+    def _say(self, request: _Request, num: int) -> None:
+        if request.is_over:
+            return
+        num = min(num, request.end_len - request.base_len)
+        is_last = request.base_len + num == request.end_len
+        verdict = target_pb2.Verdict(
+            base=tokens_pb2.Base(len=request.base_len, fencing_token=request.fencing_token),
+            token_ids=[_TOKEN_ID] * num,
+            origins=[tokens_pb2.TOKEN_ORIGIN_ACCEPTED] * (num - 1) + [tokens_pb2.TOKEN_ORIGIN_RECOVERED],
+            num_draft_tokens=NUM_SPECULATIVE_TOKENS if num > 1 else 0,
+            num_accepted_tokens=num - 1,
+            num_nodes=NUM_SPECULATIVE_TOKENS if num > 1 else 0,
+            finish_reason=tokens_pb2.FINISH_REASON_LENGTH if is_last else tokens_pb2.FINISH_REASON_UNSPECIFIED,
+            awaits_proposal=request.speculates,
+        )
+        request.base_len += num
+        request.is_over = is_last
+        request.said_s = time.perf_counter()
+        self.num_rounds += num > 1
+        self.said_s[request.number, request.base_len] = request.said_s
+        request.outbox.put(target_pb2.VerifyResponseFrame(handle=request.handle, verdict=verdict))
+
+
+class IdleDraft(IdleWorker, draft_pb2_grpc.DraftServiceServicer):
+    """Proposes the same tokens whatever it is told."""
+
+    def __init__(self) -> None:
+        super().__init__(worker_pb2.WORKER_ROLE_DRAFT, "draft")
+
+    async def Draft(
+        self, request_iterator: AsyncIterator[draft_pb2.DraftRequest], context: Any
+    ) -> AsyncIterator[draft_pb2.DraftResponse]:
+        """Serves one stream."""
+        async for response in self._serve(
+            request_iterator, lambda frames: draft_pb2.DraftResponse(frames=frames), self._take
+        ):
+            yield response
+
+    @staticmethod
+    def _take(outbox: FrameOutbox[Any, Any], frame: draft_pb2.DraftRequestFrame) -> None:
+        match frame.WhichOneof("frame"):
+            case "open":
+                outbox.put(draft_pb2.DraftResponseFrame(handle=frame.handle, opened=draft_pb2.DraftOpened()))
+            case "advance":
+                num = frame.advance.num_speculative_tokens
+                nodes = [tokens_pb2.ProposalNode(parent=number, token_id=_TOKEN_ID) for number in range(num)]
+                proposal = tokens_pb2.Proposal(base=frame.advance.base, first_node=1, nodes=nodes, complete=True)
+                outbox.put(draft_pb2.DraftResponseFrame(handle=frame.handle, proposal=proposal))
+
+
+@asynccontextmanager
+async def idle_workers() -> AsyncIterator[tuple[IdleTarget, str, str]]:
+    """Serves a target and a draft in this event loop; yields the target, its address and the draft's."""
+    target, draft = IdleTarget(), IdleDraft()
+    server = grpc.aio.server()
+    target_pb2_grpc.add_TargetServiceServicer_to_server(target, server)
+    worker_pb2_grpc.add_WorkerServiceServicer_to_server(target, server)
+    other = grpc.aio.server()
+    draft_pb2_grpc.add_DraftServiceServicer_to_server(draft, other)
+    worker_pb2_grpc.add_WorkerServiceServicer_to_server(draft, other)
+    ports = [item.add_insecure_port("127.0.0.1:0") for item in (server, other)]
+    await server.start()
+    await other.start()
+    try:
+        yield target, f"127.0.0.1:{ports[0]}", f"127.0.0.1:{ports[1]}"
+    finally:
+        await server.stop(0)
+        await other.stop(0)
