@@ -18,15 +18,16 @@ from outrider.lm.loading import LoadedModel
 from outrider.parameters import AcceptanceRule
 from outrider.v1 import target_pb2, target_pb2_grpc, worker_pb2, worker_pb2_grpc
 from target_service.engine import Engine
+from target_service.requests import Requests
 from target_service.settings import TargetSettings
 from target_service.stream import OpenCommand, Stream
 
 _LOG: Final = logging.getLogger(__name__)
 _CHUNK_BYTES: Final = 1 << 20
 _MAX_WAIT_S: Final = 60.0
-_GENTLE: Final[Mapping[str | None, Callable[[Engine, Stream, int, Exception], None]]] = {
-    "proposal": Engine.refuse_proposal,
-    "features": Engine.refuse_features,
+_GENTLE: Final[Mapping[str | None, Callable[[Requests, Stream, int, Exception], None]]] = {
+    "proposal": Requests.refuse_proposal,
+    "features": Requests.refuse_features,
 }
 """Frames without which a session goes on, and what is done about a wrong one."""
 
@@ -70,7 +71,7 @@ class TargetServicer(target_pb2_grpc.TargetServiceServicer):
         finally:
             reader.cancel()
             self._streams.discard(stream)
-            self._engine.submit(functools.partial(self._engine.close_stream, stream))
+            self._engine.submit(functools.partial(self._engine.requests.close_stream, stream))
 
     async def _read(self, requests: AsyncIterator[target_pb2.VerifyRequest], stream: Stream) -> None:
         try:
@@ -85,54 +86,57 @@ class TargetServicer(target_pb2_grpc.TargetServiceServicer):
             stream.outbox.close()
 
     def _submit(self, stream: Stream, frame: target_pb2.VerifyRequestFrame) -> None:
-        engine = self._engine
+        requests = self._engine.requests
         try:
-            command = _command(engine, stream, frame)
+            command = _command(requests, stream, frame)
         except OutriderError as error:
             refuse = _GENTLE.get(frame.WhichOneof("frame"))
-            command = functools.partial(refuse or Engine.refuse, engine, stream, frame.handle, error)
-        engine.submit(functools.partial(_guard, engine, stream, frame, command))
+            command = functools.partial(refuse or Requests.refuse, requests, stream, frame.handle, error)
+        self._engine.submit(functools.partial(_guard, requests, stream, frame, command))
 
 
-def _guard(engine: Engine, stream: Stream, frame: target_pb2.VerifyRequestFrame, command: Callable[[], None]) -> None:
+def _guard(
+    requests: Requests, stream: Stream, frame: target_pb2.VerifyRequestFrame, command: Callable[[], None]
+) -> None:
     """Runs a command in the engine's thread; an error ends the session it concerns, and nothing else."""
     try:
         command()
     except (OutriderError, ValueError) as error:
         refuse = _GENTLE.get(frame.WhichOneof("frame"))
         if refuse is not None:
-            refuse(engine, stream, frame.handle, error)
+            refuse(requests, stream, frame.handle, error)
         else:
             known = error if isinstance(error, OutriderError) else InvalidArgument(str(error), "frame")
-            engine.refuse(stream, frame.handle, known)
+            requests.refuse(stream, frame.handle, known)
 
 
-def _command(engine: Engine, stream: Stream, frame: target_pb2.VerifyRequestFrame) -> Callable[[], None]:
-    """Returns what the frame asks the engine to do."""
+def _command(requests: Requests, stream: Stream, frame: target_pb2.VerifyRequestFrame) -> Callable[[], None]:
+    """Returns what the frame asks for."""
     handle = frame.handle
     match frame.WhichOneof("frame"):
         case "open":
-            return functools.partial(engine.open, stream, handle, _open_command(frame.open))
+            return functools.partial(requests.open, stream, handle, _open_command(frame.open))
         case "span":
-            return functools.partial(engine.span, stream, handle, wire.span_from_message(frame.span))
+            return functools.partial(requests.span, stream, handle, wire.span_from_message(frame.span))
         case "proposal":
             proposal = frame.proposal
             nodes = [wire.node_from_message(node) for node in proposal.nodes]
             base = wire.base_from_message(proposal.base)
             return functools.partial(
-                engine.propose, stream, handle, base, proposal.first_node, nodes, proposal.complete
+                requests.propose, stream, handle, base, proposal.first_node, nodes, proposal.complete
             )
         case "window":
-            return functools.partial(engine.window, stream, handle, frame.window.committed_len, frame.window.window_end)
+            window = frame.window
+            return functools.partial(requests.window, stream, handle, window.committed_len, window.window_end)
         case "speculation":
             settings = frame.speculation
             wait_s = _wait_s(settings)
-            return functools.partial(engine.speculate, stream, handle, settings.num_speculative_tokens, wait_s)
+            return functools.partial(requests.speculate, stream, handle, settings.num_speculative_tokens, wait_s)
         case "features":
             wanted = frame.features
-            return functools.partial(engine.give_features, stream, handle, tuple(wanted.layers), wanted.start)
+            return functools.partial(requests.give_features, stream, handle, tuple(wanted.layers), wanted.start)
         case "close":
-            close = functools.partial(engine.close, stream, handle, frame.close.committed_len)
+            close = functools.partial(requests.close, stream, handle, frame.close.committed_len)
             return functools.partial(close, drop=frame.close.drop_kv_cache)
         case _:
             raise InvalidArgument("frame has no content", "frame")

@@ -1,0 +1,48 @@
+"""Features of the target on their way to drafts that are made of them."""
+
+from typing import Final
+
+import torch
+
+from outrider.errors import ModelUnsupported
+from outrider.lm.model import LanguageModel
+from outrider.tokens import FeatureSpan
+from target_service.counters import EngineLoad
+from target_service.sessions import Request
+
+_MAX_FEATURE_BYTES: Final = 64 << 10
+"""Of a frame: other sessions' frames go between the parts of a long prompt."""
+
+
+class FeatureSender:
+    """Sends requests the features that they asked for. All methods run in the engine's thread.
+
+    Args:
+        model: has them.
+        load: counts what is sent.
+    """
+
+    def __init__(self, model: LanguageModel, load: EngineLoad) -> None:
+        self._source = model.features
+        self._position_bytes = 2 * model.info.hidden_size
+        self._load = load
+
+    def keep(self, layers: tuple[int, ...]) -> None:
+        """Has passes keep the features of these layers; raises `ModelUnsupported` where there are none."""
+        if self._source is None:
+            raise ModelUnsupported("the target has no features to give")
+        self._source.keep(layers)
+
+    def send(self, request: Request) -> None:
+        """Sends what a session's draft has not been sent yet, in parts; what there is no room for waits for a pass."""
+        source, layers, cache = self._source, request.feature_layers, request.resident.cache
+        if source is None or not layers:
+            return
+        most = max(1, _MAX_FEATURE_BYTES // (self._position_bytes * len(layers)))
+        while request.features_len < cache.cached_len and request.stream.has_room_for_features:
+            end = min(cache.cached_len, request.features_len + most)
+            rows = source.read(cache, layers, request.features_len, end)
+            data = rows.cpu().view(torch.uint8).numpy().tobytes()
+            request.stream.features(request.handle, FeatureSpan(request.features_len, data))
+            request.features_len = end
+            self._load.feature_bytes += len(data)

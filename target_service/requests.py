@@ -1,0 +1,282 @@
+"""The requests that are open at a target, and what the frames of their callers do to them."""
+
+import contextlib
+import logging
+import time
+from collections.abc import Callable, Collection, Sequence
+from concurrent.futures import Future
+from typing import Final
+
+from outrider.errors import Draining, Fenced, InvalidArgument, ModelUnsupported, OutriderError, Overloaded
+from outrider.lm.model import LanguageModel
+from outrider.policy import PassTimes, SpeculationPolicy
+from outrider.randomness import KeyedSource
+from outrider.tokens import Base, ProposalNode, ProposalTree, TokenSpan
+from target_service.counters import EngineLoad
+from target_service.features import FeatureSender
+from target_service.sessions import FencingTokens, Request, Resident, Residents
+from target_service.settings import TargetSettings
+from target_service.stream import OpenCommand, Stream
+
+_LOG: Final = logging.getLogger(__name__)
+_MAX_LATE_TREES: Final = 8
+
+
+class Requests:
+    """Opens, feeds and ends requests. All methods run in the engine's thread, but for what is said to be for any.
+
+    Args:
+        model: the target.
+        settings: limits and defaults.
+        times: what passes take.
+        load: counts.
+        features: sends what drafts ask for.
+        restore: has what is missing of a request's KV cache fetched, if that pays.
+        max_len: longest session, in tokens.
+
+    Attributes:
+        is_draining: whether new requests are refused. From any thread.
+        idle: done once none is open and none will be. For any thread.
+    """
+
+    def __init__(
+        self,
+        model: LanguageModel,
+        settings: TargetSettings,
+        times: PassTimes,
+        load: EngineLoad,
+        features: FeatureSender,
+        restore: Callable[[Request], None],
+        max_len: int,
+    ) -> None:
+        self._model = model
+        self._settings = settings
+        self._times = times
+        self._load = load
+        self._features = features
+        self._restore = restore
+        self._max_len = max_len
+        self._residents = Residents(settings.max_cached_sessions)
+        self._fencing = FencingTokens()
+        self._requests: dict[tuple[int, int], Request] = {}
+        self._num_opened = 0
+        self.is_draining = False
+        self.idle: Future[None] = Future()
+
+    def __len__(self) -> int:
+        """Requests that are open now. For any thread."""
+        return len(self._requests)
+
+    @property
+    def open_ones(self) -> Collection[Request]:
+        """All that are open."""
+        return self._requests.values()
+
+    @property
+    def num_residents(self) -> int:
+        """Sessions whose tokens are here, generating or not."""
+        return len(self._residents)
+
+    def is_open(self, request: Request) -> bool:
+        """Returns whether a request has not ended."""
+        return self._requests.get((request.stream.key, request.handle)) is request
+
+    def open(self, stream: Stream, handle: int, command: OpenCommand) -> None:
+        """Begins a request; answers on the stream."""
+        if self.is_draining:
+            raise Draining("this target is shutting down")
+        if (stream.key, handle) in self._requests:
+            raise InvalidArgument(f"handle {handle} is open already", "handle")
+        if len(self._requests) >= self._settings.max_sessions:
+            raise Overloaded(f"{len(self._requests)} sessions are generating, the limit", retry_after_s=1.0)
+        command.parameters.check_vocabulary(self._model.info.vocabulary_size)
+        self._fencing.check(command.session_id, command.fencing_token)
+        if command.feature_layers:
+            # Before the cache is made, so that nothing is run twice. When they are asked for, wrong ones are refused.
+            with contextlib.suppress(ModelUnsupported):
+                self._features.keep(command.feature_layers)
+        resident = self._take_over(command.session_id, command.cache_salt)
+        self._num_opened += 1
+        self._requests[stream.key, handle] = Request(
+            number=self._num_opened,
+            stream=stream,
+            handle=handle,
+            resident=resident,
+            fencing_token=command.fencing_token,
+            parameters=command.parameters,
+            rule=command.rule,
+            prompt_len=command.prompt_len,
+            stop_token_ids=command.stop_token_ids,
+            start_len=max(command.committed_len, 1),
+            window_end=command.window_end,
+            source=KeyedSource(command.parameters.seed or 0),
+            policy=SpeculationPolicy.create(
+                command.max_wait_s, self._times, adapts=self._settings.adaptive_speculation
+            ),
+            num_speculative_tokens=command.num_speculative_tokens,
+            cache_salt=command.cache_salt,
+        )
+        stream.opened(handle, min(len(resident.token_ids), max(0, command.committed_len - 1)))
+
+    def span(self, stream: Stream, handle: int, span: TokenSpan) -> None:
+        """Adds tokens to a request's session."""
+        request = self._request(stream, handle)
+        if request is None:
+            return
+        request.resident.apply(span, self._model.info.vocabulary_size, self._max_len)
+        request.has_start = len(request.resident.token_ids) >= request.start_len
+        request.resident.committed_len = max(request.resident.committed_len, min(span.end, request.start_len))
+        request.begin_round(time.monotonic())
+        self._restore(request)
+
+    def propose(
+        self, stream: Stream, handle: int, base: Base, first: int, nodes: Sequence[ProposalNode], done: bool
+    ) -> None:
+        """Adds nodes to the proposal under the current base; late ones only inform the policy."""
+        request = self._request(stream, handle)
+        if request is None:
+            return
+        tree = request.tree if base == request.base else self._late_tree(request, base)
+        if tree is None or first != len(tree) + 1:
+            self._load.num_stale_messages += 1
+            return
+        for node in nodes:
+            self._check_node(node, len(tree))
+            tree.append(node)
+        if base == request.base:
+            request.tree_complete = request.tree_complete or done
+
+    def refuse_proposal(self, stream: Stream, handle: int, error: Exception) -> None:
+        """Drops an invalid proposal: the session goes on without it."""
+        _LOG.warning("proposal refused", extra={"problem": str(error)})
+        self._load.num_invalid_proposals += 1
+        request = self._request(stream, handle)
+        if request is not None:
+            request.tree = ProposalTree()
+            request.tree_complete = True
+
+    def window(self, stream: Stream, handle: int, committed_len: int, window_end: int) -> None:
+        """Moves the window."""
+        request = self._request(stream, handle)
+        if request is not None:
+            request.resident.committed_len = max(request.resident.committed_len, committed_len)
+            request.window_end = max(request.window_end, window_end)
+
+    def speculate(self, stream: Stream, handle: int, num_speculative_tokens: int, max_wait_s: float) -> None:
+        """Changes what a round waits for."""
+        request = self._request(stream, handle)
+        if request is None:
+            return
+        request.num_speculative_tokens = num_speculative_tokens
+        request.policy.max_wait_s = max_wait_s
+        if num_speculative_tokens == 0:
+            request.wait_until = 0.0
+
+    def give_features(self, stream: Stream, handle: int, layers: tuple[int, ...], start: int) -> None:
+        """Sends a session's features, of what is cached now and of what will be.
+
+        Raises:
+            ModelUnsupported: the model has none, or none of such layers.
+        """
+        request = self._request(stream, handle)
+        if request is None:
+            return
+        request.feature_layers, request.features_len = (), start
+        if not layers:
+            return
+        self._features.keep(layers)
+        if not request.resident.cache.is_current:
+            # Of what was run before nothing has been kept; it is run again.
+            request.resident.cache.release()
+            request.resident.cache = self._model.new_cache(request.cache_salt)
+            self._restore(request)
+        request.feature_layers = layers
+        self._features.send(request)
+        stream.flush()
+
+    def refuse_features(self, stream: Stream, handle: int, error: Exception) -> None:
+        """Sends no features: the session goes on, with whatever its draft makes of that."""
+        _LOG.warning("features refused", extra={"problem": str(error)})
+        if (request := self._request(stream, handle)) is not None:
+            request.feature_layers = ()
+
+    def close(self, stream: Stream, handle: int, committed_len: int, *, drop: bool) -> None:
+        """Ends a request; its session stays resident up to what is committed, unless dropped."""
+        request = self._requests.pop((stream.key, handle), None)
+        if request is None:
+            return
+        request.resident.rest(committed_len)
+        if drop:
+            self._residents.drop(request.resident.session_id)
+        self._residents.evict(self._busy())
+        self.notice_idle()
+
+    def close_stream(self, stream: Stream) -> None:
+        """Ends all requests of a stream that has ended."""
+        for key in [key for key in self._requests if key[0] == stream.key]:
+            request = self._requests.pop(key)
+            request.resident.rest(request.resident.committed_len)
+        self._residents.evict(self._busy())
+        self.notice_idle()
+
+    def refuse(self, stream: Stream, handle: int, error: OutriderError) -> None:
+        """Ends a request with an error, named on the stream. After KV_CACHE_MISS it stays open for an earlier span."""
+        if error.reason != "KV_CACHE_MISS":
+            request = self._requests.pop((stream.key, handle), None)
+            if request is not None:
+                request.resident.rest(request.resident.committed_len)
+            self.notice_idle()
+        stream.refused(handle, error)
+
+    def refuse_all(self, error: OutriderError) -> None:
+        """Ends all requests with an error."""
+        for request in list(self._requests.values()):
+            self.refuse(request.stream, request.handle, error)
+
+    def abandon(self, request: Request, error: OutriderError) -> None:
+        """Ends a request whose KV cache can no longer be trusted."""
+        self._residents.drop(request.resident.session_id)
+        self.refuse(request.stream, request.handle, error)
+
+    def notice_idle(self) -> None:
+        """Completes `idle` where a drain has nothing to wait for any more."""
+        if self.is_draining and not self._requests and not self.idle.done():
+            self.idle.set_result(None)
+
+    def _take_over(self, session_id: str, salt: bytes) -> Resident:
+        """Returns the session's resident; a request that still runs on it is fenced off."""
+        resident = self._residents.get(session_id)
+        if resident is None:
+            resident = Resident(session_id, self._model.new_cache(salt))
+            self._residents.add(resident)
+            self._residents.evict(self._busy() | {session_id})
+        for request in [item for item in self._requests.values() if item.resident is resident]:
+            stream = request.stream
+            self.refuse(stream, request.handle, Fenced("a newer request took the session over"))
+        return resident
+
+    def _request(self, stream: Stream, handle: int) -> Request | None:
+        request = self._requests.get((stream.key, handle))
+        if request is None:
+            self._load.num_stale_messages += 1
+        return request
+
+    def _busy(self) -> set[str]:
+        return {request.resident.session_id for request in self._requests.values()}
+
+    def _check_node(self, node: ProposalNode, num_nodes: int) -> None:
+        law = node.draft_distribution
+        token_ids = (node.token_id, *(law.token_ids if law else ()))
+        if max(token_ids) >= self._model.info.vocabulary_size:
+            raise InvalidArgument("token_id is outside the vocabulary", "proposal")
+        if num_nodes >= self._settings.max_proposal_nodes:
+            raise InvalidArgument(f"more than {self._settings.max_proposal_nodes} nodes", "proposal")
+
+    def _late_tree(self, request: Request, base: Base) -> ProposalTree | None:
+        known = len(request.resident.token_ids)
+        if base.fencing_token != request.fencing_token or not request.prompt_len <= base.len < known:
+            return None
+        self._load.num_stale_messages += 1
+        if base.len not in request.late_trees and len(request.late_trees) >= _MAX_LATE_TREES:
+            request.late_trees.popitem(last=False)
+        return request.late_trees.setdefault(base.len, ProposalTree())
