@@ -64,7 +64,7 @@ faults: install ## Tries every fault of docs/reliability.md on real processes. T
 
 chaos: install ## Kills, stops and cuts at random under 200 clients, then under the embedded model. Takes 20 minutes.
 	@$(BIN)/python -m tests.faults.chaos $(ARGS)
-	@$(BIN)/python -m tests.faults.chaos --embedded --minutes 5 --clients 8 --every 60 --tokens 64 $(ARGS)
+	@$(BIN)/python -m tests.faults.chaos --embedded --minutes 5 --clients 8 --every 60 --prompt-len 200 --tokens 64 $(ARGS)
 
 bench: install ## Measures speed, load, memory and acceptance on this machine. Takes 30 minutes.
 	@for name in overhead speed engine context load drafts; do $(BIN)/outrider bench $$name $(ARGS); done

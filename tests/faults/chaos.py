@@ -78,6 +78,7 @@ class Chaos:
         rng: decides.
         minutes: length.
         every_s: mean time between faults.
+        prompt_len: tokens of each prompt.
         num_tokens: of each request.
         kills_only: whether processes are killed, and nothing else is done.
     """
@@ -88,6 +89,7 @@ class Chaos:
         rng: random.Random,
         minutes: float,
         every_s: float,
+        prompt_len: int,
         num_tokens: int,
         *,
         kills_only: bool = False,
@@ -98,6 +100,7 @@ class Chaos:
         self._minutes = minutes
         self._ends_s = 0.0
         self._every_s = every_s
+        self._prompt_len = prompt_len
         self._num_tokens = num_tokens
         self._kills_only = kills_only
         self._strikes: list[asyncio.Task[None]] = []
@@ -105,7 +108,7 @@ class Chaos:
 
     async def run(self, num_clients: int) -> Tally:
         """Runs clients and faults; returns when all requests have ended and all logs are compared."""
-        texts = [asking(seed=1000 + number, num_tokens=self._num_tokens) for number in range(_NUM_TEXTS)]
+        texts = [self._text(1000 + number) for number in range(_NUM_TEXTS)]
         async with self.stack.client() as client:
             scene = Scene(self.stack, client, lambda name, value: None)
             for start in range(0, len(texts), 8):
@@ -131,6 +134,11 @@ class Chaos:
         for target in self.stack.targets:
             self.tally.num_restored += (await load_of(target)).kv_blocks.num_restored
         return self.tally
+
+    def _text(self, seed: int) -> GenerationRequest:
+        # Prompts differ, so that no session finds its KV cache with another one.
+        prompt = tuple(random.Random(seed).choices(range(1, 16), k=self._prompt_len))
+        return replace(asking(seed, self._num_tokens), token_ids=prompt)
 
     async def _ask(self, rng: random.Random, texts: list[GenerationRequest]) -> None:
         addresses = [proxy.address for proxy in self.stack.to_orchestrators]
@@ -230,6 +238,7 @@ async def run(arguments: argparse.Namespace) -> int:
             random.Random(seed),
             arguments.minutes,
             arguments.every,
+            arguments.prompt_len,
             arguments.tokens,
             kills_only=arguments.embedded,
         )
@@ -259,6 +268,7 @@ def main() -> None:
     parser.add_argument("--minutes", type=float, default=10.0, help="length of the run")
     parser.add_argument("--clients", type=int, default=200, help="clients at once")
     parser.add_argument("--every", type=float, default=10.0, help="mean seconds between faults")
+    parser.add_argument("--prompt-len", type=int, default=3, help="tokens of each prompt")
     parser.add_argument("--tokens", type=int, default=120, help="tokens of a request")
     parser.add_argument("--seed", type=int, help="of an earlier run, to have it again")
     parser.add_argument("--embedded", action="store_true", help="the embedded model and its draft; kills only")
