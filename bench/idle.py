@@ -1,6 +1,7 @@
 """A target and a draft without models: they answer at once, so that all time is that of what lies between them."""
 
 import asyncio
+import random
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
@@ -91,6 +92,7 @@ class _Request:
     speculates: bool = False
     number: int = 0
     has_proposal: bool = False
+    is_paced: bool = False
     is_over: bool = False
     said_s: float = 0.0
 
@@ -112,6 +114,7 @@ class IdleTarget(IdleWorker, target_pb2_grpc.TargetServiceServicer):
         self.waits_s: list[float] = []
         self.said_s: dict[tuple[int, int], float] = {}
         self.pace_s = 0.0
+        self._random = random.Random(0)
         self._requests: dict[tuple[int, int], _Request] = {}
 
     async def Verify(
@@ -178,7 +181,10 @@ class IdleTarget(IdleWorker, target_pb2_grpc.TargetServiceServicer):
         if request.is_over or not request.has_proposal or request.base_len + ROUND_LEN > request.window_end:
             return
         request.has_proposal = False
-        left_s = request.said_s + self.pace_s - time.perf_counter()
+        # Not all sessions at once: a target's own passes are spread over time too.
+        pace_s = self.pace_s * (1.0 if request.is_paced else self._random.random())
+        request.is_paced = True
+        left_s = request.said_s + pace_s - time.perf_counter()
         if left_s > 0:
             asyncio.get_running_loop().call_later(left_s, self._say, request, ROUND_LEN)
         else:
