@@ -4,7 +4,7 @@ import asyncio
 import random
 import time
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -73,11 +73,9 @@ class IdleWorker(worker_pb2_grpc.WorkerServiceServicer):
             reader.cancel()
 
     async def _read(self, requests: AsyncIterator[Any], outbox: FrameOutbox[Any, Any], take: _Take) -> None:
-        # The caller goes away at the end of a bench.
-        with suppress(Exception):
-            async for request in requests:
-                for frame in request.frames:
-                    take(outbox, frame)
+        async for request in requests:
+            for frame in request.frames:
+                take(outbox, frame)
         outbox.close()
 
 
@@ -181,7 +179,7 @@ class IdleTarget(IdleWorker, target_pb2_grpc.TargetServiceServicer):
         if request.is_over or not request.has_proposal or request.base_len + ROUND_LEN > request.window_end:
             return
         request.has_proposal = False
-        # Not all sessions at once: a target's own passes are spread over time too.
+        # From some moment on of its own, so that sessions do not come all at once for ever.
         pace_s = self.pace_s * (1.0 if request.is_paced else self._random.random())
         request.is_paced = True
         left_s = request.said_s + pace_s - time.perf_counter()

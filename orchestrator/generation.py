@@ -306,8 +306,11 @@ class Generation:
         if not self._draft_is_proved and self._draft is not None:
             self._draft_is_proved = True
             self._replicas.proved(self._draft.link)
+        if proposal.base.fencing_token != self._lease.fencing_token:
+            self._tally.fallback("stale_proposal")
+            return
         # Late ones are forwarded too: the target learns from them whether waiting would pay.
-        if self._target is None or proposal.base.fencing_token != self._lease.fencing_token:
+        if self._target is None:
             return
         if proposal.ByteSize() > MAX_FRAME_BYTES_PER_MESSAGE:
             # It could break the limit on messages, and with it the target's stream for all sessions.
