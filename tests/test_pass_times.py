@@ -1,0 +1,47 @@
+"""Measured pass times: a line over rows, bent where that is what was seen."""
+
+import pytest
+
+from outrider.pass_times import DecayingMean, PassTimes
+
+
+def test_a_mean_starts_at_the_first_value_and_decays() -> None:
+    mean = DecayingMean(0.5)
+    assert not mean.known
+    for value, expected in ((4.0, 4.0), (0.0, 2.0), (0.0, 1.0)):
+        mean.observe(value)
+        assert mean.value == expected
+    assert mean.known
+
+
+def test_a_line_is_found_from_passes_of_different_sizes() -> None:
+    times = PassTimes()
+    assert times.pass_s(3) == 0
+    for _ in range(40):
+        for num_rows in (4, 8, 32, 4, 60):
+            times.observe(0.01 + 0.0005 * num_rows, num_rows)
+    assert times.row_s == pytest.approx(0.0005)
+    assert times.pass_s(16) == pytest.approx(0.018)
+    for _ in range(500):
+        times.observe(0.02, 8)
+    assert times.pass_s(8) == pytest.approx(0.02, rel=0.05)
+
+
+def test_sizes_that_were_seen_keep_their_distance_from_the_line() -> None:
+    # One core, 2,048-wide bfloat16 layers: 8 rows take 1.13 times as long as 1 to 4, 16 take 1.5, 32 take 2.3 times.
+    times, measured = PassTimes(), {4: 0.1, 8: 0.113, 16: 0.15, 32: 0.23}
+    for _ in range(200):
+        for num_rows, seconds in measured.items():
+            times.observe(seconds, num_rows)
+    for num_rows, seconds in measured.items():
+        assert times.pass_s(num_rows) == pytest.approx(seconds, rel=0.02)
+
+
+def test_a_machine_that_slows_down_is_followed() -> None:
+    times = PassTimes()
+    for speed in (1.0, 2.0):
+        for _ in range(120):
+            times.observe(speed * 0.1, 4)
+            times.observe(speed * 0.113, 8)
+    assert times.pass_s(4) == pytest.approx(0.2, rel=0.05)
+    assert times.pass_s(8) == pytest.approx(0.226, rel=0.05)
