@@ -54,6 +54,17 @@ SHAPES: Final[Mapping[str, Mapping[str, Any]]] = {
         "head_dim": 64,
         "tie_word_embeddings": True,
     },
+    # A tenth of `1b`, with its vocabulary: what a pass reads is a tenth too.
+    "1b-draft": {**_LLAMA_3}
+    | {
+        "hidden_size": 512,
+        "intermediate_size": 2048,
+        "num_hidden_layers": 14,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "head_dim": 64,
+        "tie_word_embeddings": True,
+    },
     # A tenth of the embedded model, with its vocabulary: most of it is the head.
     "13m": {**_TINY}
     | {

@@ -102,6 +102,24 @@ class PagedKVCache:
         """Pages in order of position."""
         return tuple(self._table)
 
+    def fork(self, length: int) -> "PagedKVCache":
+        """Returns another cache that holds the first `length` positions of this one; their pages are shared.
+
+        Whichever of the two writes to a shared page first, copies it.
+        """
+        if length > self.cached_len:
+            raise ValueError(f"{self.cached_len} positions are cached, not {length}")
+        other = PagedKVCache(self._pool, self._salt)
+        other._root = self._root
+        # What a step that was laid out has yet to copy is taken from where it is now.
+        copied_from = {to: source for source, to in self._layout.copies} if self._layout and not self._has_run else {}
+        table = self._table[: self._pool.num_pages_for(length)]
+        other._table = [copied_from.get(page, page) for page in table]
+        other._token_ids = self._token_ids[:length]
+        other._digests = self._digests[: length // self._pool.page_len]
+        self._pool.share(other._table)
+        return other
+
     def missing_bytes(self, length: int) -> int:
         """Returns the memory that caching `length` tokens would take beyond what is held."""
         return max(0, self._pool.num_pages_for(length) - len(self._table)) * self._pool.page_bytes

@@ -56,6 +56,9 @@ class KVCache(Protocol):
     def is_current(self) -> bool:
         """Whether what it holds has the features that are kept now."""
 
+    def fork(self, length: int) -> "KVCache":
+        """Returns another cache that holds the first `length` positions of this one, in memory that both share."""
+
     def missing_bytes(self, length: int) -> int:
         """Returns the memory that caching `length` tokens would take beyond what is held."""
 

@@ -124,6 +124,11 @@ class PagePool:
             self._num_hits += 1
         return page
 
+    def share(self, pages: Sequence[int]) -> None:
+        """Holds the pages of a table, which somebody holds, once more."""
+        for page in pages:
+            self._holders[page] += 1
+
     def is_published(self, digest: bytes) -> bool:
         """Whether `hold` would find a page."""
         return digest in self._published

@@ -184,6 +184,12 @@ class PlantedKVCache:
         """Whether what it holds has the features that are kept now."""
         return self.inner.is_current
 
+    def fork(self, length: int) -> "PlantedKVCache":
+        """Returns another cache that holds the first positions of this one."""
+        other = PlantedKVCache(self.inner.fork(length))
+        other.token_ids = self.token_ids[:length]
+        return other
+
     def missing_bytes(self, length: int) -> int:
         """Returns the memory that caching `length` tokens would take beyond what is held."""
         return self.inner.missing_bytes(length)

@@ -45,7 +45,7 @@ def test_wrong_options_are_named(name: str) -> None:
 
 def test_workers_with_a_markov_model_import_no_transformers() -> None:
     """Which takes seconds: tests of what goes wrong restart such workers all the time."""
-    modules = "target_service.__main__, draft_service.__main__, draft_service.drafters.model"
+    modules = "target_service.__main__, draft_service.__main__, outrider.drafters.model"
     load = "from outrider.lm.loading import load_model; load_model('markov:vocabulary=8')"
     code = f"import sys, {modules}; {load}; sys.exit('transformers' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], timeout=60, check=False).returncode == 0
