@@ -11,7 +11,18 @@ from outrider.errors import InvalidArgument
 
 _MODULES = {
     name: f"bench.{name}"
-    for name in ("overhead", "speed", "engine", "load", "context", "drafts", "takeover", "commits", "orchestrator")
+    for name in (
+        "overhead",
+        "speed",
+        "engine",
+        "load",
+        "context",
+        "drafts",
+        "takeover",
+        "commits",
+        "orchestrator",
+        "distance",
+    )
 }
 
 

@@ -3,11 +3,11 @@
 import asyncio
 from concurrent.futures import ThreadPoolExecutor
 
-from draft_service.drafters.loading import load_drafter
 from draft_service.engine import Engine, EngineLimits
 from draft_service.servicer import DraftServicer
 from draft_service.settings import DraftSettings
 from draft_service.worker import WorkerIdentity, WorkerServicer
+from outrider.drafters.loading import load_drafter
 from outrider.serving.server import Server, favour_engine, run_process
 from outrider.serving.settings import load_settings
 from outrider.serving.telemetry import configure_logging

@@ -4,9 +4,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol, TypeAlias
 
-from draft_service.drafters.drafter import DraftTerms
+from outrider.drafters.drafter import DraftTerms
 from outrider.errors import OutriderError
-from outrider.tokens import Base, FeatureSpan, ProposalNode, TokenSpan
+from outrider.tokens import Base, FeatureSpan, ProposalPart, TokenSpan
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,14 +22,11 @@ class Opened:
 
 
 @dataclass(frozen=True, slots=True)
-class ProposalPart:
-    """Nodes that were drafted for a session, numbered from `first_node` under their base."""
+class Proposed:
+    """Nodes were drafted for a session."""
 
     handle: int
-    base: Base
-    first_node: int
-    nodes: tuple[ProposalNode, ...]
-    complete: bool
+    part: ProposalPart
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +46,7 @@ class Refused:
     error: OutriderError
 
 
-Reply: TypeAlias = Opened | ProposalPart | FeaturesMissing | Refused
+Reply: TypeAlias = Opened | Proposed | FeaturesMissing | Refused
 
 
 class ReplyStream(Protocol):
@@ -89,6 +86,7 @@ class AdvanceSession:
     span: TokenSpan
     num_speculative_tokens: int
     max_nodes: int = 0
+    lookahead_nodes: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,20 +19,22 @@ from draft_service.commands import (
     GiveFeatures,
     Opened,
     OpenSession,
-    ProposalPart,
+    Proposed,
     Refused,
     Reply,
     ReplyStream,
     Seat,
 )
-from draft_service.drafters.drafter import Drafter, OpenProposal
 from draft_service.inbox import Inbox
 from draft_service.sessions import Session, Sessions
+from outrider.drafters.drafter import Drafter, OpenProposal
 from outrider.errors import Draining, Fenced, OutriderError
-from outrider.tokens import Base
+from outrider.tokens import Base, ProposalPart
 
 _LOG: Final = logging.getLogger(__name__)
 _MAX_WAITING_COMMANDS: Final = 4096
+_STEP_SHARE: Final = 0.1
+"""How much the last step counts in what a step is said to take."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,11 +69,22 @@ class EngineLoad:
 
 @dataclass(slots=True, eq=False)
 class _Drafting:
-    """A proposal, whom it is for, how much of it has been sent, and which features were asked for."""
+    """A proposal, whom it is for, how much of it has been sent, and which features were asked for.
+
+    Attributes:
+        seat: whose proposal it is.
+        base: what it was planted under.
+        proposal: it.
+        known_len: length of the session as it was last told.
+        is_reported: whether it was said that nothing more will come before the session is longer.
+        num_sent: nodes that were sent.
+    """
 
     seat: Seat
     base: Base
     proposal: OpenProposal
+    known_len: int
+    is_reported: bool = False
     num_sent: int = 0
     num_feature_frames: int = 0
     has_asked: bool = False
@@ -88,19 +101,25 @@ class _Drafting:
         """Whether a step may bring it forward."""
         return not self.proposal.complete and self.proposal.missing_features_from is None
 
-    def next_part(self) -> Reply | None:
-        """Returns what has come since the last part."""
+    def advance(self, base: Base) -> None:
+        """Learns that the session has gone on below the proposal."""
+        self.known_len, self.is_reported = base.len, False
+
+    def next_part(self, step_time_s: float) -> Reply | None:
+        """Returns what has come since the last part; `step_time_s` is what a step takes."""
         proposal = self.proposal
         if proposal.refusal is not None:
             return Refused(self.seat.handle, proposal.refusal)
         if proposal.missing_features_from is not None:
             return self._question(proposal.missing_features_from)
         nodes = tuple(proposal.nodes[self.num_sent :])
-        if not nodes and not proposal.complete:
+        if not nodes and (self.is_reported or not proposal.complete):
             return None
-        part = ProposalPart(self.seat.handle, self.base, self.num_sent + 1, nodes, proposal.complete)
+        first_node = self.num_sent + 1
         self.num_sent += len(nodes)
-        return part
+        self.is_reported = proposal.complete
+        part = ProposalPart(self.base, first_node, nodes, proposal.complete, self.known_len, step_time_s)
+        return Proposed(self.seat.handle, part)
 
 
 class Engine:
@@ -130,7 +149,7 @@ class Engine:
         self._replies: defaultdict[ReplyStream, list[Reply]] = defaultdict(list)
         self._load = EngineLoad()
         self._num_passes = self._num_tokens = self._num_stale = 0
-        self._model_time_s = 0.0
+        self._model_time_s = self._step_time_s = 0.0
         self._draining = False
         self._quiet = threading.Event()
         self._thread = threading.Thread(target=self._run, name="draft-engine", daemon=True)
@@ -217,7 +236,7 @@ class Engine:
         if self._draining:
             raise Draining("the draft is shutting down")
         session = self._sessions.open(command.seat, command.session_id, command.fencing_token, command.terms)
-        if (lost := self._draftings.pop(command.session_id, None)) is not None:
+        if (lost := self._end(command.session_id)) is not None:
             error = Fenced("the session was opened again elsewhere")
             self._replies[lost.seat.stream].append(Refused(lost.seat.handle, error))
         features_len = self._drafter.resume(session.session_id)
@@ -225,13 +244,37 @@ class Engine:
 
     def _advance(self, command: AdvanceSession) -> None:
         session = self._sessions.at(command.seat, command.base.fencing_token)
-        self._draftings.pop(session.session_id, None)
+        is_news = command.span.start == len(session.token_ids)
         same_len = session.apply(command.span)
+        drafting = self._draftings.get(session.session_id)
+        if drafting is not None and is_news and not drafting.proposal.refusal:
+            self._ask(drafting.proposal, session, command)
+            if self._drafter.advance(drafting.proposal, command.span.token_ids):
+                drafting.advance(command.base)
+                return
+        self._end(session.session_id)
         self._drafter.truncate(session.session_id, same_len)
-        proposal = OpenProposal(session.session_id, session.token_ids, session.terms, self._num_nodes(session, command))
-        proposal.max_nodes = min(command.max_nodes, self._limits.max_proposal_nodes)
-        drafting = _Drafting(command.seat, command.base, proposal, num_feature_frames=session.num_feature_frames)
-        self._draftings[session.session_id] = drafting
+        num = self._num_nodes(session, command)
+        proposal = OpenProposal(session.session_id, session.token_ids, session.terms, num)
+        proposal.max_len = self._drafter.info.max_session_len
+        self._ask(proposal, session, command)
+        self._draftings[session.session_id] = _Drafting(
+            command.seat, command.base, proposal, command.base.len, num_feature_frames=session.num_feature_frames
+        )
+
+    def _ask(self, proposal: OpenProposal, session: Session, command: AdvanceSession) -> None:
+        """Notes what is asked for, within what is allowed."""
+        most = self._limits.max_proposal_nodes
+        proposal.num_speculative_tokens = self._num_nodes(session, command)
+        proposal.max_nodes = min(command.max_nodes, most)
+        proposal.lookahead_nodes = min(command.lookahead_nodes, most) if proposal.num_speculative_tokens > 0 else 0
+
+    def _end(self, session_id: str) -> _Drafting | None:
+        """Ends what is drafted for a session; returns it."""
+        drafting = self._draftings.pop(session_id, None)
+        if drafting is not None:
+            self._drafter.end(drafting.proposal)
+        return drafting
 
     def _give(self, command: GiveFeatures) -> None:
         session = self._sessions.session(command.seat)
@@ -259,19 +302,21 @@ class Engine:
         for seat in seats:
             session = self._sessions.close(seat)
             if session is not None:
-                self._draftings.pop(session.session_id, None)
+                self._end(session.session_id)
 
     def _step(self) -> None:
         proposals = [drafting.proposal for drafting in self._draftings.values() if drafting.can_go_on]
         if proposals:
             started_s = time.perf_counter()
             self._draft(proposals)
-            self._model_time_s += time.perf_counter() - started_s
+            step_s = time.perf_counter() - started_s
+            self._model_time_s += step_s
+            self._step_time_s += _STEP_SHARE * (step_s - self._step_time_s) if self._step_time_s else step_s
         for drafting in list(self._draftings.values()):
-            if (part := drafting.next_part()) is not None:
+            if (part := drafting.next_part(self._step_time_s)) is not None:
                 self._replies[drafting.seat.stream].append(part)
-            if drafting.proposal.complete:
-                del self._draftings[drafting.proposal.session_id]
+            if drafting.proposal.refusal is not None:
+                self._end(drafting.proposal.session_id)
 
     def _draft(self, proposals: Sequence[OpenProposal]) -> None:
         """Runs one step; where it fails, each session by itself, so that only those that fail are refused."""

@@ -8,21 +8,20 @@ from draft_service.commands import (
     GiveFeatures,
     Opened,
     OpenSession,
-    ProposalPart,
+    Proposed,
     Refused,
     Reply,
     Seat,
 )
-from draft_service.drafters.drafter import DrafterInfo, DraftTerms
+from outrider.drafters.drafter import DrafterInfo, DraftTerms
 from outrider.errors import InvalidArgument, ModelMismatch, TokenizerMismatch
 from outrider.parameters import AcceptanceRule
 from outrider.tokens import FeatureSpan
-from outrider.v1 import draft_pb2, tokens_pb2
+from outrider.v1 import draft_pb2
 from outrider.wire import (
     base_from_message,
-    base_to_message,
-    node_to_message,
     parameters_from_message,
+    proposal_to_message,
     refusal_to_message,
     rule_from_number,
     span_from_message,
@@ -65,8 +64,8 @@ def frame_from_reply(reply: Reply) -> draft_pb2.DraftResponseFrame:
         case FeaturesMissing(handle, start, num_frames):
             missing = draft_pb2.FeaturesMissing(start=start, num_frames=num_frames)
             return draft_pb2.DraftResponseFrame(handle=handle, features_missing=missing)
-        case ProposalPart():
-            return draft_pb2.DraftResponseFrame(handle=reply.handle, proposal=_proposal(reply))
+        case Proposed(handle, part):
+            return draft_pb2.DraftResponseFrame(handle=handle, proposal=proposal_to_message(part))
         case Refused(handle, error):
             return draft_pb2.DraftResponseFrame(handle=handle, refusal=refusal_to_message(error))
 
@@ -88,7 +87,10 @@ def _open(message: draft_pb2.DraftOpen, seat: Seat, info: DrafterInfo) -> OpenSe
         prompt_len=message.prompt_len,
         stop_token_ids=frozenset(stop_token_ids),
         cache_salt=message.cache_salt,
+        p_min=message.draft_p_min if message.HasField("draft_p_min") else None,
     )
+    if not 0 <= message.draft_p_min <= 1:
+        raise InvalidArgument("must be in [0, 1]", "draft_p_min")
     return OpenSession(seat, message.session_id, message.fencing_token, terms)
 
 
@@ -100,7 +102,7 @@ def _advance(message: draft_pb2.DraftAdvance, seat: Seat, info: DrafterInfo) -> 
     if not 1 <= base.len <= info.max_session_len:
         raise InvalidArgument(f"is {base.len}, must be in [1, {info.max_session_len}]", "base.len")
     _check_token_ids(span.token_ids, info.vocabulary_size, "span.token_ids")
-    return AdvanceSession(seat, base, span, message.num_speculative_tokens, message.max_nodes)
+    return AdvanceSession(seat, base, span, message.num_speculative_tokens, message.max_nodes, message.lookahead_nodes)
 
 
 def _check_tokenizer(target: str, draft: str) -> None:
@@ -117,12 +119,3 @@ def _check_token_ids(token_ids: tuple[int, ...], vocabulary_size: int, field: st
     largest = max(token_ids, default=0)
     if largest >= vocabulary_size:
         raise InvalidArgument(f"has token id {largest}, the vocabulary has {vocabulary_size}", field)
-
-
-def _proposal(part: ProposalPart) -> tokens_pb2.Proposal:
-    return tokens_pb2.Proposal(
-        base=base_to_message(part.base),
-        first_node=part.first_node,
-        nodes=[node_to_message(node) for node in part.nodes],
-        complete=part.complete,
-    )

@@ -8,9 +8,9 @@ from typing import Any, Final
 import grpc
 
 from draft_service.commands import Refused, Reply, Seat
-from draft_service.drafters.drafter import DrafterInfo
 from draft_service.engine import Engine
 from draft_service.frames import command_from_frame, frame_from_reply
+from outrider.drafters.drafter import DrafterInfo
 from outrider.errors import Draining, InvalidArgument, OutriderError, Overloaded
 from outrider.serving.frames import FrameOutbox
 from outrider.v1 import draft_pb2, draft_pb2_grpc

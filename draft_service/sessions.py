@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from draft_service.commands import ReplyStream, Seat
-from draft_service.drafters.drafter import DraftTerms
+from outrider.drafters.drafter import DraftTerms
 from outrider.errors import Fenced, InvalidArgument, KVCacheMiss, Overloaded, SessionNotFound
 from outrider.tokens import TokenSpan
 

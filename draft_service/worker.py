@@ -8,8 +8,8 @@ from typing import Any
 import grpc
 
 import outrider
-from draft_service.drafters.drafter import DrafterInfo
 from draft_service.engine import Engine
+from outrider.drafters.drafter import DrafterInfo
 from outrider.parameters import AcceptanceRule
 from outrider.v1 import worker_pb2, worker_pb2_grpc
 

@@ -5,6 +5,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from typing import Final
 
 from orchestrator.links import Handle, WorkerLink
+from orchestrator.speculation import SpeculationChoice
 from outrider import wire
 from outrider.errors import KVCacheMiss, OutriderError, Unavailable
 from outrider.tokens import Base, TokenSpan
@@ -21,7 +22,7 @@ class DraftSession:
 
     Args:
         link: the draft.
-        limits: tokens to draft per round from base to leaf, and nodes in all (0 leaves them to the draft).
+        choice: how the request speculates.
         on_proposal: gets each part of a proposal as it comes.
         on_ready: is called once the draft has opened the session.
         on_lost: gets the error that ends drafting, once.
@@ -32,7 +33,7 @@ class DraftSession:
     def __init__(
         self,
         link: WorkerLink,
-        limits: tuple[int, int],
+        choice: SpeculationChoice,
         on_proposal: Callable[[tokens_pb2.Proposal], None],
         on_ready: Callable[[], None],
         on_lost: Callable[["DraftSession", OutriderError], None],
@@ -41,7 +42,8 @@ class DraftSession:
     ) -> None:
         self.link = link
         self.is_ready = False
-        self._num_speculative_tokens, self._max_nodes = limits
+        self._choice = choice
+        self._lookahead_nodes = choice.lookahead_nodes
         self._on_proposal = on_proposal
         self._on_ready = on_ready
         self._on_lost = on_lost
@@ -70,14 +72,16 @@ class DraftSession:
         """Tokens of the session that the draft has been sent."""
         return self._known_len
 
-    def advance(self, known: TokenSpan) -> None:
+    def advance(self, known: TokenSpan, lookahead_nodes: int) -> None:
         """Commits the session's new tokens at the draft and asks for what continues them.
 
         Args:
             known: tokens up to the session's end, from a position at or before what the draft knows.
+            lookahead_nodes: nodes that the draft may hold ahead of them; 0 where it waits for the next verdict.
         """
         if not self.is_ready or self._replay is not None or self._handle is None:
             return
+        self._lookahead_nodes = lookahead_nodes
         skipped = self._known_len - known.start
         if skipped < 0:
             self._catch_up(self._known_len)
@@ -88,7 +92,7 @@ class DraftSession:
         """Asks once more for what continues the session, for a target that did not get the last proposal."""
         if self.is_ready and self._replay is None and known.token_ids:
             self._known_len = min(self._known_len, known.start)
-            self.advance(known)
+            self.advance(known, self._lookahead_nodes)
 
     def give(self, features: tokens_pb2.Features) -> None:
         """Hands features of the target on, but for those that the draft has, or cannot use for a gap before them."""
@@ -158,8 +162,9 @@ class DraftSession:
         advance = draft_pb2.DraftAdvance(
             base=wire.base_to_message(Base(span.end, self._fencing_token)),
             span=wire.span_to_message(span),
-            num_speculative_tokens=self._num_speculative_tokens,
-            max_nodes=self._max_nodes,
+            num_speculative_tokens=self._choice.num_speculative_tokens,
+            max_nodes=self._choice.max_nodes,
+            lookahead_nodes=self._lookahead_nodes,
         )
         self._handle.send(advance=advance)
 

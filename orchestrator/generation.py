@@ -19,6 +19,7 @@ from orchestrator.replicas import Replicas
 from orchestrator.session_tokens import SessionTokens
 from orchestrator.sessions import Committed, Lease, SessionRecord
 from orchestrator.settings import OrchestratorSettings
+from orchestrator.speculation import SpeculationChoice
 from orchestrator.store import SessionLost, SessionStore
 from orchestrator.tally import Tally
 from orchestrator.target_session import TargetSession
@@ -56,21 +57,6 @@ class Services:
     store: SessionStore
     replicas: Replicas
     settings: OrchestratorSettings
-
-
-@dataclass(frozen=True, slots=True)
-class SpeculationChoice:
-    """How a request speculates.
-
-    Attributes:
-        num_speculative_tokens: per round; 0 for none.
-        drafter: empty for any.
-        max_nodes: of a proposal; 0 leaves it to the draft.
-    """
-
-    num_speculative_tokens: int
-    drafter: str
-    max_nodes: int = 0
 
 
 @dataclass(slots=True)
@@ -281,18 +267,18 @@ class Generation:
         self._tokens.append(list(verdict.token_ids))
         self._verdicts.append(verdict)
         if self._draft is not None and not verdict.finish_reason:
-            self._advance_draft(self._draft, awaited=verdict.awaits_proposal)
+            self._advance_draft(self._draft, verdict)
         self._wake.set()
 
-    def _advance_draft(self, draft: DraftSession, *, awaited: bool) -> None:
-        """Asks for a proposal where the target waits for it; else now and then, so that it learns when waiting pays."""
-        if awaited:
+    def _advance_draft(self, draft: DraftSession, verdict: target_pb2.Verdict) -> None:
+        """Asks for a proposal where the target has use of it; else now and then, so that it learns when it pays."""
+        if verdict.awaits_proposal:
             self._trial_stride = _TRIAL_STRIDE
         elif self._tokens.end - draft.known_len < self._trial_stride:
             return
         else:
             self._trial_stride = min(2 * self._trial_stride, _MAX_TRIAL_STRIDE)
-        draft.advance(self._tokens.since(draft.known_len))
+        draft.advance(self._tokens.since(draft.known_len), verdict.lookahead_nodes)
 
     def _on_lease_lost(self, error: OutriderError) -> None:
         self._end = error
@@ -329,7 +315,7 @@ class Generation:
 
     def _on_draft_ready(self) -> None:
         if self._target is not None:
-            self._target.speculate(self._choice.num_speculative_tokens, self._settings.draft_max_wait_s)
+            self._target.speculate(self._speculation_settings(is_ready=True))
 
     def _on_draft_lost(self, draft: DraftSession, error: OutriderError) -> None:
         self._tally.fallback(f"draft_{error.reason.lower()}")
@@ -338,7 +324,7 @@ class Generation:
         self._draft = None
         self._draft_retry_at = time.monotonic() + self._settings.draft_retry_s
         if self._target is not None:
-            self._target.speculate(0, 0.0)
+            self._target.speculate(self._speculation_settings(is_ready=False))
 
     # Workers come and go.
 
@@ -384,18 +370,35 @@ class Generation:
             prompt_len=self._record.prompt_len,
             committed_len=self._tokens.end,
             stop_token_ids=self._stop_token_ids,
-            speculation=target_pb2.SpeculationSettings(
-                num_speculative_tokens=self._choice.num_speculative_tokens if is_ready else 0,
-                max_wait_s=self._settings.draft_max_wait_s,
-            ),
+            speculation=self._speculation_settings(is_ready=is_ready),
             window_end=self._tokens.end + self._settings.window,
             cache_salt=self._record.cache_salt,
             feature_layers=self._draft.feature_layers if self._draft else (),
         )
 
+    def _speculation_settings(self, *, is_ready: bool) -> target_pb2.SpeculationSettings:
+        """Returns what a round waits for, given whether a draft is ready."""
+        if not is_ready and not self._target_drafts:
+            return target_pb2.SpeculationSettings()
+        return target_pb2.SpeculationSettings(
+            num_speculative_tokens=self._choice.num_speculative_tokens,
+            max_wait_s=self._choice.max_wait_s,
+            lookahead_nodes=0 if self._target_drafts else self._choice.lookahead_nodes,
+            draft_min=self._choice.draft_min,
+            own_draft=self._target_drafts,
+        )
+
+    @property
+    def _target_drafts(self) -> bool:
+        """Whether the target drafts for itself, as the request wants it."""
+        info = self._target.link.info if self._target else None
+        return info is not None and bool(info.drafter) and self._choice.drafter in ("", info.drafter)
+
     def _attach_draft(self) -> None:
         """Opens the session on a draft, if it is to have one, has none, and there is one; never waits."""
-        if not self._choice.num_speculative_tokens or self._draft or time.monotonic() < self._draft_retry_at:
+        if not self._choice.num_speculative_tokens or self._draft or self._target_drafts:
+            return
+        if time.monotonic() < self._draft_retry_at:
             return
         self._draft_retry_at = time.monotonic() + self._settings.draft_retry_s
         link = self._replicas.draft(self._choice.drafter, self._record.rule)
@@ -404,7 +407,7 @@ class Generation:
             return
         draft = DraftSession(
             link,
-            (self._choice.num_speculative_tokens, self._choice.max_nodes),
+            self._choice,
             self._on_proposal,
             self._on_draft_ready,
             self._on_draft_lost,
@@ -430,6 +433,7 @@ class Generation:
             target_fingerprint=target.weights_fingerprint if target else "",
             stop_token_ids=self._stop_token_ids,
             cache_salt=self._record.cache_salt,
+            draft_p_min=self._choice.draft_p_min,
         )
 
     # What clients see.

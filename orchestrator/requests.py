@@ -8,6 +8,7 @@ from typing import Final
 
 from orchestrator.sessions import SessionRecord, derived_session_id
 from orchestrator.settings import OrchestratorSettings
+from orchestrator.speculation import SpeculationChoice
 from orchestrator.tokenizer import Tokenizer
 from outrider import wire
 from outrider.errors import InvalidArgument
@@ -30,9 +31,7 @@ class CheckedRequest:
         fingerprint: hash of everything the client asked for.
         parameters: seed included, given or drawn.
         rule: acceptance rule.
-        num_speculative_tokens: per round; 0 for plain decoding.
-        max_nodes: of a proposal; 0 leaves it to the draft.
-        drafter: to be used; empty for any.
+        speculation: how it speculates.
         resume_offset: output tokens that the client has; None for a new request or a repetition.
     """
 
@@ -41,9 +40,7 @@ class CheckedRequest:
     fingerprint: str
     parameters: SamplingParameters
     rule: AcceptanceRule
-    num_speculative_tokens: int
-    max_nodes: int
-    drafter: str
+    speculation: SpeculationChoice
     resume_offset: int | None
 
 
@@ -60,7 +57,21 @@ def check_request(
     parameters = wire.parameters_from_message(message.parameters)
     if parameters.seed is None:
         parameters = parameters.with_seed(secrets.randbits(64))
-    speculation = message.speculation
+    return CheckedRequest(
+        request_id=request_id,
+        session_id=session_id,
+        fingerprint=_fingerprint(message),
+        parameters=parameters,
+        rule=wire.rule_from_number(message.speculation.acceptance_rule) or settings.acceptance_rule,
+        speculation=_speculation(message.speculation, settings),
+        resume_offset=message.resume_offset if message.HasField("resume_offset") else None,
+    )
+
+
+def _speculation(
+    speculation: generation_pb2.SpeculationParameters, settings: OrchestratorSettings
+) -> SpeculationChoice:
+    """Returns how a request speculates; raises `InvalidArgument` with the field's name."""
     if speculation.num_speculative_tokens > _MAX_SPECULATIVE_TOKENS:
         raise InvalidArgument(
             f"num_speculative_tokens is {speculation.num_speculative_tokens}, may be at most {_MAX_SPECULATIVE_TOKENS}",
@@ -72,17 +83,25 @@ def check_request(
         raise InvalidArgument(
             f"drafter is {speculation.drafter!r}, must be one of {', '.join(DRAFTERS[1:])}", "drafter"
         )
-    num = 0 if speculation.disabled else speculation.num_speculative_tokens or settings.num_speculative_tokens
-    return CheckedRequest(
-        request_id=request_id,
-        session_id=session_id,
-        fingerprint=_fingerprint(message),
-        parameters=parameters,
-        rule=wire.rule_from_number(speculation.acceptance_rule) or settings.acceptance_rule,
-        num_speculative_tokens=num,
-        max_nodes=speculation.max_nodes,
+    num = speculation.num_speculative_tokens or settings.num_speculative_tokens
+    if speculation.draft_min > num:
+        raise InvalidArgument(f"draft_min is {speculation.draft_min}, rounds verify at most {num}", "draft_min")
+    if not 0 <= speculation.draft_p_min <= 1:
+        raise InvalidArgument(f"draft_p_min is {speculation.draft_p_min}, must be in [0, 1]", "draft_p_min")
+    # Who says how large a proposal is does not want more of it.
+    lookahead_nodes = 0 if speculation.max_nodes else settings.lookahead_nodes
+    if speculation.HasField("lookahead_nodes"):
+        lookahead_nodes = speculation.lookahead_nodes
+    if lookahead_nodes > _MAX_NODES:
+        raise InvalidArgument(f"lookahead_nodes is {lookahead_nodes}, may be at most {_MAX_NODES}", "lookahead_nodes")
+    return SpeculationChoice(
+        num_speculative_tokens=0 if speculation.disabled else num,
         drafter=speculation.drafter,
-        resume_offset=message.resume_offset if message.HasField("resume_offset") else None,
+        max_nodes=speculation.max_nodes,
+        lookahead_nodes=lookahead_nodes,
+        draft_min=speculation.draft_min,
+        draft_p_min=speculation.draft_p_min if speculation.HasField("draft_p_min") else None,
+        max_wait_s=settings.draft_max_wait_s,
     )
 
 

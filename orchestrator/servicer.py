@@ -9,7 +9,7 @@ from contextlib import aclosing
 import grpc
 
 from orchestrator.admission import Admission
-from orchestrator.generation import Generation, Services, SpeculationChoice
+from orchestrator.generation import Generation, Services
 from orchestrator.links import WorkerLink
 from orchestrator.output import OutputText
 from orchestrator.quotas import Quotas
@@ -201,7 +201,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
                     begun.lease,
                     SessionTokens(self._store, record, record.prompt_start, tokens),
                     output,
-                    SpeculationChoice(checked.num_speculative_tokens, checked.drafter, checked.max_nodes),
+                    checked.speculation,
                     _stop_token_ids(record, _info(link)),
                 )
             yield _accepted(record)

@@ -36,7 +36,14 @@ class OrchestratorSettings(ServingSettings):
     lease_s: float = Field(10.0, ge=0.5, le=600, description="Seconds until a lease that is not renewed ends.")
     session_ttl_s: float = Field(86400.0, ge=1, le=31536000, description="Seconds until an unused session is gone.")
     num_speculative_tokens: int = Field(
-        5, ge=0, le=64, description="Tokens drafted per round unless a request says so."
+        5, ge=0, le=64, description="Tokens of a proposal's main line that a round verifies, at most."
+    )
+    lookahead_nodes: int = Field(
+        32,
+        ge=0,
+        le=1024,
+        description="Nodes that a draft may propose ahead of the target's verdicts, at most; 0 has drafts wait for "
+        "each verdict, as where draft and target share cores.",
     )
     acceptance_rule: AcceptanceRule = Field(
         AcceptanceRule.COUPLED, description="Rule that judges proposals unless a request names one."

@@ -20,6 +20,9 @@ class Tally:
         self._numerics: set[str] = set()
         self._feature_bytes = 0
         self._num_recomputed_tokens = 0
+        self._num_proposed_nodes = 0
+        self._num_hits = 0
+        self._queue_time_s = 0.0
 
     def verdict(self, verdict: target_pb2.Verdict, num_tokens: int) -> None:
         """Counts a pass of which `num_tokens` belong to the output."""
@@ -27,7 +30,10 @@ class Tally:
         self._statistics.record(verdict.num_draft_tokens, num_accepted, num_tokens)
         self._target_time_s += verdict.model_time_s
         self._wait_time_s += verdict.wait_time_s
+        self._queue_time_s += verdict.queue_time_s
         self._num_recomputed_tokens += verdict.num_recomputed_tokens
+        self._num_proposed_nodes += verdict.num_proposed_nodes
+        self._num_hits += verdict.hit
         if self._first_token_s is None:
             self._first_token_s = time.monotonic() - self._started
 
@@ -64,4 +70,7 @@ class Tally:
             varying_numerics=len(self._numerics) > 1 or any(name.endswith(" varying") for name in self._numerics),
             feature_bytes=self._feature_bytes,
             num_recomputed_tokens=self._num_recomputed_tokens,
+            num_hits=self._num_hits,
+            num_proposed_nodes=self._num_proposed_nodes,
+            queue_time_s=self._queue_time_s,
         )

@@ -101,12 +101,9 @@ class TargetSession:
         if self._handle is not None:
             self._handle.send(features=target_pb2.FeatureRequest(layers=layers, start=start))
 
-    def speculate(self, num_speculative_tokens: int, max_wait_s: float) -> None:
+    def speculate(self, settings: target_pb2.SpeculationSettings) -> None:
         """Says what a round waits for."""
         if self._handle is not None:
-            settings = target_pb2.SpeculationSettings(
-                num_speculative_tokens=num_speculative_tokens, max_wait_s=max_wait_s
-            )
             self._handle.send(speculation=settings)
 
     def move_window(self, committed_len: int, window: int) -> None:

@@ -1,156 +1,309 @@
-"""When a session should wait for a proposal: the speculation policy of the target.
+"""What to speculate on, how long to wait for it, and when to leave it: the controller of a target. Arithmetic only.
 
-A round that waits for a proposal of K nodes and has E of them accepted outputs 1 + E tokens instead of one. It costs
-the wait, in which plain passes would have given this session tokens, and K rows more in a pass of n sessions, all of
-which are held up by them. With a pass over r rows taking T(r) = a + b r seconds, waiting pays iff
+**What a choice is worth.** A round of a session that waits `w` seconds, verifies nodes of which E are expected to be
+accepted, and takes part in a pass of n such sessions, gives 1 + E tokens in w + T(n (1 + nodes)) seconds, T being the
+measured time of a pass over so many rows. Before each round, and again as nodes arrive (`SpeculationPolicy.begin`),
+this rate is compared for going on at once with what is here, and for waiting until the main line is 1, 2, ... tokens
+long. E is the sum over nodes of the products of their measured values (`outrider.acceptance`); for what is yet to come,
+times the share of such promises that lately came true. When it comes is measured too: a draft's answer to a verdict,
+and the time of its steps. Waiting pays, against going on with E' expected in a pass of T', iff
 
-    E T(n) > wait_s + n K b
+    (E - E') T' / (1 + E') > w + T - T'
 
-which holds for one session among plain ones as for all of them together; a choice is kept until the other looks
-better by a margin. As passes fill, n grows, and with it what a row
-costs everyone: speculation ends by itself, first where proposals are poor or late.
+and where drafts wait for verdicts a choice is kept until the other looks better by a margin. As passes fill, n grows,
+and with it what a row costs everyone: speculation ends by itself, first where proposals are poor or late.
 
-All of this is measured, and old values fade. E is measured even while a session decodes plainly, at no cost: proposals
-that come too late are compared with the tokens that the target gave meanwhile (`observe_late`). So a session whose
-draft becomes useful, as when a text begins to copy its prompt, takes up speculation again, and one whose draft is slow,
-wrong or dead decodes at the speed of plain decoding.
+**Rows.** All sessions of a pass share its time, so nodes compete (`allocate`): the ones worth most are taken, of
+whichever session, for as long as the tokens that a second is expected to give grow.
+
+**Late proposals** cost nothing and tell as much: nodes that come after the target went on are compared with what it
+said meanwhile. So a session whose draft becomes useful, as when a text begins to copy its prompt, takes up speculation
+again, and one whose draft is slow, wrong or dead decodes at the speed of plain decoding.
 """
 
+import heapq
+from collections import OrderedDict
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Final
 
-_RETRY_ROUNDS = 64
+from outrider.acceptance import AcceptanceRates
+from outrider.lookahead import Candidate
+from outrider.pass_times import DecayingMean, PassTimes
+
+_RETRY_ROUNDS: Final = 64
 """Plain rounds after which one proposal is waited for again, since waits are only measured by waiting."""
-_MAX_RETRY_ROUNDS = 1024
+_MAX_RETRY_ROUNDS: Final = 1024
 """As many once that has been in vain several times; each time doubles them."""
-_FADING = 0.98
-_MARGIN = 1.25
+_MARGIN: Final = 1.25
 """How much better the other choice must look: passes in which some sessions wait and some do not serve neither well."""
+_PATIENCE: Final = 3.0
+_PATIENCE_S: Final = 0.01
+"""A wait ends after so many times what was expected, and so many seconds: what has not come by then is late."""
+_MAX_VERDICTS: Final = 64
+_TRIAL_ROUNDS: Final = 16
+_TRIAL_CYCLE: Final = 256
+"""Of so many rounds that wait for nothing, so many have a draft that was of no use run ahead, to see whether it is."""
+_LEAST_YIELD: Final = 0.05
+"""Accepted tokens a round, of proposals that nothing waits for, below which they are not worth a draft's time."""
+_LEAST_PART: Final = 0.5
+_NEARLY: Final = 0.99
+_USUAL_ROUNDS: Final = 3
 
 
-class DecayingMean:
-    """A mean in which an observation `n` steps old weighs (1 - share) ** n; the first ones weigh more."""
-
-    def __init__(self, share: float) -> None:
-        self._share = share
-        self._num = 0
-        self.value = 0.0
-
-    def observe(self, value: float) -> None:
-        """Takes a value into the mean."""
-        self._num += 1
-        self.value += max(self._share, 1 / self._num) * (value - self.value)
-
-    @property
-    def known(self) -> bool:
-        """Whether anything was observed."""
-        return self._num > 0
-
-
-class PassTimes:
-    """Measured decoding passes of one target, over all its sessions: seconds as a line over the number of rows."""
-
-    def __init__(self) -> None:
-        self._weight = self._rows = self._squares = self._seconds = self._products = 0.0
-        self.num_sessions = 1
-        """Sessions that decode now."""
-
-    @property
-    def known(self) -> bool:
-        """Whether any pass was observed."""
-        return self._weight > 0
-
-    def observe(self, duration_s: float, num_rows: int) -> None:
-        """Takes a decoding pass into account (not one that prefills)."""
-        values = (1.0, num_rows, num_rows**2, duration_s, num_rows * duration_s)
-        sums = (self._weight, self._rows, self._squares, self._seconds, self._products)
-        faded = (_FADING * total + value for total, value in zip(sums, values, strict=True))
-        self._weight, self._rows, self._squares, self._seconds, self._products = faded
-
-    @property
-    def row_s(self) -> float:
-        """Seconds that a row adds to a pass; 0 while passes of different sizes have not shown it."""
-        spread = self._weight * self._squares - self._rows**2
-        if spread <= 1e-3 * self._rows**2:
-            return 0.0
-        return max(0.0, (self._weight * self._products - self._rows * self._seconds) / spread)
-
-    def pass_s(self, num_rows: int) -> float:
-        """Returns the seconds of a pass over so many rows; 0 while nothing is known."""
-        if not self.known:
-            return 0.0
-        mean_rows, mean_s = self._rows / self._weight, self._seconds / self._weight
-        return max(0.1 * mean_s, mean_s + self.row_s * (num_rows - mean_rows))
-
-
-@dataclass(slots=True)
-class SpeculationPolicy:
-    """Decides for one session, before each round, how long to wait for its proposal.
+@dataclass(frozen=True, slots=True)
+class RoundPlan:
+    """What a session's next round does.
 
     Attributes:
+        wait_s: longest wait for a proposal, in seconds; 0 to go on at once.
+        depth: length of the main line that is enough to end the wait.
+        wants_draft: whether the draft should go on proposing.
+    """
+
+    wait_s: float = 0.0
+    depth: int = 0
+    wants_draft: bool = False
+
+
+class DraftTimes:
+    """When what a draft says about one session arrives, as the target sees it."""
+
+    def __init__(self) -> None:
+        self._answer_s = DecayingMean(0.3)
+        self._answer_depth = DecayingMean(0.3)
+        self._verdicts: OrderedDict[int, float] = OrderedDict()
+        self.step_s = 0.0
+        """Seconds of a step of the draft, as it says."""
+
+    @property
+    def known(self) -> bool:
+        """Whether an answer to a verdict, or a wait in vain, was observed."""
+        return self._answer_s.known
+
+    def note_verdict(self, length: int, now: float) -> None:
+        """Learns that a verdict which makes the session so long leaves at a time (monotonic, seconds)."""
+        self._verdicts[length] = now
+        if len(self._verdicts) > _MAX_VERDICTS:
+            self._verdicts.popitem(last=False)
+
+    def note_answer(self, known_len: int, now: float, depth: int = 0) -> None:
+        """Learns that nodes arrive from a draft that knows of the verdict which made the session so long.
+
+        Args:
+            known_len: length of the session as the draft knew it.
+            now: monotonic time.
+            depth: of what came at once, where a tree begins with it; many drafts send all that they have together.
+        """
+        if depth:
+            self._answer_depth.observe(depth)
+        sent = self._verdicts.get(known_len)
+        if sent is None:
+            return
+        self._answer_s.observe(now - sent)
+        for length in [length for length in self._verdicts if length <= known_len]:
+            del self._verdicts[length]
+
+    def note_silence(self, wait_s: float) -> None:
+        """Learns that a round waited in vain, which stands for an answer that took as long."""
+        self._answer_s.observe(wait_s)
+
+    def arrival_s(self, num_steps: int, *, is_running: bool) -> float:
+        """Returns the seconds until so many more steps of the draft have arrived.
+
+        Args:
+            num_steps: at least 1.
+            is_running: whether the draft is already at work on them; else it begins with the verdict of now.
+        """
+        if is_running:
+            return num_steps * self.step_s
+        return self._answer_s.value + max(0.0, num_steps - max(1.0, self._answer_depth.value)) * self.step_s
+
+
+class SpeculationPolicy:
+    """Decides for one session, before each round and again as nodes arrive; see the module.
+
+    Args:
         max_wait_s: longest wait; 0 when nothing will come.
         times: the target's measured pass times.
+        rates: measured values of the session's nodes.
         adapts: whether to stop waiting where that does not pay; without it every round waits.
     """
 
-    max_wait_s: float
-    times: PassTimes
-    adapts: bool
-    _accepted: DecayingMean
-    _wait_s: DecayingMean
-    _num_nodes: DecayingMean
-    _plain_rounds: int = 0
-    _retry_rounds: int = _RETRY_ROUNDS
+    def __init__(
+        self, max_wait_s: float, times: PassTimes, rates: AcceptanceRates | None = None, *, adapts: bool = True
+    ) -> None:
+        self.max_wait_s = max_wait_s
+        self.draft = DraftTimes()
+        self.rates = AcceptanceRates() if rates is None else rates
+        self._times = times
+        self._adapts = adapts
+        self._came_true = DecayingMean(0.15)
+        # One bad round at the beginning says little.
+        for _ in range(_USUAL_ROUNDS):
+            self._came_true.observe(1.0)
+        self._yield = DecayingMean(0.1)
+        self._plain_rounds = 0
+        self._retry_rounds = _RETRY_ROUNDS
+        self._waited = True
+        self._expected_accepted = 0.0
+        self._expected_wait_s: float | None = None
 
-    @classmethod
-    def create(cls, max_wait_s: float, times: PassTimes, *, adapts: bool = True) -> "SpeculationPolicy":
-        """Returns the policy of a new request: it waits until it has reason not to."""
-        return cls(max_wait_s, times, adapts, DecayingMean(0.15), DecayingMean(0.3), DecayingMean(0.15))
+    def begin(
+        self, stock: Sequence[float], depth: int, max_depth: int, *, min_depth: int = 0, runs_ahead: bool = False
+    ) -> RoundPlan:
+        """Returns what the next round does; asked again within a round, what it still does.
 
-    @property
-    def expected_accepted(self) -> float:
-        """Accepted tokens expected of the next proposal."""
-        return self._accepted.value
-
-    def wait_s(self) -> float:
-        """Returns how long the next round may wait for its proposal, in seconds."""
-        if self.max_wait_s <= 0:
-            return 0.0
-        if not self.adapts:
-            return self.max_wait_s
-        if self._pays():
+        Args:
+            stock: values of the nodes that are here for it, those worth most first.
+            depth: length of the main line among them.
+            max_depth: longest main line that may be verified; 0 where there is no draft.
+            min_depth: shortest main line that it is of use to wait for.
+            runs_ahead: whether the draft goes on without waiting for verdicts.
+        """
+        if self.max_wait_s <= 0 or max_depth <= 0:
+            return RoundPlan()
+        if not self._adapts:
+            return RoundPlan(0.0 if depth >= max_depth else self.max_wait_s, max_depth, wants_draft=True)
+        is_running = runs_ahead and depth > 0
+        shortest = min(max(depth + 1, min_depth), max_depth)
+        # While the draft works on whether or not the round waits, changing one's mind costs nothing.
+        margin = 1.0 if runs_ahead else _MARGIN if self._plain_rounds == 0 else 1 / _MARGIN
+        goal, pays = self._best(stock, depth, range(shortest, max_depth + 1), margin, is_running=is_running)
+        self._expected_accepted = self.rates.expected_accepted(goal)
+        if pays:
             self._retry_rounds = _RETRY_ROUNDS
-        elif self._plain_rounds < self._retry_rounds:
-            return 0.0
-        else:
+        elif self._plain_rounds >= self._retry_rounds:
             self._retry_rounds = min(2 * self._retry_rounds, _MAX_RETRY_ROUNDS)
-        return self.max_wait_s
+            goal = max_depth
+        else:
+            return RoundPlan(0.0, depth, wants_draft=runs_ahead and self._is_worth_drafting)
+        self._expected_wait_s = self.draft.arrival_s(goal - depth, is_running=is_running) if self.draft.known else None
+        return RoundPlan(self._patience_s(), goal, wants_draft=True)
 
-    def observe_round(self, num_accepted: int, wait_s: float, num_nodes: int) -> None:
-        """Takes a round that waited into account, whether or not a proposal came.
+    def observe_round(self, num_accepted: int, expected: float | None, wait_s: float, *, waited: bool) -> None:
+        """Takes a round into account that waited, or that verified something.
 
         Args:
             num_accepted: nodes that were kept.
+            expected: how many had been expected of those that were verified; None where nothing had come, as from a
+                draft that often has nothing to propose.
             wait_s: seconds that it waited.
-            num_nodes: nodes that were proposed; many drafts often have nothing to propose, and cost no rows then.
+            waited: whether it waited for them.
         """
+        self._yield.observe(num_accepted)
+        if not waited:
+            self.observe_plain()
+            return
         self._plain_rounds = 0
-        self._accepted.observe(num_accepted)
-        self._wait_s.observe(wait_s)
-        self._num_nodes.observe(num_nodes)
+        self._observe_outcome(num_accepted, self._expected_accepted if expected is None else expected)
+        if expected is None and wait_s >= _NEARLY * self._patience_s():
+            self.draft.note_silence(wait_s)
 
     def observe_plain(self) -> None:
         """Takes a round into account that did not wait."""
         self._plain_rounds += 1
 
-    def observe_late(self, num_matching: int) -> None:
-        """Takes a proposal into account that came too late: how many of its tokens the target gave by itself."""
-        self._accepted.observe(num_matching)
+    def observe_late(self, num_matching: int, num_asked: int) -> None:
+        """Takes a proposal into account that came too late.
 
-    def _pays(self) -> bool:
-        """Whether waiting is expected to pay; the first rounds wait, since nothing is known yet."""
-        if not (self._accepted.known and self._wait_s.known and self.times.known):
-            return True
-        num_sessions = self.times.num_sessions
-        gained_s = self._accepted.value * self.times.pass_s(num_sessions)
-        lost_s = self._wait_s.value + num_sessions * self._num_nodes.value * self.times.row_s
-        return gained_s * _MARGIN > lost_s if self._plain_rounds == 0 else gained_s > lost_s * _MARGIN
+        Args:
+            num_matching: how many of its tokens the target gave by itself.
+            num_asked: length of the main line that was asked for.
+        """
+        self._observe_outcome(min(num_matching, num_asked), self.rates.expected_accepted(num_asked))
+
+    def _observe_outcome(self, num_accepted: int, expected: float) -> None:
+        if expected > 0:
+            self._came_true.observe(num_accepted / expected)
+
+    def _patience_s(self) -> float:
+        if self._expected_wait_s is None:
+            return self.max_wait_s
+        return min(self.max_wait_s, _PATIENCE * self._expected_wait_s + _PATIENCE_S)
+
+    @property
+    def _is_worth_drafting(self) -> bool:
+        """Whether what nothing waits for is of use all the same; tried out now and then."""
+        return self._plain_rounds % _TRIAL_CYCLE < _TRIAL_ROUNDS or self._yield.value >= _LEAST_YIELD
+
+    def _best(
+        self, stock: Sequence[float], depth: int, goals: range, margin: float, *, is_running: bool
+    ) -> tuple[int, bool]:
+        """Returns the length of the main line to wait for, and whether waiting pays; at first it does."""
+        if depth >= goals[-1]:
+            return depth, False
+        if not (self.draft.known and self._times.known):
+            return goals[-1], True
+        gained_now, pass_now_s = self._now(stock)
+        best, best_rate = (goals[0], 0.0, 0.0, 0.0), 0.0
+        for goal in goals:
+            wait_s = self.draft.arrival_s(goal - depth, is_running=is_running)
+            if wait_s > self.max_wait_s and goal > goals[0]:
+                break
+            pass_s = self._pass_s(goal)
+            accepted = self.rates.expected_accepted(goal) * self._came_true.value
+            rate = (1 + accepted) / (wait_s + pass_s)
+            if rate > best_rate:
+                best, best_rate = (goal, accepted, wait_s, pass_s), rate
+        goal, accepted, wait_s, pass_s = best
+        gained_s = (accepted - gained_now) * pass_now_s / (1 + gained_now)
+        lost_s = wait_s + pass_s - pass_now_s
+        return goal, gained_s * margin > lost_s
+
+    def _now(self, stock: Sequence[float]) -> tuple[float, float]:
+        """Returns what is expected to be accepted of what is here, and the seconds of the pass."""
+        best, best_rate, gained = (0.0, self._pass_s(0)), 1 / self._pass_s(0), 0.0
+        for num, value in enumerate(stock, 1):
+            gained += value
+            pass_s = self._pass_s(num)
+            if (1 + gained) / pass_s > best_rate:
+                best, best_rate = (gained, pass_s), (1 + gained) / pass_s
+        return best
+
+    def _pass_s(self, num_nodes: int) -> float:
+        return self._times.pass_s(self._times.num_sessions * (1 + num_nodes))
+
+
+def allocate(
+    candidates: Sequence[Iterable[Candidate]],
+    num_tokens: float,
+    num_rows: int,
+    max_rows: int,
+    times: PassTimes,
+    wait_s: float = 0.0,
+) -> list[list[int]]:
+    """Returns the nodes of each session that a pass verifies, parents before children; see the module.
+
+    Args:
+        candidates: of each session that decodes in this pass, those worth most first.
+        num_tokens: that the pass is expected to give without them.
+        num_rows: rows of the pass without them, at least one for each session.
+        max_rows: rows of the pass, at most.
+        times: what passes take; where nothing is known, all nodes are taken for which there is room.
+        wait_s: seconds that these rounds have waited, on average; a round that has cost so much should bring more.
+    """
+    chosen: list[tuple[int, int]] = []
+    best_len, best_rate = 0, num_tokens / (wait_s + times.pass_s(num_rows)) if times.known else 0.0
+    for value, place, number in heapq.merge(*(_ordered(place, found) for place, found in enumerate(candidates))):
+        if num_rows + len(chosen) >= max_rows:
+            break
+        chosen.append((place, number))
+        if not times.known:
+            best_len = len(chosen)
+            continue
+        num_tokens -= value
+        rate = num_tokens / (wait_s + times.pass_s(num_rows + len(chosen)))
+        if rate > best_rate:
+            best_len, best_rate = len(chosen), rate
+        elif -value < _LEAST_PART * best_rate * times.row_s:
+            break
+    parts: list[list[int]] = [[] for _ in candidates]
+    for place, number in chosen[:best_len]:
+        parts[place].append(number)
+    return parts
+
+
+def _ordered(place: int, candidates: Iterable[Candidate]) -> Iterator[tuple[float, int, int]]:
+    for item in candidates:
+        yield -item.value, place, item.number

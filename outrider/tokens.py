@@ -87,6 +87,27 @@ class ProposalNode:
     draft_distribution: SparseDistribution | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class ProposalPart:
+    """Nodes of a tree that were drafted together.
+
+    Attributes:
+        base: what the tree was planted under.
+        first_node: number of the first of these nodes; 1 plants a new tree.
+        nodes: they, parents before their children.
+        complete: whether nothing more will come before the draft knows of more tokens.
+        known_len: length of the session as the draft knew it then.
+        step_time_s: seconds of a step of the draft; 0 where that is not known.
+    """
+
+    base: Base
+    first_node: int
+    nodes: tuple[ProposalNode, ...]
+    complete: bool
+    known_len: int
+    step_time_s: float = 0.0
+
+
 @dataclass(slots=True)
 class ProposalTree:
     """A growing tree of proposed tokens under one base.

@@ -5,6 +5,7 @@ Reading checks what a peer sent: a wrong value raises `InvalidArgument` with the
 
 from __future__ import annotations
 
+import math
 from typing import Final
 
 from outrider.errors import InvalidArgument, OutriderError, from_reason
@@ -14,6 +15,7 @@ from outrider.tokens import (
     FeatureSpan,
     NodeKind,
     ProposalNode,
+    ProposalPart,
     SparseDistribution,
     TokenLogprobs,
     TokenOrigin,
@@ -130,6 +132,32 @@ def node_to_message(node: ProposalNode) -> tokens_pb2.ProposalNode:
         sparse = tokens_pb2.SparseDistribution(token_ids=law.token_ids, probabilities=law.probabilities)
     return tokens_pb2.ProposalNode(
         parent=node.parent, token_id=node.token_id, kind=_KIND_NUMBERS[node.kind], draft_distribution=sparse
+    )
+
+
+def proposal_from_message(message: tokens_pb2.Proposal) -> ProposalPart:
+    """Returns the part of a proposal; raises `InvalidArgument` where a node, or the time of a step, is none."""
+    if not 0 <= message.step_time_s < math.inf:
+        raise InvalidArgument(f"step_time_s is {message.step_time_s}, must be at least 0 and finite", "step_time_s")
+    return ProposalPart(
+        base=base_from_message(message.base),
+        first_node=message.first_node,
+        nodes=tuple(node_from_message(node) for node in message.nodes),
+        complete=message.complete,
+        known_len=message.known_len or message.base.len,
+        step_time_s=message.step_time_s,
+    )
+
+
+def proposal_to_message(part: ProposalPart) -> tokens_pb2.Proposal:
+    """Returns the message."""
+    return tokens_pb2.Proposal(
+        base=base_to_message(part.base),
+        first_node=part.first_node,
+        nodes=[node_to_message(node) for node in part.nodes],
+        complete=part.complete,
+        known_len=part.known_len,
+        step_time_s=part.step_time_s,
     )
 
 

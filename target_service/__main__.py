@@ -11,6 +11,7 @@ from typing import Final
 
 import torch
 
+from outrider.drafters.loading import load_drafter
 from outrider.lm.loading import LoadedModel, LoadOptions, chosen_device, load_model
 from outrider.lm.model import LanguageModel
 from outrider.lm.ranks import Ranks, num_ranks
@@ -20,6 +21,7 @@ from outrider.serving.telemetry import configure_logging
 from outrider.v1.target_pb2_grpc import add_TargetServiceServicer_to_server
 from outrider.v1.worker_pb2_grpc import add_WorkerServiceServicer_to_server
 from target_service.block_store import BlockStore
+from target_service.colocated import ColocatedDraft, check_colocated
 from target_service.engine import Engine
 from target_service.remote_blocks import RemoteBlocks
 from target_service.servicer import TargetServicer, TargetWorkerServicer
@@ -47,12 +49,14 @@ async def serve(settings: TargetSettings) -> None:
             ranks=ranks,
             invariant=settings.invariant,
         )
-        loaded = await asyncio.get_running_loop().run_in_executor(loader, load_model, settings.model, options)
+        loop = asyncio.get_running_loop()
+        loaded = await loop.run_in_executor(loader, load_model, settings.model, options)
+        draft = await loop.run_in_executor(loader, colocated_draft, loaded.model, settings)
     favour_engine()
     if ranks is not None and ranks.rank > 0:
         follow(loaded, ranks)
         return
-    await lead(loaded, settings)
+    await lead(loaded, settings, draft)
     if ranks is not None:
         ranks.leave()
 
@@ -66,11 +70,24 @@ def follow(loaded: LoadedModel, ranks: Ranks) -> None:
     ranks.leave()
 
 
-async def lead(loaded: LoadedModel, settings: TargetSettings) -> None:
+def colocated_draft(model: LanguageModel, settings: TargetSettings) -> ColocatedDraft | None:
+    """Returns what drafts within this process; None where nothing is to.
+
+    Raises:
+        OutriderError: it does not fit the target.
+    """
+    if settings.drafter_options is None:
+        return None
+    drafter = load_drafter(settings.drafter_options)
+    check_colocated(drafter, model.info.tokenizer_fingerprint)
+    return ColocatedDraft(drafter)
+
+
+async def lead(loaded: LoadedModel, settings: TargetSettings, draft: ColocatedDraft | None = None) -> None:
     """Serves a model that is ready."""
     # Without its engine the process can only hold sessions up: gone at once, they go on elsewhere.
     blocks = remote_blocks(loaded.model, settings)
-    engine = Engine(loaded.model, settings, blocks, on_failure=lambda: os._exit(os.EX_SOFTWARE))
+    engine = Engine(loaded.model, settings, blocks, draft, on_failure=lambda: os._exit(os.EX_SOFTWARE))
     engine.start()
     target = TargetServicer(engine, hand_over_after_s=_HAND_OVER_SHARE * settings.drain_budget_s)
     server = Server(settings, name="target", drain=target.drain)

@@ -9,7 +9,7 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Final
 
@@ -17,14 +17,14 @@ import torch
 
 from outrider.errors import Draining, OutriderError
 from outrider.lm.model import LanguageModel
-from outrider.policy import PassTimes
-from outrider.tokens import ProposalTree
+from outrider.pass_times import PassTimes
+from target_service.colocated import ColocatedDraft
 from target_service.counters import EngineLoad
 from target_service.features import FeatureSender
 from target_service.remote_blocks import RemoteBlocks
 from target_service.requests import Requests
 from target_service.restoring import Restoring, measure_prefill, num_measured_rows
-from target_service.results import RoundResult
+from target_service.results import RoundAbout, RoundResult
 from target_service.rounds import Round, decide_all
 from target_service.scheduling import Scheduler, Share
 from target_service.sessions import Request
@@ -41,6 +41,7 @@ class Engine:
         model: the target.
         settings: limits and defaults.
         blocks: its KV blocks in Redis; None where there are none.
+        draft: drafts within this process; None where none does.
         on_failure: called, in the engine's thread, when an error that is no session's ends it.
     """
 
@@ -49,17 +50,23 @@ class Engine:
         model: LanguageModel,
         settings: TargetSettings,
         blocks: RemoteBlocks | None = None,
+        draft: ColocatedDraft | None = None,
         on_failure: Callable[[], object] = lambda: None,
     ) -> None:
         self._model = model
         self._blocks = blocks
+        self._draft = draft
         self._settings = settings
         self._on_failure = on_failure
         self.max_len = min(model.info.max_session_len, settings.max_session_len, model.kv_usage.max_len)
         """Longest session in tokens: what the model, the settings and the KV cache allow."""
-        self._scheduler = Scheduler(settings.max_pass_rows, settings.prefill_chunk_len, settings.max_decode_slowdown)
         self._times = PassTimes()
-        self._commands: deque[Callable[[], None]] = deque()
+        # What is verified is chosen by measured times, where it may be.
+        times = self._times if settings.adaptive_speculation else PassTimes()
+        self._scheduler = Scheduler(
+            settings.max_pass_rows, settings.prefill_chunk_len, settings.max_decode_slowdown, times
+        )
+        self._commands: deque[tuple[Callable[[], None], bool]] = deque()
         self._wake = threading.Condition()
         self._stopping = False
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
@@ -91,11 +98,19 @@ class Engine:
         """Whether the thread runs."""
         return self._thread.is_alive()
 
-    def submit(self, command: Callable[[], None]) -> None:
-        """Has the engine's thread run a command before its next pass. From any thread."""
+    def submit(self, command: Callable[[], None], *, is_gentle: bool = False) -> None:
+        """Has the engine's thread run a command before its next pass. From any thread.
+
+        A gentle one, which ends no request and changes no tokens, is also run before a pass's verdicts are given.
+        """
         with self._wake:
-            self._commands.append(command)
+            self._commands.append((command, is_gentle))
             self._wake.notify()
+
+    @property
+    def drafter(self) -> str:
+        """Name of the drafter of this process; empty where there is none."""
+        return self._draft.kind if self._draft is not None else ""
 
     @property
     def draining(self) -> bool:
@@ -144,23 +159,25 @@ class Engine:
     def _turn_until_stopped(self) -> None:
         while not self._stopping:
             self._run_commands()
+            if self._draft is not None:
+                self._draft.step(self.requests.open_ones)
             shares = self._scheduler.shares(self.requests.open_ones, time.monotonic())
             if shares:
                 self._run_pass(shares)
-            else:
+            elif self._draft is None or not self._draft.is_busy:
                 self._sleep()
 
-    def _run_commands(self) -> None:
+    def _run_commands(self, *, only_gentle: bool = False) -> None:
         while True:
             with self._wake:
-                if not self._commands:
+                if not self._commands or (only_gentle and not self._commands[0][1]):
                     return
-                command = self._commands.popleft()
+                command, _ = self._commands.popleft()
             command()
 
     def _sleep(self) -> None:
         """Waits for a command, or for the first wait for a proposal to be over."""
-        waiting = [request.wait_until for request in self.requests.open_ones if request.can_run]
+        waiting = [request.speculation.wait_until for request in self.requests.open_ones if request.can_run]
         timeout = max(0.0, min(waiting) - time.monotonic()) if waiting else None
         with self._wake:
             if not self._commands and not self._stopping:
@@ -175,6 +192,7 @@ class Engine:
             return
         duration_s = time.perf_counter() - started
         self._account(shares, duration_s)
+        self._run_commands(only_gentle=True)
         judged = [(share, logits) for share, logits in zip(shares, outputs, strict=True) if share.step.wants_logits]
         results = self._judge(judged)
         for share, result in results:
@@ -213,28 +231,25 @@ class Engine:
         resident.token_ids += result.token_ids
         self._features.send(request)
         request.finished = result.finish_reason is not None
-        self._inform_policy(share, result)
-        request.begin_round(time.monotonic())
-        awaits = request.wait_until > request.round_started
-        num_recomputed, request.num_recomputed = request.num_recomputed, 0
-        times_s = (duration_s, share.wait_s)
-        request.stream.verdict(
-            request.handle, base, result, times_s, awaits_proposal=awaits, num_recomputed=num_recomputed
+        speculation = request.speculation
+        if not share.is_prefill:
+            speculation.observe(result.num_accepted, len(share.tree), share.wait_s)
+        hit = speculation.advance(result.token_ids)
+        now = time.monotonic()
+        request.begin_round(now)
+        speculation.note_verdict(len(resident.token_ids), now)
+        about = RoundAbout(
+            model_time_s=duration_s,
+            wait_time_s=share.wait_s,
+            queue_time_s=share.queue_s,
+            num_recomputed=request.num_recomputed,
+            hit=hit,
+            num_proposed=speculation.num_proposed,
+            awaits_proposal=speculation.wants_draft,
+            lookahead_nodes=speculation.terms.lookahead_nodes if speculation.wants_draft else 0,
         )
-
-    def _inform_policy(self, share: Share, result: RoundResult) -> None:
-        request, policy = share.request, share.request.policy
-        if share.is_prefill or not request.num_speculative_tokens:
-            return
-        if share.waited or share.tree:
-            policy.observe_round(result.num_accepted, share.wait_s, len(share.tree))
-        else:
-            policy.observe_plain()
-        known = request.resident.token_ids
-        for base_len, tree in list(request.late_trees.items()):
-            if len(known) >= base_len + request.num_speculative_tokens:
-                policy.observe_late(_num_matching(tree, known[base_len:]))
-                del request.late_trees[base_len]
+        request.num_recomputed = speculation.num_proposed = 0
+        request.stream.verdict(request.handle, base, result, about)
 
     def _account(self, shares: list[Share], duration_s: float) -> None:
         load = self.load
@@ -258,14 +273,3 @@ class Engine:
         _LOG.error("a pass failed", exc_info=error)
         for share in shares:
             self.requests.abandon(share.request, OutriderError("the pass failed"))
-
-
-def _num_matching(tree: ProposalTree, token_ids: Sequence[int]) -> int:
-    """Returns how many of the tokens the tree has as a branch."""
-    number, depth = 0, 0
-    for token_id in token_ids:
-        child = tree.child(number, token_id)
-        if child is None:
-            break
-        number, depth = child, depth + 1
-    return depth

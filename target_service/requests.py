@@ -3,23 +3,23 @@
 import contextlib
 import logging
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection
 from concurrent.futures import Future
 from typing import Final
 
 from outrider.errors import Draining, Fenced, InvalidArgument, ModelUnsupported, OutriderError, Overloaded
 from outrider.lm.model import LanguageModel
-from outrider.policy import PassTimes, SpeculationPolicy
+from outrider.pass_times import PassTimes
 from outrider.randomness import KeyedSource
-from outrider.tokens import Base, ProposalNode, ProposalTree, TokenSpan
+from outrider.tokens import ProposalNode, ProposalPart, TokenSpan
 from target_service.counters import EngineLoad
 from target_service.features import FeatureSender
 from target_service.sessions import FencingTokens, Request, Resident, Residents
 from target_service.settings import TargetSettings
+from target_service.speculation import Speculation, SpeculationTerms
 from target_service.stream import OpenCommand, Stream
 
 _LOG: Final = logging.getLogger(__name__)
-_MAX_LATE_TREES: Final = 8
 
 
 class Requests:
@@ -110,10 +110,13 @@ class Requests:
             start_len=max(command.committed_len, 1),
             window_end=command.window_end,
             source=KeyedSource(command.parameters.seed or 0),
-            policy=SpeculationPolicy.create(
-                command.max_wait_s, self._times, adapts=self._settings.adaptive_speculation
+            speculation=Speculation(
+                command.speculation,
+                command.rule,
+                self._times,
+                self._settings.max_proposal_nodes,
+                adapts=self._settings.adaptive_speculation,
             ),
-            num_speculative_tokens=command.num_speculative_tokens,
             cache_salt=command.cache_salt,
         )
         stream.opened(handle, min(len(resident.token_ids), max(0, command.committed_len - 1)))
@@ -126,25 +129,22 @@ class Requests:
         request.resident.apply(span, self._model.info.vocabulary_size, self._max_len)
         request.has_start = len(request.resident.token_ids) >= request.start_len
         request.resident.committed_len = max(request.resident.committed_len, min(span.end, request.start_len))
+        request.speculation.restart(len(request.resident.token_ids))
         request.begin_round(time.monotonic())
         self._restore(request)
 
-    def propose(
-        self, stream: Stream, handle: int, base: Base, first: int, nodes: Sequence[ProposalNode], done: bool
-    ) -> None:
-        """Adds nodes to the proposal under the current base; late ones only inform the policy."""
+    def propose(self, stream: Stream, handle: int, part: ProposalPart, arrived: float) -> None:
+        """Adds nodes, which came at a monotonic time, to what has been proposed ahead of a request's text."""
         request = self._request(stream, handle)
         if request is None:
             return
-        tree = request.tree if base == request.base else self._late_tree(request, base)
-        if tree is None or first != len(tree) + 1:
-            self._load.num_stale_messages += 1
-            return
-        for node in nodes:
-            self._check_node(node, len(tree))
-            tree.append(node)
-        if base == request.base:
-            request.tree_complete = request.tree_complete or done
+        is_current = part.base.fencing_token == request.fencing_token and part.base.len >= request.prompt_len
+        is_current = is_current and not request.speculation.terms.own_draft
+        if is_current:
+            for node in part.nodes:
+                self._check_node(node)
+            is_current = request.speculation.receive(part, request.resident.token_ids, arrived)
+        self._load.num_stale_messages += not is_current
 
     def refuse_proposal(self, stream: Stream, handle: int, error: Exception) -> None:
         """Drops an invalid proposal: the session goes on without it."""
@@ -152,8 +152,7 @@ class Requests:
         self._load.num_invalid_proposals += 1
         request = self._request(stream, handle)
         if request is not None:
-            request.tree = ProposalTree()
-            request.tree_complete = True
+            request.speculation.refuse(len(request.resident.token_ids))
 
     def window(self, stream: Stream, handle: int, committed_len: int, window_end: int) -> None:
         """Moves the window."""
@@ -162,15 +161,14 @@ class Requests:
             request.resident.committed_len = max(request.resident.committed_len, committed_len)
             request.window_end = max(request.window_end, window_end)
 
-    def speculate(self, stream: Stream, handle: int, num_speculative_tokens: int, max_wait_s: float) -> None:
-        """Changes what a round waits for."""
+    def speculate(self, stream: Stream, handle: int, terms: SpeculationTerms) -> None:
+        """Changes what rounds wait for."""
         request = self._request(stream, handle)
-        if request is None:
-            return
-        request.num_speculative_tokens = num_speculative_tokens
-        request.policy.max_wait_s = max_wait_s
-        if num_speculative_tokens == 0:
-            request.wait_until = 0.0
+        if request is not None:
+            request.speculation.change(terms)
+            # Once a verdict has said that nothing is awaited, nobody is asked before the next one.
+            if len(request.resident.token_ids) <= request.start_len:
+                request.begin_round(time.monotonic())
 
     def give_features(self, stream: Stream, handle: int, layers: tuple[int, ...], start: int) -> None:
         """Sends a session's features, of what is cached now and of what will be.
@@ -264,19 +262,8 @@ class Requests:
     def _busy(self) -> set[str]:
         return {request.resident.session_id for request in self._requests.values()}
 
-    def _check_node(self, node: ProposalNode, num_nodes: int) -> None:
+    def _check_node(self, node: ProposalNode) -> None:
         law = node.draft_distribution
         token_ids = (node.token_id, *(law.token_ids if law else ()))
         if max(token_ids) >= self._model.info.vocabulary_size:
             raise InvalidArgument("token_id is outside the vocabulary", "proposal")
-        if num_nodes >= self._settings.max_proposal_nodes:
-            raise InvalidArgument(f"more than {self._settings.max_proposal_nodes} nodes", "proposal")
-
-    def _late_tree(self, request: Request, base: Base) -> ProposalTree | None:
-        known = len(request.resident.token_ids)
-        if base.fencing_token != request.fencing_token or not request.prompt_len <= base.len < known:
-            return None
-        self._load.num_stale_messages += 1
-        if base.len not in request.late_trees and len(request.late_trees) >= _MAX_LATE_TREES:
-            request.late_trees.popitem(last=False)
-        return request.late_trees.setdefault(base.len, ProposalTree())

@@ -7,6 +7,31 @@ from outrider.tokens import TokenLogprobs, TokenOrigin
 
 
 @dataclass(frozen=True, slots=True)
+class RoundAbout:
+    """What there is to say of a round beside its result; see Verdict.
+
+    Attributes:
+        model_time_s: seconds of its pass, for all sessions.
+        wait_time_s: seconds that it waited for a proposal.
+        queue_time_s: seconds that it was ready before its pass began.
+        num_recomputed: output tokens that were run again before it.
+        hit: whether the last token was among the nodes that had arrived.
+        num_proposed: nodes that arrived since the last verdict.
+        awaits_proposal: whether the next round has use of a proposal.
+        lookahead_nodes: nodes that the draft should hold ahead of the text, at most.
+    """
+
+    model_time_s: float
+    wait_time_s: float
+    queue_time_s: float
+    num_recomputed: int
+    hit: bool
+    num_proposed: int
+    awaits_proposal: bool
+    lookahead_nodes: int
+
+
+@dataclass(frozen=True, slots=True)
 class RoundResult:
     """What a pass gave a session, cut where the request ends.
 

@@ -1,10 +1,12 @@
 """Which sessions take part in the next pass, with which rows, and who gives way where memory is short."""
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
 from outrider.lm.model import SessionStep
+from outrider.pass_times import PassTimes
+from outrider.policy import allocate
 from outrider.tokens import ProposalTree, TokenSpan
 from target_service.pass_budget import PassBudget
 from target_service.sessions import Request
@@ -22,7 +24,7 @@ class Share:
         step: its rows; their memory is reserved.
         tree: the proposal that is verified; empty where there is none, or no room for it.
         wait_s: seconds that the round waited for it.
-        waited: whether the round waited.
+        queue_s: seconds that it was ready then.
         is_prefill: whether these are tokens of a prompt or a replay, more than the one that each round adds.
     """
 
@@ -30,7 +32,7 @@ class Share:
     step: SessionStep
     tree: ProposalTree = field(default_factory=ProposalTree)
     wait_s: float = 0.0
-    waited: bool = False
+    queue_s: float = 0.0
     is_prefill: bool = False
 
     @property
@@ -53,11 +55,13 @@ class Scheduler:
         max_rows: rows of a pass, at most.
         prefill_chunk_len: prompt tokens of a session in one pass, at most.
         max_slowdown: see `PassBudget`.
+        times: what passes take; decides how many nodes are verified.
     """
 
-    def __init__(self, max_rows: int, prefill_chunk_len: int, max_slowdown: float) -> None:
+    def __init__(self, max_rows: int, prefill_chunk_len: int, max_slowdown: float, times: PassTimes) -> None:
         self._max_rows = max_rows
         self._prefill_chunk_len = prefill_chunk_len
+        self._times = times
         self.budget = PassBudget(max_slowdown)
         self.num_preemptions = 0
 
@@ -66,10 +70,11 @@ class Scheduler:
         runnable = sorted((item for item in requests if item.can_run), key=lambda item: item.round_started)
         shares: list[Share] = []
         num_rows = 0
-        for request in runnable:
-            if request.num_uncached == 1 and num_rows < self._max_rows:
-                share = self._round(request, now, self._max_rows - num_rows, requests, shares)
-                num_rows += self._add(share, shares)
+        rounds = [item for item in runnable if item.num_uncached == 1 and item.is_ready(now)][: self._max_rows]
+        for request, tree in zip(rounds, self._trees(rounds, now), strict=True):
+            # Its memory may have been taken for one before it.
+            if request.num_uncached == 1:
+                num_rows += self._add(self._round(request, tree, now, requests, shares), shares)
         self._add_prefill([item for item in runnable if item.num_uncached > 1], num_rows, requests, shares)
         return shares
 
@@ -98,17 +103,30 @@ class Scheduler:
         shares.append(share)
         return share.step.num_rows
 
+    def _trees(self, rounds: Sequence[Request], now: float) -> list[ProposalTree]:
+        """Returns what each round verifies, chosen together: they share the pass."""
+        offers = [request.speculation.offer(request.room) for request in rounds]
+        # What must be verified is, as far as there are rows, before what may be.
+        room = self._max_rows - len(rounds)
+        musts = []
+        for must, _ in offers:
+            musts.append(must[:room])
+            room -= len(musts[-1])
+        num_rows = self._max_rows - room
+        wait_s = sum(request.speculation.waited_s(now) for request in rounds) / max(1, len(rounds))
+        mays = allocate([found for _, found in offers], float(num_rows), num_rows, self._max_rows, self._times, wait_s)
+        return [
+            request.speculation.tree([*must, *may]) if must or may else _NO_TREE
+            for request, must, may in zip(rounds, musts, mays, strict=True)
+        ]
+
     def _round(
-        self, request: Request, now: float, room: int, requests: Collection[Request], shares: list[Share]
+        self, request: Request, tree: ProposalTree, now: float, requests: Collection[Request], shares: list[Share]
     ) -> Share | None:
-        if request.num_speculative_tokens and not request.has_whole_proposal and now < request.wait_until:
-            return None
-        tree = request.tree if len(request.tree) < room else _NO_TREE
-        waited = request.wait_until > request.round_started
-        # What came after the wait was over (a closed window, another session's pass) is not the draft's doing.
-        wait_s = min(now, request.wait_until) - request.round_started if waited else 0.0
         step = self._reserved(request, request.num_uncached, tree, requests, shares)
-        return None if step is None else Share(request, step, step.tree, wait_s, waited)
+        wait_s = request.speculation.waited_s(now)
+        queue_s = max(0.0, now - request.round_started - wait_s)
+        return None if step is None else Share(request, step, step.tree, wait_s, queue_s)
 
     def _prefill(
         self, request: Request, num: int, pages: set[bytes], requests: Collection[Request], shares: list[Share]

@@ -6,6 +6,7 @@ import asyncio
 import functools
 import logging
 import math
+import time
 from collections.abc import AsyncIterator, Callable, Mapping
 from typing import Final
 
@@ -20,6 +21,7 @@ from outrider.v1 import target_pb2, target_pb2_grpc, worker_pb2, worker_pb2_grpc
 from target_service.engine import Engine
 from target_service.requests import Requests
 from target_service.settings import TargetSettings
+from target_service.speculation import SpeculationTerms
 from target_service.stream import OpenCommand, Stream
 
 _LOG: Final = logging.getLogger(__name__)
@@ -92,7 +94,8 @@ class TargetServicer(target_pb2_grpc.TargetServiceServicer):
         except OutriderError as error:
             refuse = _GENTLE.get(frame.WhichOneof("frame"))
             command = functools.partial(refuse or Requests.refuse, requests, stream, frame.handle, error)
-        self._engine.submit(functools.partial(_guard, requests, stream, frame, command))
+        is_gentle = frame.WhichOneof("frame") in ("proposal", "window")
+        self._engine.submit(functools.partial(_guard, requests, stream, frame, command), is_gentle=is_gentle)
 
 
 def _guard(
@@ -119,19 +122,14 @@ def _command(requests: Requests, stream: Stream, frame: target_pb2.VerifyRequest
         case "span":
             return functools.partial(requests.span, stream, handle, wire.span_from_message(frame.span))
         case "proposal":
-            proposal = frame.proposal
-            nodes = [wire.node_from_message(node) for node in proposal.nodes]
-            base = wire.base_from_message(proposal.base)
-            return functools.partial(
-                requests.propose, stream, handle, base, proposal.first_node, nodes, proposal.complete
-            )
+            # When it came counts, not when the pass that runs now is over.
+            part, arrived = wire.proposal_from_message(frame.proposal), time.monotonic()
+            return functools.partial(requests.propose, stream, handle, part, arrived)
         case "window":
             window = frame.window
             return functools.partial(requests.window, stream, handle, window.committed_len, window.window_end)
         case "speculation":
-            settings = frame.speculation
-            wait_s = _wait_s(settings)
-            return functools.partial(requests.speculate, stream, handle, settings.num_speculative_tokens, wait_s)
+            return functools.partial(requests.speculate, stream, handle, _terms(frame.speculation))
         case "features":
             wanted = frame.features
             return functools.partial(requests.give_features, stream, handle, tuple(wanted.layers), wanted.start)
@@ -154,17 +152,22 @@ def _open_command(message: target_pb2.VerifyOpen) -> OpenCommand:
         committed_len=max(message.committed_len, message.prompt_len),
         window_end=message.window_end,
         stop_token_ids=frozenset(message.stop_token_ids),
-        num_speculative_tokens=message.speculation.num_speculative_tokens,
-        max_wait_s=_wait_s(message.speculation),
+        speculation=_terms(message.speculation),
         cache_salt=message.cache_salt,
         feature_layers=tuple(message.feature_layers),
     )
 
 
-def _wait_s(settings: target_pb2.SpeculationSettings) -> float:
+def _terms(settings: target_pb2.SpeculationSettings) -> SpeculationTerms:
     if not 0 <= settings.max_wait_s <= _MAX_WAIT_S:
         raise InvalidArgument(f"max_wait_s is {settings.max_wait_s}, must be in [0, {_MAX_WAIT_S}]", "max_wait_s")
-    return settings.max_wait_s
+    return SpeculationTerms(
+        settings.num_speculative_tokens,
+        settings.max_wait_s,
+        settings.lookahead_nodes,
+        settings.draft_min,
+        settings.own_draft,
+    )
 
 
 class TargetWorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
@@ -205,6 +208,7 @@ class TargetWorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
             num_layers=info.num_layers,
             hidden_size=info.hidden_size,
             weights_fingerprint=info.weights_fingerprint,
+            drafter=self._engine.drafter,
         )
 
     async def GetLoad(

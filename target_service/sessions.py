@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 from outrider.errors import Fenced, InvalidArgument, KVCacheMiss
 from outrider.lm.model import KVCache
 from outrider.parameters import AcceptanceRule, SamplingParameters
-from outrider.policy import SpeculationPolicy
 from outrider.randomness import KeyedSource
-from outrider.tokens import Base, ProposalTree, TokenSpan
+from outrider.tokens import Base, TokenSpan
+from target_service.speculation import Speculation
 from target_service.stream import Stream
 
 _MAX_FENCING_TOKENS = 100_000
@@ -71,12 +71,9 @@ class Request:
         stream: identity of the stream it came on.
         handle: its name on that stream.
         start_len: session length at which generation starts.
-        num_speculative_tokens: main-line length that a round waits for; 0 for plain decoding.
         cache_salt: see `OpenCommand`.
-        tree: the proposal under the current base, as far as it has come.
-        tree_complete: whether nothing more will come under this base.
+        speculation: what has arrived ahead of its text.
         round_started: monotonic time of the last verdict.
-        late_trees: proposals that came too late, with the length they continued; see `SpeculationPolicy`.
         feature_layers: layers whose features the session's draft asked for.
         features_len: positions from 0 on whose features it was sent, or has no need of.
         has_start: whether the caller's span has come, up to `start_len`. What a warm session has by itself does not do:
@@ -97,14 +94,9 @@ class Request:
     start_len: int
     window_end: int
     source: KeyedSource
-    policy: SpeculationPolicy
-    num_speculative_tokens: int
+    speculation: Speculation
     cache_salt: bytes = b""
-    tree: ProposalTree = field(default_factory=ProposalTree)
-    tree_complete: bool = False
     round_started: float = 0.0
-    wait_until: float = 0.0
-    late_trees: OrderedDict[int, ProposalTree] = field(default_factory=OrderedDict)
     feature_layers: tuple[int, ...] = ()
     features_len: int = 0
     has_start: bool = False
@@ -135,16 +127,20 @@ class Request:
         return is_wanted and not self.finished and not self.is_restoring
 
     @property
-    def has_whole_proposal(self) -> bool:
-        """Whether waiting longer for the proposal is in vain."""
-        return self.tree_complete or self.tree.max_depth >= self.num_speculative_tokens
+    def room(self) -> int:
+        """Tokens that a round may output: to the end of the window and of the request."""
+        length = len(self.resident.token_ids)
+        return min(self.window_end - length, self.parameters.max_tokens - self.num_output)
 
     def begin_round(self, now: float) -> None:
-        """Forgets the proposal of the last round and sets how long to wait for the next."""
-        self.tree = ProposalTree()
-        self.tree_complete = False
+        """Begins a round, and decides how long it waits for a proposal."""
         self.round_started = now
-        self.wait_until = now + (self.policy.wait_s() if self.num_speculative_tokens else 0.0)
+        num_left = self.parameters.max_tokens - self.num_output
+        self.speculation.begin(num_left, now)
+
+    def is_ready(self, now: float) -> bool:
+        """Whether the round need not wait any longer."""
+        return self.speculation.is_ready(len(self.resident.token_ids), now)
 
 
 class FencingTokens:

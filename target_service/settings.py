@@ -5,6 +5,7 @@ from typing import Any
 
 from pydantic import Field, Json
 
+from outrider.drafters.options import DrafterOptions
 from outrider.serving.settings import ServingSettings
 
 
@@ -64,6 +65,30 @@ class TargetSettings(ServingSettings):
         256 << 20, ge=0, le=1 << 40, description="Bytes of KV blocks that wait to be written, at most."
     )
     max_pass_rows: int = Field(1024, ge=8, le=1 << 20, description="Rows of one pass, over all sessions, at most.")
+    colocated_drafter: str = Field(
+        "",
+        pattern="^(|model|layers|ngram)$",
+        description="Drafter within this process, between its passes: model, layers or ngram; empty for none.",
+    )
+    colocated_model: str = Field("embedded", description="Model of that drafter; for layers, the target's.")
+    colocated_num_layers: int | None = Field(None, ge=1, le=1024, description="For layers, how many.")
+    colocated_kv_budget_bytes: int = Field(1 << 30, ge=1 << 16, description="Bytes of its KV cache, at most.")
     adaptive_speculation: bool = Field(
         True, description="Stop waiting for proposals, per session, where waiting is measured not to pay."
     )
+
+    @property
+    def drafter_options(self) -> DrafterOptions | None:
+        """How this process drafts; None where it does not."""
+        if not self.colocated_drafter:
+            return None
+        shared = {
+            name: getattr(self, name) for name in ("dtype", "device", "compile", "num_threads", "max_session_len")
+        }
+        own = {
+            "drafter": self.colocated_drafter,
+            "model": self.colocated_model,
+            "num_layers": self.colocated_num_layers,
+            "kv_budget_bytes": self.colocated_kv_budget_bytes,
+        }
+        return DrafterOptions.model_validate({**shared, **own})

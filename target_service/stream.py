@@ -11,7 +11,8 @@ from outrider.parameters import AcceptanceRule, SamplingParameters
 from outrider.serving.frames import FrameOutbox
 from outrider.tokens import Base, FeatureSpan
 from outrider.v1 import target_pb2
-from target_service.results import RoundResult
+from target_service.results import RoundAbout, RoundResult
+from target_service.speculation import SpeculationTerms
 
 _MAX_PENDING_FEATURE_BYTES: Final = 8 << 20
 
@@ -28,8 +29,7 @@ class OpenCommand:
     committed_len: int
     window_end: int
     stop_token_ids: frozenset[int]
-    num_speculative_tokens: int
-    max_wait_s: float
+    speculation: SpeculationTerms
     cache_salt: bytes = b""
     feature_layers: tuple[int, ...] = ()
 
@@ -58,25 +58,14 @@ class Stream:
         """Names an error of one session."""
         self._put(target_pb2.VerifyResponseFrame(handle=handle, refusal=wire.refusal_to_message(error)))
 
-    def verdict(
-        self,
-        handle: int,
-        base: Base,
-        result: RoundResult,
-        times_s: tuple[float, float],
-        *,
-        awaits_proposal: bool,
-        num_recomputed: int,
-    ) -> None:
+    def verdict(self, handle: int, base: Base, result: RoundResult, about: RoundAbout) -> None:
         """Sends, with the next `flush`, the outcome of a pass for one session.
 
         Args:
             handle: the session's.
             base: what the result continues.
             result: the outcome.
-            times_s: the pass's time in the model, and the wait for a proposal.
-            awaits_proposal: whether the next round waits for one.
-            num_recomputed: output tokens that were run again before it.
+            about: what else there is to say of the round.
         """
         message = target_pb2.Verdict(
             base=wire.base_to_message(base),
@@ -87,10 +76,14 @@ class Stream:
             num_accepted_tokens=result.num_accepted,
             num_nodes=result.num_nodes,
             finish_reason=wire.finish_to_number(result.finish_reason),
-            model_time_s=times_s[0],
-            wait_time_s=times_s[1],
-            awaits_proposal=awaits_proposal,
-            num_recomputed_tokens=num_recomputed,
+            model_time_s=about.model_time_s,
+            wait_time_s=about.wait_time_s,
+            queue_time_s=about.queue_time_s,
+            awaits_proposal=about.awaits_proposal,
+            num_recomputed_tokens=about.num_recomputed,
+            hit=about.hit,
+            num_proposed_nodes=about.num_proposed,
+            lookahead_nodes=about.lookahead_nodes,
         )
         self._held.append(target_pb2.VerifyResponseFrame(handle=handle, verdict=message))
 

@@ -1,139 +1,244 @@
-"""The speculation policy: it waits where that pays, stops where it does not, and takes it up again."""
+"""The controller: it waits where that pays and as long as it pays, stops where it does not, and takes it up again."""
+
+import random
 
 import pytest
 
-from outrider.policy import DecayingMean, PassTimes, SpeculationPolicy
+from outrider.lookahead import Candidate
+from outrider.pass_times import PassTimes
+from outrider.policy import DraftTimes, RoundPlan, SpeculationPolicy, allocate
 
-NODES = 5
+DEPTH = 5
 
 
-def _policy(*, plain_s: float = 0.02, proposal_s: float = 0.022, adapts: bool = True) -> SpeculationPolicy:
+def _times(plain_s: float = 0.02, row_s: float = 0.0004) -> PassTimes:
     times = PassTimes()
     for _ in range(20):
-        times.observe(plain_s, 1)
-        times.observe(proposal_s, 1 + NODES)
-    return SpeculationPolicy.create(0.1, times, adapts=adapts)
+        for num_rows in (1, 6, 16, 64, 384):
+            times.observe(plain_s + row_s * num_rows, num_rows)
+    return times
 
 
-def test_a_mean_starts_at_the_first_value_and_decays() -> None:
-    mean = DecayingMean(0.5)
-    assert not mean.known
-    for value, expected in ((4.0, 4.0), (0.0, 2.0), (0.0, 1.0)):
-        mean.observe(value)
-        assert mean.value == expected
-    assert mean.known
+class _Session:
+    """A session whose target, draft and network are a few numbers; its clock is its own."""
+
+    def __init__(
+        self,
+        *,
+        accepted: float,
+        answer_s: float = 0.002,
+        step_s: float = 0.001,
+        times: PassTimes | None = None,
+        max_wait_s: float = 0.1,
+    ) -> None:
+        self.times = times or _times()
+        self.policy = SpeculationPolicy(max_wait_s, self.times)
+        self.accepted, self.answer_s, self.step_s = accepted, answer_s, step_s
+        self._length, self._now = 0, 0.0
+        self._random = random.Random(2)
+
+    def round(self) -> RoundPlan:
+        """Runs a round of a draft that answers as the numbers say; returns what was decided before it."""
+        policy, draft = self.policy, self.policy.draft
+        plan = policy.begin([], 0, DEPTH)
+        self._length += 1
+        draft.note_verdict(self._length, self._now)
+        draft.step_s = self.step_s
+        wait_s = 0.0
+        if plan.wants_draft:
+            draft.note_answer(self._length, self._now + self.answer_s)
+            wait_s = min(plan.wait_s, self.answer_s + (plan.depth - 1) * self.step_s)
+        depth = round((wait_s - self.answer_s) / self.step_s) + 1 if wait_s >= self.answer_s else 0
+        is_trial = not plan.wait_s and self._length % 8 == 0
+        depth = DEPTH if is_trial else depth
+        num = 0
+        for place in range(1, depth + 1):
+            hit = self._random.random() < self.accepted
+            policy.rates.observe_one(place, 1, hit)
+            if not hit:
+                break
+            num += 1
+        if plan.wait_s:
+            policy.observe_round(num, policy.rates.expected_accepted(depth) if depth else None, wait_s, waited=True)
+        else:
+            policy.observe_plain()
+        if is_trial:
+            policy.observe_late(num, DEPTH)
+        self._now += 0.05
+        return plan
+
+    def settle(self, num_rounds: int = 200) -> RoundPlan:
+        """Runs rounds; returns the last plan."""
+        for _ in range(num_rounds):
+            plan = self.round()
+        return plan
 
 
-def test_a_new_request_waits() -> None:
-    assert _policy().wait_s() == 0.1
-    assert SpeculationPolicy.create(0.0, PassTimes()).wait_s() == 0.0
+def test_a_new_request_waits_for_all_and_one_without_a_draft_for_nothing() -> None:
+    plan = SpeculationPolicy(0.1, PassTimes()).begin([], 0, DEPTH)
+    assert (plan.wait_s, plan.depth, plan.wants_draft) == (0.1, DEPTH, True)
+    assert SpeculationPolicy(0.0, PassTimes()).begin([], 0, DEPTH) == RoundPlan()
+    assert SpeculationPolicy(0.1, PassTimes()).begin([], 0, 0) == RoundPlan()
 
 
 @pytest.mark.parametrize(
-    ("num_accepted", "wait_s", "waits"),
-    [
-        (3, 0.002, True),
-        (0, 0.002, False),
-        (1, 0.002, True),  # two tokens in 24 ms instead of 40
-        (1, 0.03, False),  # two tokens in 52 ms instead of 40
-        (4, 0.07, True),
-    ],
+    ("accepted", "answer_s", "waits"),
+    [(0.8, 0.002, True), (0.05, 0.004, False), (0.5, 0.002, True), (0.5, 0.03, False), (0.95, 0.03, True)],
 )
-def test_it_waits_iff_that_pays(num_accepted: int, wait_s: float, waits: bool) -> None:
-    policy = _policy()
-    for _ in range(20):
-        policy.observe_round(num_accepted, wait_s, NODES)
-    assert (policy.wait_s() > 0) is waits
+def test_it_waits_iff_that_pays(accepted: float, answer_s: float, waits: bool) -> None:
+    assert (_Session(accepted=accepted, answer_s=answer_s).settle().wait_s > 0) is waits
+
+
+def test_it_waits_for_a_shorter_line_where_steps_are_slow() -> None:
+    quick = _Session(accepted=0.8, step_s=0.0005).settle()
+    slow = _Session(accepted=0.8, step_s=0.009).settle()
+    assert 0 < slow.depth < quick.depth
 
 
 def test_a_dead_draft_costs_one_wait() -> None:
-    policy = _policy()
-    policy.observe_round(0, 0.1, NODES)
-    assert policy.wait_s() == 0.0
+    policy = SpeculationPolicy(0.1, _times())
+    plan = policy.begin([], 0, DEPTH)
+    policy.observe_round(0, None, plan.wait_s, waited=True)
+    assert policy.begin([], 0, DEPTH).wait_s == 0.0
 
 
-def test_without_any_plain_pass_a_proposal_pass_stands_in() -> None:
-    policy = SpeculationPolicy.create(0.1, PassTimes())
-    policy.times.observe(0.02, 1 + NODES)
-    policy.observe_round(0, 0.001, NODES)
-    assert policy.wait_s() == 0.0
+def test_patience_is_not_much_longer_than_what_is_expected() -> None:
+    plan = _Session(accepted=0.9, answer_s=0.002, max_wait_s=5.0).settle()
+    assert 0.006 < plan.wait_s < 0.05
 
 
-def test_a_line_is_found_from_passes_of_different_sizes() -> None:
-    times = PassTimes()
-    assert times.pass_s(3) == 0
-    for num_rows in (4, 9, 30, 4, 60):
-        times.observe(0.01 + 0.0005 * num_rows, num_rows)
-    assert times.row_s == pytest.approx(0.0005)
-    assert times.pass_s(16) == pytest.approx(0.018)
-    for _ in range(500):
-        times.observe(0.02, 8)
-    assert times.pass_s(8) == pytest.approx(0.02, rel=0.05)
+def test_what_is_here_is_not_waited_for() -> None:
+    session = _Session(accepted=0.8)
+    session.settle()
+    stock = [0.8**place for place in range(1, DEPTH + 1)]
+    assert session.policy.begin(stock, DEPTH, DEPTH, runs_ahead=True).wait_s == 0.0
+    plan = session.policy.begin([], 0, DEPTH, runs_ahead=True)
+    assert plan.wait_s > 0 and plan.wants_draft
 
 
-def test_a_full_batch_ends_speculation() -> None:
-    policy = _policy(plain_s=0.02, proposal_s=0.03)
-    for _ in range(20):
-        policy.observe_round(3, 0.005, NODES)
-    for num_sessions, waits in ((1, True), (16, True), (64, False)):
-        policy.times.num_sessions = num_sessions
-        assert (policy.wait_s() > 0) is waits, num_sessions
-    policy.observe_plain()
-    for num_sessions, waits in ((16, False), (8, False), (1, True)):
-        policy.times.num_sessions = num_sessions
-        assert (policy.wait_s() > 0) is waits, f"{num_sessions}: a choice is kept while it is nearly as good"
+def test_a_full_batch_ends_speculation_and_a_choice_is_kept_while_it_is_nearly_as_good() -> None:
+    session = _Session(accepted=0.5, times=_times(row_s=0.001), answer_s=0.004)
+    session.settle()
+    waits = []
+    for num_sessions in (1, 8, 64, 256):
+        session.times.num_sessions = num_sessions
+        waits.append(session.policy.begin([], 0, DEPTH).wait_s > 0)
+    assert waits[0] and not waits[-1]
+    assert waits == sorted(waits, reverse=True)
 
 
-def test_proposals_that_are_mostly_empty_cost_no_rows() -> None:
-    policy = _policy(plain_s=0.02, proposal_s=0.03)
+def test_proposals_that_rarely_come_are_worth_less() -> None:
+    session = _Session(accepted=0.8, answer_s=0.012)
+    assert session.settle().wait_s > 0
     for _ in range(60):
-        policy.observe_round(2, 0.001, NODES)
-        for _ in range(9):
-            policy.observe_round(0, 0.001, 0)
-    assert policy.wait_s() > 0
-    for _ in range(60):
-        policy.observe_round(0, 0.001, NODES)
-    assert policy.wait_s() == 0
+        plan = session.policy.begin([], 0, DEPTH)
+        if plan.wait_s:
+            session.policy.observe_round(0, None, 0.012, waited=True)
+        else:
+            session.policy.observe_plain()
+    assert session.policy.begin([], 0, DEPTH).wait_s == 0.0
 
 
 def test_waits_in_vain_become_rarer() -> None:
-    policy = _policy()
-    policy.observe_round(0, 0.1, NODES)
+    policy = SpeculationPolicy(0.1, _times())
+    policy.begin([], 0, DEPTH)
+    policy.observe_round(0, None, 0.1, waited=True)
     rounds = []
     for _ in range(7):
         num_plain = 0
-        while policy.wait_s() == 0.0:
+        while policy.begin([], 0, DEPTH).wait_s == 0.0:
             policy.observe_plain()
             num_plain += 1
         rounds.append(num_plain)
-        policy.observe_round(0, 0.1, NODES)
+        policy.observe_round(0, None, 0.1, waited=True)
     assert rounds == [64, 128, 256, 512, 1024, 1024, 1024]
 
 
 def test_late_proposals_that_were_right_bring_speculation_back() -> None:
-    policy = _policy()
-    for _ in range(10):
-        policy.observe_round(0, 0.002, NODES)
-    assert policy.wait_s() == 0.0
-    policy.observe_late(5)
-    assert policy.expected_accepted > 0.5
-    assert policy.wait_s() > 0
+    session = _Session(accepted=0.02)
+    assert session.settle().wait_s == 0.0
+    for _ in range(30):
+        for place in range(1, DEPTH + 1):
+            session.policy.rates.observe_one(place, 1, True)
+        session.policy.observe_late(DEPTH, DEPTH)
+    assert session.policy.begin([], 0, DEPTH).wait_s > 0
 
 
-def test_waits_are_measured_again_after_many_plain_rounds() -> None:
-    policy = _policy()
-    policy.observe_round(0, 0.1, NODES)
-    num_plain = 0
-    while policy.wait_s() == 0.0:
-        policy.observe_plain()
-        num_plain += 1
-    assert 32 <= num_plain <= 128
-    policy.observe_round(0, 0.1, NODES)
-    assert policy.wait_s() == 0.0
+def test_a_draft_that_runs_ahead_is_asked_on_while_what_it_says_is_of_use() -> None:
+    session = _Session(accepted=0.5, answer_s=0.09)
+    assert session.settle().wait_s == 0.0
+    wanted = []
+    for _ in range(100):
+        wanted.append(session.policy.begin([], 0, DEPTH, runs_ahead=True).wants_draft)
+        session.policy.observe_round(1, 1.0, 0.0, waited=False)
+    assert all(wanted[-20:])
+    for _ in range(60):
+        session.policy.observe_round(0, 1.0, 0.0, waited=False)
+    wanted = [session.policy.begin([], 0, DEPTH, runs_ahead=True).wants_draft]
+    for _ in range(256):
+        session.policy.observe_plain()
+        wanted.append(session.policy.begin([], 0, DEPTH, runs_ahead=True).wants_draft)
+    assert wanted.count(False) > 20 and True in wanted, "it is tried again now and then"
 
 
-def test_without_adaptation_every_round_waits() -> None:
-    policy = _policy(adapts=False)
+def test_without_adaptation_every_round_waits_until_all_is_here() -> None:
+    policy = SpeculationPolicy(0.1, _times(), adapts=False)
     for _ in range(5):
-        policy.observe_round(0, 0.1, NODES)
-    assert policy.wait_s() == 0.1
+        policy.observe_round(0, None, 0.1, waited=True)
+    assert policy.begin([], 0, DEPTH).wait_s == 0.1
+    assert policy.begin([0.1] * DEPTH, DEPTH, DEPTH).wait_s == 0.0
+
+
+def test_answers_are_timed_from_their_verdicts() -> None:
+    draft = DraftTimes()
+    draft.step_s = 0.004
+    for place in range(1, 20):
+        draft.note_verdict(place, float(place))
+        draft.note_answer(place, place + 0.03)
+    draft.note_answer(3, 99.0)
+    assert draft.arrival_s(1, is_running=False) == pytest.approx(0.03)
+    assert draft.arrival_s(3, is_running=False) == pytest.approx(0.038)
+    assert draft.arrival_s(2, is_running=True) == pytest.approx(0.008)
+    draft.note_silence(0.1)
+    assert draft.arrival_s(1, is_running=False) > 0.04
+
+
+def _line(*values: float) -> list[Candidate]:
+    return [Candidate(number, value) for number, value in enumerate(values, 1)]
+
+
+def test_nodes_of_all_sessions_compete_for_the_pass() -> None:
+    times = _times(0.02, 0.001)
+    good, poor = _line(0.9, 0.8, 0.7), _line(0.3, 0.02, 0.001)
+    assert allocate([good, poor], 2.0, 2, 100, times) == [[1, 2, 3], [1, 2, 3]], (
+        "a pass of 8 rows is worth it, and full"
+    )
+    assert allocate([good, poor], 2.0, 4, 100, times) == [[1, 2, 3], [1]]
+    assert allocate([good, poor], 2.0, 2, 4, times) == [[1, 2], []]
+    assert allocate([good, poor], 2.0, 2, 100, PassTimes()) == [[1, 2, 3], [1, 2, 3]]
+
+
+def test_rounds_that_have_waited_verify_more() -> None:
+    times, line = _times(0.02, 0.002), _line(0.5, 0.25, 0.12, 0.12, 0.1, 0.1, 0.1)
+    [plain], [waited] = (allocate([line], 1.0, 1, 100, times, wait_s) for wait_s in (0.0, 0.05))
+    assert len(plain) == 3 and len(waited) == 7
+
+
+def test_a_full_pass_verifies_less_and_in_the_end_nothing() -> None:
+    times = _times(0.02, 0.001)
+    taken = []
+    for num_sessions in (1, 4, 16, 64, 256):
+        parts = allocate([_line(0.6, 0.36, 0.2, 0.1)] * num_sessions, num_sessions, num_sessions, 10_000, times)
+        taken.append(sum(map(len, parts)) / num_sessions)
+    assert taken[0] >= 3 and taken[-1] == 0
+    assert taken == sorted(taken, reverse=True)
+
+
+def test_drafts_that_send_all_at_once_are_not_expected_step_by_step() -> None:
+    draft = DraftTimes()
+    draft.step_s = 0.01
+    for place in range(1, 20):
+        draft.note_verdict(place, float(place))
+        draft.note_answer(place, place + 0.03, depth=4)
+    assert draft.arrival_s(4, is_running=False) == pytest.approx(0.03)
+    assert draft.arrival_s(6, is_running=False) == pytest.approx(0.05)

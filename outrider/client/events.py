@@ -69,6 +69,9 @@ class Statistics:
         feature_bytes: bytes of features that went from target to draft.
         num_recomputed_tokens: output tokens whose KV cache was computed again, after a failover or where a target's
             memory was short; where numerics vary, what follows them may differ.
+        num_hits: target passes whose own last token had been proposed, so that the next proposal was there at once.
+        num_proposed_nodes: nodes that drafts proposed, verified or not.
+        queue_time_s: seconds that the session was ready while the target ran others, or its window was closed.
     """
 
     num_drafts: int = 0
@@ -85,6 +88,19 @@ class Statistics:
     varying_numerics: bool = False
     feature_bytes: int = 0
     num_recomputed_tokens: int = 0
+    num_hits: int = 0
+    num_proposed_nodes: int = 0
+    queue_time_s: float = 0.0
+
+    @property
+    def hit_rate(self) -> float:
+        """Share of the target passes whose own last token had been proposed, in [0, 1]."""
+        return self.num_hits / self.num_target_passes if self.num_target_passes else 0.0
+
+    @property
+    def num_wasted_nodes(self) -> int:
+        """Proposed nodes that are no token of the output."""
+        return max(0, self.num_proposed_nodes - self.num_accepted_tokens - self.num_hits)
 
     @property
     def acceptance_rate(self) -> float:
@@ -224,4 +240,7 @@ def _statistics(message: generation_pb2.GenerationStatistics) -> Statistics:
         varying_numerics=message.varying_numerics,
         feature_bytes=message.feature_bytes,
         num_recomputed_tokens=message.num_recomputed_tokens,
+        num_hits=message.num_hits,
+        num_proposed_nodes=message.num_proposed_nodes,
+        queue_time_s=message.queue_time_s,
     )

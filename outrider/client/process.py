@@ -4,7 +4,8 @@ import asyncio
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from time import monotonic
@@ -26,12 +27,14 @@ class ProcessSpec:
         module: run with `python -m`.
         environment: settings, on top of this process's own environment.
         drain_budget_s: seconds from SIGTERM to SIGKILL.
+        cores: that it runs on, by number; empty for those of this process.
     """
 
     name: str
     module: str
     environment: Mapping[str, str]
     drain_budget_s: float = 10.0
+    cores: frozenset[int] = frozenset()
 
 
 class ServiceProcess:
@@ -71,7 +74,7 @@ class ServiceProcess:
         self._ready_file.unlink(missing_ok=True)
         self.address = ""
         environment = {**os.environ, **self.spec.environment, "OUTRIDER_READY_FILE": str(self._ready_file)}
-        with self.log.open("ab") as log:
+        with self.log.open("ab") as log, _on_cores(self.spec.cores):
             # A session of its own: Ctrl-C in the terminal reaches this process alone, which then drains the others.
             self._process = subprocess.Popen(
                 [sys.executable, "-m", "outrider.client.attached", self.spec.module],
@@ -147,3 +150,17 @@ class ServiceProcess:
             # Progress bars redraw their line with a carriage return; only the latest state is of interest.
             lines = [line.rsplit("\r", 1)[-1] for line in log.read().decode(errors="replace").split("\n")]
         return [line.strip() for line in lines if line.strip()][-num_lines:]
+
+
+@contextmanager
+def _on_cores(cores: frozenset[int]) -> Iterator[None]:
+    """Has this thread, and what it starts, run on some cores; none stand for all that it has."""
+    if not cores:
+        yield
+        return
+    before = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, cores)
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, before)

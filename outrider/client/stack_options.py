@@ -4,7 +4,7 @@ import json
 import os
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Final
 
@@ -80,6 +80,7 @@ class StackOptions:
         num_targets: target processes.
         num_orchestrators: orchestrator processes.
         target_threads: CPU threads of each target; 0 for all cores.
+        target_cores: cores that targets run on, by number; empty for all.
         target_environment: further settings of targets.
         orchestrator_environment: further settings of orchestrators.
         ready_timeout_s: bound on the start of each process.
@@ -96,6 +97,7 @@ class StackOptions:
     num_targets: int = 1
     num_orchestrators: int = 1
     target_threads: int = 0
+    target_cores: frozenset[int] = frozenset()
     target_environment: Mapping[str, str] = field(default_factory=dict)
     orchestrator_environment: Mapping[str, str] = field(default_factory=dict)
     ready_timeout_s: float = 300.0
@@ -126,7 +128,7 @@ class StackOptions:
             **self.target_environment,
         }
         for number in range(self.num_targets):
-            yield self._spec(f"target-{number}", "target_service", settings)
+            yield replace(self._spec(f"target-{number}", "target_service", settings), cores=self.target_cores)
 
     def draft_specs(self) -> Iterator[ProcessSpec]:
         """Yields how to start each draft."""
@@ -146,8 +148,12 @@ class StackOptions:
     def orchestrator_specs(self, addresses: Mapping[str, str]) -> Iterator[ProcessSpec]:
         """Yields how to start each orchestrator; `addresses` are the settings that name what it talks to."""
         for number in range(self.num_orchestrators):
-            settings = {**addresses, **self.orchestrator_environment}
+            settings = {**addresses, **self._lookahead(), **self.orchestrator_environment}
             yield self._spec(f"orchestrator-{number}", "orchestrator", settings)
+
+    def _lookahead(self) -> dict[str, str]:
+        """Has drafts wait for verdicts where the target takes all cores: then they would take turns with it anyway."""
+        return {"OUTRIDER_LOOKAHEAD_NODES": "0"} if not self.target_threads and "cuda" not in self.device else {}
 
     def _placement(self) -> dict[str, str]:
         chosen = {"OUTRIDER_DTYPE": self.dtype, "OUTRIDER_DEVICE": self.device}

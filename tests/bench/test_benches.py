@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from bench import commits, context, drafts, engine, load, orchestrator, registry, takeover
+from bench import commits, context, distance, drafts, engine, load, orchestrator, registry, takeover
 from bench.kinds import KINDS
 from outrider.errors import InvalidArgument
 from tests.training.models import save_target, save_tokenizer
@@ -69,6 +69,31 @@ async def test_engine(tmp_path: Path) -> None:
     engine.plot(result, tmp_path / "engine.png")
 
 
+async def test_distance(tmp_path: Path) -> None:
+    options = distance.Options(
+        rtts_ms="0,20",
+        ends="",
+        num_repeats=1,
+        num_rounds=12,
+        model="shape:tiny",
+        draft="shape:tiny",
+        prompt_len=8,
+        num_speculative_tokens=3,
+    )
+    result = await distance.measure(options)
+    modes = ["plain", "colocated", "colocated, both cores", *["synchronous", "streaming"] * 2]
+    assert [row["mode"] for row in result.rows] == modes
+    assert all(row["num_rounds"] >= 12 and row["tokens_per_s"] > 0 for row in result.rows)
+    assert {
+        "streaming_over_synchronous_rtt_0ms",
+        "streaming_over_synchronous_rtt_20ms",
+        "streaming_over_colocated_rtt_20ms",
+        "streaming_over_plain_worst",
+    } <= result.figures.keys()
+    distance.plot(result, tmp_path / "distance.png")
+    assert (tmp_path / "distance.png").stat().st_size > 1000
+
+
 async def test_context(tmp_path: Path) -> None:
     result = await context.measure(context.Options("16,64", num_steps=3, model="shape:tiny", compiles="no"))
     assert result.figures["kv_bytes_over_formula"] == pytest.approx(1, abs=0.05)
@@ -94,7 +119,9 @@ async def test_drafts(tmp_path: Path) -> None:
         assert result.figures[f"mean_acceptance_length_t1{suffix}"] > least
         assert result.figures[f"shipped_over_plain_greedy{suffix}"] > 0
         assert result.figures[f"shipped_over_transformers_assisted{suffix}"] > 0
-    assert all(row["pos 4"] in (1.0, None) for row in result.rows if row["proposal"] == "chain")
+    # A proposal that came late continues where the target is, and is shorter then. So few tokens may be over before a
+    # draft has opened the session: then nothing was drafted.
+    assert {row["pos 1"] for row in result.rows if row["proposal"] == "chain"} <= {1.0, None}
     drafts.plot(result, tmp_path / "drafts.png")
 
 

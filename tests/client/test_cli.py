@@ -55,6 +55,13 @@ def test_generate_json_prints_exactly_one_object(service: ScriptedService) -> No
             "varying_numerics": False,
             "feature_bytes": 0,
             "num_recomputed_tokens": 0,
+            "num_proposed_nodes": 0,
+            "num_wasted_nodes": 0,
+            "hit_rate": 0.0,
+            "duration_s": 0.0,
+            "target_time_s": 0.0,
+            "wait_time_s": 0.0,
+            "queue_time_s": 0.0,
         },
     }
 

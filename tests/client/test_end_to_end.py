@@ -54,8 +54,9 @@ async def test_the_tokens_do_not_depend_on_the_draft(stack: LocalStack) -> None:
             speculative = await client.complete(request(speculation=Speculation(drafter=drafter)))
             assert speculative.token_ids == plain.token_ids
             assert speculative.finish_reason is FinishReason.LENGTH
-        # Random tokens repeat nothing that could be looked up; the model draft is the last of the two.
-        assert speculative.statistics.num_draft_tokens > 0
+        # Random tokens repeat nothing that could be looked up; the model draft is the last of the two. Whether what it
+        # proposes is waited for is the controller's business: these passes take a tenth of a millisecond.
+        assert speculative.statistics.num_proposed_nodes > 0
     assert len(plain.token_ids) == 48
     assert plain.statistics.num_draft_tokens == 0
 

@@ -10,11 +10,11 @@ from dataclasses import dataclass
 import grpc
 import pytest
 
-from draft_service.drafters.drafter import Drafter, DraftTerms, OpenProposal
-from draft_service.drafters.ngram import NgramDrafter
 from draft_service.engine import Engine, EngineLimits
 from draft_service.servicer import DraftServicer
 from draft_service.worker import WorkerIdentity, WorkerServicer
+from outrider.drafters.drafter import Drafter, DraftTerms, OpenProposal
+from outrider.drafters.ngram import NgramDrafter
 from outrider.parameters import AcceptanceRule, SamplingParameters
 from outrider.serving.channel import open_channel
 from outrider.serving.server import Server

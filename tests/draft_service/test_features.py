@@ -5,7 +5,7 @@ import torch
 from outrider.parameters import SamplingParameters
 from outrider.v1 import draft_pb2, tokens_pb2, worker_pb2
 from tests.draft_service.conftest import DraftClient, advance_frame, close_frame, running_draft
-from tests.draft_service.drafters.heads import VOCABULARY, TinyEagle3, V
+from tests.drafters.heads import VOCABULARY, TinyEagle3, V
 
 TEXT = [3 + 7 * index % (V - 3) for index in range(40)]
 GREEDY = SamplingParameters(temperature=0.0, max_tokens=1000)

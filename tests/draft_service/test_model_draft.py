@@ -22,7 +22,7 @@ from tests.draft_service.conftest import (
     running_draft,
     terms,
 )
-from tests.draft_service.drafters.models import MARKOV, RecordedModel, markov, model_drafter
+from tests.drafters.models import MARKOV, RecordedModel, markov, model_drafter
 
 LONG = SamplingParameters(seed=5, max_tokens=10_000)
 SLOW = f"{MARKOV},step_s=0.02"

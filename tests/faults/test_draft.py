@@ -161,7 +161,7 @@ async def test_fault_07_restarts_under_the_same_name_with_an_empty_cache(scene: 
     await scene.survive(strike, request=asking(num_tokens=300))
     # It is used again, without anybody having been told.
     generation = await scene.client.complete(asking(), timeout_s=20)
-    assert generation.statistics.num_drafts > 0
+    assert generation.statistics.num_proposed_nodes > 0
 
 
 async def test_fault_08_wrong_tokenizer(scene: Scene) -> None:

@@ -253,7 +253,7 @@ class ScriptedTarget(ScriptedWorker, target_pb2_grpc.TargetServiceServicer):
                 del self._requests[older]
                 self._refuse(request.outbox, request.handle, Fenced("a newer lease is here"))
         settings = message.speculation
-        num = settings.num_speculative_tokens
+        num = 0 if settings.own_draft else settings.num_speculative_tokens
         self._requests[key] = _Request(outbox, frame.handle, message, message.window_end, num, num > 0)
         cached_len = min(len(self.caches.setdefault(message.session_id, [])), message.committed_len - 1)
         opened = target_pb2.VerifyOpened(cached_len=cached_len)

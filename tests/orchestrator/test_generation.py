@@ -672,3 +672,41 @@ async def test_fault_23_what_the_client_has_seen_and_the_log_has_not_is_data_los
             target.allow(None)
             events = await orchestrator.events(asking(session_id="s", request_id="r", resume_offset=2, max_tokens=40))
             assert tokens_of(events) == continuation(PROMPT, 40)[2:]
+
+
+async def test_what_is_asked_of_drafts_and_targets_is_what_the_request_says(
+    orchestrator: Orchestrator, target: ScriptedTarget, draft: ScriptedDraft
+) -> None:
+    request = asking(max_tokens=40)
+    request.speculation.lookahead_nodes = 21
+    request.speculation.draft_min = 2
+    request.speculation.draft_p_min = 0.25
+    assert tokens_of(await orchestrator.events(request)) == continuation(PROMPT, 40)
+    assert draft.of("open")[-1].draft_p_min == 0.25
+    assert draft.of("advance")[0].lookahead_nodes == 21
+    settings = [*(opened.speculation for opened in target.of("open")), *target.of("speculation")]
+    told = [item for item in settings if item.num_speculative_tokens]
+    assert told and all((item.lookahead_nodes, item.draft_min) == (21, 2) for item in told)
+
+
+async def test_who_sizes_proposals_has_drafts_wait_for_verdicts(
+    orchestrator: Orchestrator, draft: ScriptedDraft
+) -> None:
+    request = asking(max_tokens=40)
+    request.speculation.max_nodes = 3
+    await orchestrator.events(request)
+    assert {advance.lookahead_nodes for advance in draft.of("advance")} == {0}
+
+
+async def test_a_target_that_drafts_for_itself_needs_no_draft(
+    session_store_url: str, target: ScriptedTarget, draft: ScriptedDraft
+) -> None:
+    target.info.drafter = "model"
+    async with orchestrating(session_store_url, (target,), (draft,)) as orchestrator:
+        assert tokens_of(await orchestrator.events(asking())) == WHOLE
+        assert not draft.of("open")
+        assert target.of("open")[-1].speculation.own_draft
+        request = asking()
+        request.speculation.drafter = "ngram"
+        await orchestrator.events(request)
+        assert not target.of("open")[-1].speculation.own_draft

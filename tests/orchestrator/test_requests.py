@@ -13,7 +13,7 @@ SETTINGS = OrchestratorSettings(num_speculative_tokens=4)
 
 def test_what_is_left_open_is_filled_in() -> None:
     checked = check_request(asking(), "default", SETTINGS)
-    assert checked.num_speculative_tokens == 4
+    assert checked.speculation.num_speculative_tokens == 4
     assert checked.rule is AcceptanceRule.COUPLED
     assert checked.parameters.seed is not None
     assert checked.request_id
@@ -30,7 +30,7 @@ def test_the_session_of_a_request_without_one_is_the_same_each_time_and_for_each
 def test_disabled_speculation_beats_a_number() -> None:
     request = asking(plain=True)
     request.speculation.num_speculative_tokens = 7
-    assert check_request(request, "default", SETTINGS).num_speculative_tokens == 0
+    assert check_request(request, "default", SETTINGS).speculation.num_speculative_tokens == 0
 
 
 def test_a_resumption_asks_for_the_same() -> None:

@@ -117,7 +117,7 @@ async def test_a_killed_draft_changes_nothing(stack: LocalStack) -> None:
         events = await _check(client, lambda: stack.drafts)
         finished = events[-1]
         assert isinstance(finished, Finished)
-        assert finished.statistics.num_drafts > 0
+        assert finished.statistics.num_proposed_nodes > 0
         assert finished.statistics.num_fallbacks["draft_unavailable"] == 1
         # Without any draft, requests go on by plain decoding.
         assert (await client.complete(_request(), timeout_s=30)).token_ids == await _plain(client)
@@ -129,7 +129,7 @@ async def test_a_restarted_draft_is_used_again(stack: LocalStack) -> None:
     await _until_all_in_rotation(stack)
     async with stack.client() as client:
         generation = await client.complete(_request(), timeout_s=30)
-        assert generation.statistics.num_drafts > 0
+        assert generation.statistics.num_proposed_nodes > 0
         assert generation.token_ids == await _plain(client)
 
 

@@ -34,9 +34,17 @@ def exact_law() -> Mapping[tuple[int, ...], float]:
 
 
 async def sample(
-    client: OutriderClient, num: int, rule: AcceptanceRule, *, speculates: bool = True, max_nodes: int = 0
+    client: OutriderClient,
+    num: int,
+    rule: AcceptanceRule,
+    *,
+    speculates: bool = True,
+    max_nodes: int = 0,
+    depth: int = 0,
+    lookahead_nodes: int = 0,
+    num_more: int = 0,
 ) -> tuple[list[tuple[int, ...]], float]:
-    """Returns the outputs of requests with seeds 0, 1, 2, ..., and the acceptance rate over all."""
+    """Returns the first tokens of requests with seeds 0, 1, 2, ..., and the acceptance rate over all."""
     seeds = iter(range(num))
     outputs: list[tuple[int, ...]] = []
     num_drafted = num_accepted = 0
@@ -46,16 +54,17 @@ async def sample(
         for seed in seeds:
             request = GenerationRequest(
                 token_ids=PROMPT,
-                parameters=SamplingParameters(seed=seed, max_tokens=NUM_TOKENS),
+                parameters=SamplingParameters(seed=seed, max_tokens=NUM_TOKENS + num_more),
                 speculation=Speculation(
                     disabled=not speculates,
-                    num_speculative_tokens=3 if max_nodes else 2,
+                    num_speculative_tokens=depth or (3 if max_nodes else 2),
                     acceptance_rule=rule,
                     max_nodes=max_nodes,
+                    lookahead_nodes=lookahead_nodes,
                 ),
             )
             generation = await client.complete(request, timeout_s=60)
-            outputs.append(tuple(generation.token_ids))
+            outputs.append(tuple(generation.token_ids[:NUM_TOKENS]))
             num_drafted += generation.statistics.num_draft_tokens
             num_accepted += generation.statistics.num_accepted_tokens
 
@@ -112,6 +121,26 @@ async def test_trees(draft: str, least_rate: float) -> None:
     await _check_trees(draft, NUM_SAMPLES, least_rate)
 
 
+async def _check_streaming(draft: str, num: int, least_rate: float, depths: tuple[int, ...]) -> None:
+    """Checks short rounds of trees that run ahead: most tokens are then verified in a tree that was followed."""
+    async with LocalStack(markov_stack(draft)) as stack, stack.client() as client:
+        for rule, depth in itertools.product(RULES, depths):
+            samples, rate = await sample(client, num, rule, depth=depth, lookahead_nodes=12)
+            assert p_value(samples, exact_law()) > SIGNIFICANCE, (rule, depth)
+            assert rate > least_rate, (rule, rate)
+
+
+async def test_drafts_that_run_ahead() -> None:
+    await _check_streaming(GOOD_DRAFT, NUM_SAMPLES, 0.6, (1,))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize(("draft", "least_rate"), [(GOOD_DRAFT, 0.6), (BAD_DRAFT, 0.3)])
+async def test_drafts_that_run_ahead_with_many_samples(draft: str, least_rate: float) -> None:
+    await _check_streaming(draft, NUM_SAMPLES_SLOW, least_rate, (1, 2))
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize(("draft", "least_rate"), [(GOOD_DRAFT, 0.6), (BAD_DRAFT, 0.3)])
@@ -123,7 +152,8 @@ async def test_a_wrong_rule_is_caught_through_the_served_api() -> None:
     base = markov_stack(BAD_DRAFT)
     options = WrongStackOptions(**{name: getattr(base, name) for name in StackOptions.__dataclass_fields__})
     async with LocalStack(options) as stack, stack.client() as client:
-        samples, _ = await sample(client, NUM_SAMPLES, AcceptanceRule.REJECTION)
+        # Nothing is proposed for a request's last token.
+        samples, _ = await sample(client, NUM_SAMPLES, AcceptanceRule.REJECTION, num_more=2)
     assert p_value(samples, exact_law()) < SIGNIFICANCE
 
 

@@ -67,7 +67,7 @@ async def test_a_generation_over_mutual_tls(secured: Secured) -> None:
             await asyncio.sleep(0.05)
         generation = await client.complete(REQUEST)
         assert len(generation.token_ids) == 40
-        assert generation.statistics.num_drafts > 0
+        assert generation.statistics.num_proposed_nodes > 0
 
 
 async def test_fault_45_without_token_or_tls_nothing_is_served(secured: Secured) -> None:

@@ -14,6 +14,7 @@ from outrider.tokens import Base, ProposalNode
 from outrider.v1 import target_pb2 as pb
 from outrider.v1 import target_pb2_grpc, tokens_pb2
 from target_service.__main__ import remote_blocks
+from target_service.colocated import ColocatedDraft
 from target_service.engine import Engine
 from target_service.servicer import TargetServicer
 from target_service.settings import TargetSettings
@@ -76,6 +77,8 @@ class Caller:
         prompt_len: int | None = None,
         stop_token_ids: Sequence[int] = (11,),
         cache_salt: bytes = b"",
+        lookahead_nodes: int = 0,
+        own_draft: bool = False,
     ) -> pb.VerifyResponseFrame:
         message = pb.VerifyOpen(
             session_id=session or f"session-{handle}",
@@ -86,7 +89,12 @@ class Caller:
             committed_len=len(prompt),
             stop_token_ids=stop_token_ids,
             window_end=len(prompt) + window,
-            speculation=pb.SpeculationSettings(num_speculative_tokens=num_speculative_tokens, max_wait_s=max_wait_s),
+            speculation=pb.SpeculationSettings(
+                num_speculative_tokens=num_speculative_tokens,
+                max_wait_s=max_wait_s,
+                lookahead_nodes=lookahead_nodes,
+                own_draft=own_draft,
+            ),
             cache_salt=cache_salt,
         )
         await self.send(handle, open=message)
@@ -135,13 +143,15 @@ def model(kv_budget_bytes: int = 1 << 20) -> MarkovModel:
 
 
 @asynccontextmanager
-async def target(folder: str = "", **settings: object) -> AsyncIterator[tuple[Engine, Caller]]:
+async def target(
+    folder: str = "", *, draft: ColocatedDraft | None = None, **settings: object
+) -> AsyncIterator[tuple[Engine, Caller]]:
     """Serves a target in this process, a model in a folder or the Markov model, and connects to it."""
     chosen = TargetSettings(**settings)  # type: ignore[arg-type]
     budget = chosen.kv_budget_bytes
     served = load_model(folder, LoadOptions(kv_budget_bytes=budget)).model if folder else model(budget)
     blocks = remote_blocks(served, chosen)
-    engine = Engine(served, chosen, blocks)
+    engine = Engine(served, chosen, blocks, draft)
     engine.start()
     server = grpc.aio.server()
     target_pb2_grpc.add_TargetServiceServicer_to_server(TargetServicer(engine), server)

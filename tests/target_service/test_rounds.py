@@ -8,11 +8,12 @@ import torch
 
 from outrider.lm.model import KVCache
 from outrider.parameters import AcceptanceRule, SamplingParameters
-from outrider.policy import PassTimes, SpeculationPolicy
+from outrider.pass_times import PassTimes
 from outrider.randomness import KeyedSource
 from outrider.tokens import ROOT, NodeKind, ProposalNode, ProposalTree, TokenOrigin
 from target_service.rounds import Round, decide, decide_all
 from target_service.sessions import Request, Resident
+from target_service.speculation import Speculation, SpeculationTerms
 from target_service.stream import Stream
 
 V = 12
@@ -30,6 +31,7 @@ PARAMETERS: list[dict[str, Any]] = [
 
 def request_of(draw: random.Random) -> Request:
     parameters = SamplingParameters(**draw.choice(PARAMETERS), seed=draw.getrandbits(64))
+    rule = draw.choice(list(AcceptanceRule))
     # Judging a round touches neither the stream nor the cache.
     resident = Resident("", cast(KVCache, None), [draw.randrange(V) for _ in range(10)])
     return Request(
@@ -39,14 +41,13 @@ def request_of(draw: random.Random) -> Request:
         resident=resident,
         fencing_token=1,
         parameters=parameters,
-        rule=draw.choice(list(AcceptanceRule)),
+        rule=rule,
         prompt_len=5,
         stop_token_ids=frozenset({V - 1}),
         start_len=5,
         window_end=draw.choice([12, MAX_LEN]),
         source=KeyedSource(parameters.seed or 0),
-        policy=SpeculationPolicy.create(0.1, PassTimes()),
-        num_speculative_tokens=4,
+        speculation=Speculation(SpeculationTerms(), rule, PassTimes(), 64, adapts=True),
     )
 
 

@@ -14,8 +14,8 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from draft_service.drafters.loading import load_drafter
-from draft_service.settings import DrafterKind, DraftSettings
+from outrider.drafters.loading import load_drafter
+from outrider.drafters.options import DrafterKind, DrafterOptions
 from outrider.errors import InvalidArgument, ModelUnsupported
 from outrider.lm.heads.checkpoint import load_eagle3, load_manifest, load_medusa, load_vocabulary
 from outrider.lm.heads.eagle3 import usual_feature_layers
@@ -115,7 +115,7 @@ def _check_folder(folder: Path, method: MethodKind, target: str) -> None:
 
 
 def _check_drafts(folder: Path, vocabulary: DraftVocabulary) -> None:
-    drafter = load_drafter(DraftSettings(drafter=DrafterKind.MODEL, model=str(folder), device="cpu"))
+    drafter = load_drafter(DrafterOptions(drafter=DrafterKind.MODEL, model=str(folder), device="cpu"))
     [drafted] = draft(drafter, proposal([5, 6, 7], 6))
     assert len(drafted) == 6 and set(drafted) <= set(vocabulary.token_ids.tolist())
 

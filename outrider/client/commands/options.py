@@ -95,10 +95,32 @@ drafter_option = click.option(
 speculation_options = _stacked(
     click.option(
         "--num-speculative-tokens",
+        "--draft-max",
+        "num_speculative_tokens",
         type=int,
         default=0,
         metavar="K",
-        help="Tokens drafted per round, at most. [default: the service's]",
+        help="Tokens of a proposal that a round verifies, at most. [default: the service's]",
+    ),
+    click.option(
+        "--draft-min",
+        type=int,
+        default=0,
+        metavar="N",
+        help="Shorter proposals are not verified. [default: 0]",
+    ),
+    click.option(
+        "--draft-p-min",
+        type=float,
+        metavar="P",
+        help="The draft ends a branch before a token less likely than this. [default: the draft's]",
+    ),
+    click.option(
+        "--lookahead-nodes",
+        type=int,
+        metavar="N",
+        help="Nodes that the draft may propose while the target verifies, at most; 0: it waits for each verdict. "
+        "[default: the service's]",
     ),
     click.option(
         "--max-nodes",
@@ -187,6 +209,9 @@ def take_speculation(values: dict[str, Any]) -> Speculation:
         disabled=drafter == _NO_DRAFTER,
         num_speculative_tokens=values.pop("num_speculative_tokens"),
         max_nodes=values.pop("max_nodes"),
+        lookahead_nodes=values.pop("lookahead_nodes"),
+        draft_min=values.pop("draft_min"),
+        draft_p_min=values.pop("draft_p_min"),
         acceptance_rule=AcceptanceRule(rule) if rule else None,
         drafter="" if drafter in (None, _NO_DRAFTER) else drafter,
     )

@@ -90,6 +90,13 @@ def statistics_as_json(statistics: Statistics) -> dict[str, Any]:
         "varying_numerics": statistics.varying_numerics,
         "feature_bytes": statistics.feature_bytes,
         "num_recomputed_tokens": statistics.num_recomputed_tokens,
+        "num_proposed_nodes": statistics.num_proposed_nodes,
+        "num_wasted_nodes": statistics.num_wasted_nodes,
+        "hit_rate": statistics.hit_rate,
+        "duration_s": statistics.duration_s,
+        "target_time_s": statistics.target_time_s,
+        "wait_time_s": statistics.wait_time_s,
+        "queue_time_s": statistics.queue_time_s,
     }
 
 
@@ -105,6 +112,8 @@ def summary(generation: Generation) -> str:
     if statistics.num_draft_tokens:
         parts.append(f"acceptance rate {statistics.acceptance_rate:.0%}")
         parts.append(f"mean acceptance length {statistics.mean_acceptance_length:.2f}")
+    if statistics.num_hits:
+        parts.append(f"hit rate {statistics.hit_rate:.0%}")
     parts += [f"{num} x {reason}" for reason, num in sorted(statistics.num_fallbacks.items())]
     if statistics.num_recomputed_tokens:
         parts.append(f"{statistics.num_recomputed_tokens} tokens computed again")

@@ -5,10 +5,10 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from draft_service.drafters.drafter import Drafter, OpenProposal
-from draft_service.drafters.loading import load_drafter
-from draft_service.drafters.shares import share_rows
-from draft_service.settings import DrafterKind, DraftSettings
+from outrider.drafters.drafter import Drafter, OpenProposal
+from outrider.drafters.loading import load_drafter
+from outrider.drafters.options import DrafterKind, DrafterOptions
+from outrider.drafters.shares import share_rows
 from outrider.errors import ModelUnsupported, Overloaded
 from outrider.lm.heads.checkpoint import DraftManifest, save_eagle3, save_vocabulary
 from outrider.lm.heads.vocabulary import DraftVocabulary
@@ -17,7 +17,7 @@ from outrider.randomness import Counter, KeyedSource, Purpose
 from outrider.tokens import NodeKind, ProposalTree
 from outrider.verification import verify_coupled, verify_rejection
 from tests.draft_service.conftest import draft, proposal, terms
-from tests.draft_service.drafters.models import RecordedModel, markov, model_drafter
+from tests.drafters.models import RecordedModel, markov, model_drafter
 from tests.lm.heads.models import WIDTH, make_head
 from tests.lm.models import CONFIGS, save_model
 
@@ -254,8 +254,8 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return Path(save_model(CONFIGS["llama"], tmp_path_factory.mktemp("llama")))
 
 
-def _settings(checkpoint: Path, drafter: DrafterKind, num_layers: int | None) -> DraftSettings:
-    return DraftSettings(drafter=drafter, model=str(checkpoint), device="cpu", num_layers=num_layers)
+def _settings(checkpoint: Path, drafter: DrafterKind, num_layers: int | None) -> DrafterOptions:
+    return DrafterOptions(drafter=drafter, model=str(checkpoint), device="cpu", num_layers=num_layers)
 
 
 def test_the_first_layers_draft_with_the_models_own_head(checkpoint: Path) -> None:

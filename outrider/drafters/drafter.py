@@ -50,6 +50,7 @@ class DraftTerms:
         prompt_len: length of the session when the request's output begins.
         stop_token_ids: token ids beyond which a proposal is of no use.
         cache_salt: sessions of the same salt may share KV cache.
+        p_min: probability below which a branch ends; None for the drafter's own.
     """
 
     parameters: SamplingParameters
@@ -57,22 +58,26 @@ class DraftTerms:
     prompt_len: int
     stop_token_ids: frozenset[int]
     cache_salt: bytes = b""
+    p_min: float | None = None
 
 
 @dataclass(slots=True, eq=False)
 class OpenProposal:
-    """What is being drafted for one session under one base; a drafter appends to it, step by step, or fills it at once.
+    """What is being drafted for one session; a drafter appends to it, step by step, or fills it at once.
 
-    Invariants: `token_ids` does not change while the proposal lives; no node is added to a complete proposal.
+    Invariants: `token_ids` changes by `Drafter.advance` only; no node is added to a complete proposal.
 
     Attributes:
         session_id: the session.
-        token_ids: the session's tokens up to the base.
+        token_ids: the session's tokens.
         terms: what the session was opened with.
-        num_speculative_tokens: most nodes from the base to a leaf.
+        num_speculative_tokens: most nodes from the base to a leaf, where it does not run ahead.
         max_nodes: most nodes; 0 leaves it to the drafter.
-        nodes: the nodes so far.
-        complete: whether nothing more will be drafted.
+        lookahead_nodes: most nodes below the text, where it runs ahead of the target's verdicts; else 0.
+        max_len: tokens of the longest session.
+        nodes: the nodes so far, since it was planted.
+        complete: whether nothing more will be drafted before the session has more tokens.
+        planted_len: tokens that the session had when it was planted; node numbers count from there.
         refusal: why the drafter cannot draft here, where it cannot.
         missing_features_from: the session position of the first feature without which it cannot go on; None while it
             can. Until features come, `step` is not called for it.
@@ -83,12 +88,16 @@ class OpenProposal:
     terms: DraftTerms
     num_speculative_tokens: int
     max_nodes: int = 0
+    lookahead_nodes: int = 0
+    max_len: int = 1 << 31
     nodes: list[ProposalNode] = field(default_factory=list)
     complete: bool = False
     refusal: OutriderError | None = None
     missing_features_from: int | None = None
+    planted_len: int = field(init=False)
 
     def __post_init__(self) -> None:
+        self.planted_len = len(self.token_ids)
         self.complete = self.complete or self.num_speculative_tokens <= 0
 
     @property
@@ -110,7 +119,7 @@ class OpenProposal:
     def append(self, token_id: int, law: SparseDistribution | None = None) -> None:
         """Adds a drafted node; the proposal is complete with a stop token, or when it has all its nodes."""
         self.nodes.append(ProposalNode(len(self.nodes), token_id, NodeKind.DRAFTED, law))
-        full = len(self.nodes) >= self.num_speculative_tokens
+        full = len(self.nodes) >= max(self.num_speculative_tokens, self.lookahead_nodes)
         self.complete = full or token_id in self.terms.stop_token_ids
 
     def fill(self, nodes: Sequence[ProposalNode]) -> None:
@@ -151,6 +160,18 @@ class Drafter(Protocol):
 
     def truncate(self, session_id: str, length: int) -> None:
         """Learns that the session's tokens from position `length` on are no longer what they were."""
+
+    def advance(self, proposal: OpenProposal, token_ids: Sequence[int]) -> bool:
+        """Learns that the proposal's session, whose tokens are known already, has gone on with these.
+
+        Returns:
+            Whether the proposal goes on below them; else another one takes its place. It is incomplete then.
+        """
+        return False
+
+    def end(self, proposal: OpenProposal) -> None:
+        """Drops what is kept for a proposal that will not be stepped any more."""
+        return
 
     def forget(self, session_id: str) -> None:
         """Drops what is kept of a session, if anything is."""

@@ -3,14 +3,14 @@
 import pytest
 import torch
 
-from draft_service.drafters.drafter import DraftTerms, OpenProposal
-from draft_service.drafters.growth import GrowthOptions
+from outrider.drafters.drafter import DraftTerms, OpenProposal
+from outrider.drafters.growth import GrowthOptions
 from outrider.errors import InvalidArgument, Overloaded
 from outrider.parameters import AcceptanceRule, SamplingParameters
 from outrider.randomness import Counter, KeyedSource, Purpose
 from outrider.tokens import ROOT, FeatureSpan, NodeKind, ProposalTree
 from tests.draft_service.conftest import draft, proposal, terms
-from tests.draft_service.drafters.heads import VOCABULARY, TinyEagle3, V
+from tests.drafters.heads import VOCABULARY, TinyEagle3, V
 
 GREEDY = terms(SamplingParameters(temperature=0.0))
 TEXT = tuple(3 + 7 * index % (V - 3) for index in range(40))

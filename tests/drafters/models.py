@@ -4,8 +4,8 @@ from collections.abc import Sequence
 
 import torch
 
-from draft_service.drafters.choice import ChoiceOptions
-from draft_service.drafters.model import ModelDrafter, ModelDrafterOptions
+from outrider.drafters.choice import ChoiceOptions
+from outrider.drafters.model import ModelDrafter, ModelDrafterOptions
 from outrider.lm.markov import MarkovModel
 from outrider.lm.model import KVCache, LanguageModel, ModelInfo, SessionStep
 

@@ -7,10 +7,10 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from draft_service.drafters.eagle3 import Eagle3Drafter
-from draft_service.drafters.loading import load_drafter
-from draft_service.drafters.medusa import MedusaDrafter
-from draft_service.settings import DrafterKind, DraftSettings
+from outrider.drafters.eagle3 import Eagle3Drafter
+from outrider.drafters.loading import load_drafter
+from outrider.drafters.medusa import MedusaDrafter
+from outrider.drafters.options import DrafterKind, DrafterOptions
 from outrider.errors import ModelUnsupported
 from outrider.lm.fingerprint import weights_fingerprint
 from outrider.lm.heads.checkpoint import DraftManifest, save_eagle3, save_medusa
@@ -39,8 +39,8 @@ def head(tmp_path: Path, target: str) -> Path:
     return tmp_path / "head"
 
 
-def settings(folder: Path, kind: DrafterKind = DrafterKind.EAGLE3, target: str = "") -> DraftSettings:
-    return DraftSettings(drafter=kind, model=str(folder), target=target, device="cpu")
+def settings(folder: Path, kind: DrafterKind = DrafterKind.EAGLE3, target: str = "") -> DrafterOptions:
+    return DrafterOptions(drafter=kind, model=str(folder), target=target, device="cpu")
 
 
 def test_a_trimmed_head_takes_the_rest_from_its_target(head: Path, target: str) -> None:

@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from draft_service.drafters.columns import HeadState
-from draft_service.drafters.drafter import Drafter, DrafterInfo, OpenProposal
-from draft_service.drafters.growth import Growth, GrowthOptions, new_growth
-from draft_service.drafters.shares import share_rows
-from draft_service.drafters.states import BoundedStates
+from outrider.drafters.columns import HeadState
+from outrider.drafters.drafter import Drafter, DrafterInfo, OpenProposal
+from outrider.drafters.growth import Growth, GrowthOptions, new_growth
+from outrider.drafters.shares import share_rows
+from outrider.drafters.states import BoundedStates
 from outrider.errors import Overloaded
 from outrider.lm.heads.eagle3 import Eagle3Head
 from outrider.lm.heads.vocabulary import DraftVocabulary

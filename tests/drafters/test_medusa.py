@@ -7,7 +7,7 @@ import torch
 from outrider.parameters import SamplingParameters
 from outrider.tokens import ProposalTree
 from tests.draft_service.conftest import draft, proposal, terms
-from tests.draft_service.drafters.heads import VOCABULARY, TinyMedusa
+from tests.drafters.heads import VOCABULARY, TinyMedusa
 
 GREEDY = terms(SamplingParameters(temperature=0.0))
 TEXT = tuple(range(3, 23))

@@ -1,6 +1,6 @@
 import random
 
-from draft_service.drafters.ngram import NgramDrafter, NgramIndex
+from outrider.drafters.ngram import NgramDrafter, NgramIndex
 from outrider.parameters import AcceptanceRule
 from tests.draft_service.conftest import draft, ngram_drafter, proposal, terms
 

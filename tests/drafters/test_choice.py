@@ -1,8 +1,8 @@
 import pytest
 import torch
 
-from draft_service.drafters.choice import ChoiceOptions, choose, keep_top
-from draft_service.drafters.drafter import DraftTerms, OpenProposal
+from outrider.drafters.choice import ChoiceOptions, choose, keep_top
+from outrider.drafters.drafter import DraftTerms, OpenProposal
 from outrider.parameters import AcceptanceRule, SamplingParameters
 from outrider.randomness import KeyedSource
 from outrider.sampling import TokenHistory, target_distribution

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import torch
 
-from draft_service.drafters.drafter import OpenProposal
+from outrider.drafters.drafter import OpenProposal
 from outrider.parameters import AcceptanceRule
 from outrider.randomness import KeyedSource
 from outrider.sampling import TokenHistory, target_distribution
@@ -46,7 +46,8 @@ def choose(
         # No threshold here: a node withheld for its value would change the output's law.
         return draft_rejection(law, len(proposal.token_ids), proposal.len, source), sparse(law)
     token_id = draft_coupled(law, proposal.len, source)
-    if options.p_min > 0 and float(logits.double().softmax(-1)[token_id]) < options.p_min:
+    p_min = options.p_min if terms.p_min is None else terms.p_min
+    if p_min > 0 and float(logits.double().softmax(-1)[token_id]) < p_min:
         return None
     return token_id, None
 

@@ -5,9 +5,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from draft_service.drafters.drafter import Drafter, DrafterInfo, OpenProposal
-from draft_service.drafters.features import FeatureBuffer
-from draft_service.drafters.growth import GrowthOptions, new_growth
+from outrider.drafters.drafter import Drafter, DrafterInfo, OpenProposal
+from outrider.drafters.features import FeatureBuffer
+from outrider.drafters.growth import GrowthOptions, new_growth
 from outrider.lm.heads.medusa import MedusaHeads
 from outrider.lm.heads.vocabulary import DraftVocabulary
 from outrider.tokens import FeatureSpan, ProposalNode

@@ -13,9 +13,9 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from draft_service.drafters.choice import keep_top, sparse
-from draft_service.drafters.drafter import OpenProposal
-from draft_service.drafters.search import MAX_BRANCHING, TreeSearch
+from outrider.drafters.choice import keep_top, sparse
+from outrider.drafters.drafter import OpenProposal
+from outrider.drafters.search import MAX_BRANCHING, TreeSearch
 from outrider.lm.heads.vocabulary import DraftVocabulary
 from outrider.parameters import AcceptanceRule
 from outrider.randomness import Counter, KeyedSource, Purpose
@@ -78,11 +78,7 @@ class RankedGrowth:
     def __init__(self, proposal: OpenProposal, options: GrowthOptions, vocabulary: DraftVocabulary) -> None:
         terms = proposal.terms
         self._search = TreeSearch(proposal.num_speculative_tokens, num_nodes(proposal, options), terms.stop_token_ids)
-        self._proposal = proposal
-        self._vocabulary = vocabulary
-        self._p_min = options.p_min
-        self._history = history_of(proposal)
-        self._source = KeyedSource(terms.parameters.seed or 0)
+        self._ranking = NoisyRanking(proposal, vocabulary, options.p_min)
 
     @property
     def frontier(self) -> Sequence[int]:
@@ -100,36 +96,65 @@ class RankedGrowth:
     def grow(self, logits: Tensor) -> None:
         """Expands the frontier by the likeliest tokens behind each node."""
         paths = [self._search.path(number) for number in self._search.frontier]
-        terms = self._proposal.terms
-        laws = [LawTerms(terms.parameters, self._history.extended(path), terms.stop_token_ids) for path in paths]
-        confidences = self._confidences(logits, laws, len(self._proposal.token_ids) + len(paths[0]))
-        logs, places = confidences.topk(min(self._search.branching, confidences.shape[-1]))
-        token_ids = self._vocabulary.token_ids.to(places.device)[places]
-        least = math.log(self._p_min) if self._p_min else -math.inf
-        self._search.expand(
-            [
-                [(token_id, log) for token_id, log in zip(tokens, row, strict=True) if log >= least and log > -math.inf]
-                for tokens, row in zip(token_ids.tolist(), logs.tolist(), strict=True)
-            ]
-        )
+        self._search.expand(self._ranking.rank(logits, paths, self._search.branching))
 
     def nodes(self) -> list[ProposalNode]:
         """Returns the tree."""
         return self._search.nodes()
 
-    def _confidences(self, logits: Tensor, laws: Sequence[LawTerms], position: int) -> Tensor:
-        """Returns logarithms of about how probable it is that each token wins: [F, D], at most 0.
 
-        What a draft does not know of the target's logits it takes for noise of the same kind as that of the draw.
+class NoisyRanking:
+    """Ranks tokens by how probably they win under the session's noise.
+
+    What a draft does not know of the target's logits it takes for noise of the same kind as that of the draw.
+
+    Args:
+        proposal: whose tokens precede what is ranked.
+        vocabulary: the draft's.
+        p_min: tokens less likely than this are left out.
+    """
+
+    def __init__(self, proposal: OpenProposal, vocabulary: DraftVocabulary, p_min: float) -> None:
+        self._proposal = proposal
+        self._vocabulary = vocabulary
+        p_min = p_min if proposal.terms.p_min is None else proposal.terms.p_min
+        self._least = math.log(p_min) if p_min else -math.inf
+        self._source = KeyedSource(proposal.terms.parameters.seed or 0)
+
+    def rank(self, logits: Tensor, paths: Sequence[tuple[int, ...]], num: int) -> list[list[tuple[int, float]]]:
+        """Returns the likeliest tokens behind each path, with the logarithms of about how probable they are.
+
+        Args:
+            logits: [F, D], over the draft's vocabulary.
+            paths: of each row, the tokens below the session's.
+            num: tokens of each, at most.
         """
+        terms, history = self._proposal.terms, history_of(self._proposal)
+        laws = [LawTerms(terms.parameters, history.extended(path), terms.stop_token_ids) for path in paths]
+        scores = self._scores(logits, laws, [len(self._proposal.token_ids) + len(path) for path in paths])
+        logs, places = scores.topk(min(num, scores.shape[-1]))
+        logs = logs - scores.logsumexp(-1, keepdim=True)
+        token_ids = self._vocabulary.token_ids.to(places.device)[places]
+        return [
+            [
+                (token_id, log)
+                for token_id, log in zip(tokens, row, strict=True)
+                if log >= self._least and log > -math.inf
+            ]
+            for tokens, row in zip(token_ids.tolist(), logs.tolist(), strict=True)
+        ]
+
+    def _scores(self, logits: Tensor, laws: Sequence[LawTerms], positions: Sequence[int]) -> Tensor:
+        """Returns what the tokens are ranked by: [F, D], float32."""
         scores = self._changed(logits, laws)
         if not laws[0].parameters.is_greedy:
             weights = target_weights(tempered(scores, laws), laws)
             dense = weights.dense(scores.shape[-1]) if isinstance(weights, Support) else weights
-            counter = Counter(Purpose.TARGET, position)
-            # All nodes of a depth stand at one position, and the noise is the position's.
-            scores = dense.log() + self._source.gumbel(self._vocabulary.token_ids.to(dense.device), counter)
-        return scores.float().log_softmax(-1)
+            token_ids = self._vocabulary.token_ids.to(dense.device)
+            # Rows at one position share its noise.
+            noise = {at: self._source.gumbel(token_ids, Counter(Purpose.TARGET, at)) for at in set(positions)}
+            scores = dense.log() + torch.stack([noise[at] for at in positions])
+        return scores.float()
 
     def _changed(self, logits: Tensor, laws: Sequence[LawTerms]) -> Tensor:
         """Returns the logits of the draft's tokens after penalties and the like, which name tokens of the target's."""

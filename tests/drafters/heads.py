@@ -7,10 +7,10 @@ from torch import Tensor
 from torch.nn import functional
 from transformers import LlamaConfig
 
-from draft_service.drafters.drafter import DrafterInfo
-from draft_service.drafters.eagle3 import Eagle3Drafter, HeadOptions
-from draft_service.drafters.growth import GrowthOptions
-from draft_service.drafters.medusa import MedusaDrafter
+from outrider.drafters.drafter import DrafterInfo
+from outrider.drafters.eagle3 import Eagle3Drafter, HeadOptions
+from outrider.drafters.growth import GrowthOptions
+from outrider.drafters.medusa import MedusaDrafter
 from outrider.lm.heads.eagle3 import Eagle3Config, Eagle3Head
 from outrider.lm.heads.medusa import MedusaHeads
 from outrider.lm.heads.vocabulary import DraftVocabulary

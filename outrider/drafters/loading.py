@@ -1,11 +1,11 @@
 """Settings to a drafter; the only place that knows which kinds there are."""
 
-from draft_service.drafters.drafter import Drafter
-from draft_service.drafters.ngram import NgramDrafter
-from draft_service.settings import DrafterKind, DraftSettings
+from outrider.drafters.drafter import Drafter
+from outrider.drafters.ngram import NgramDrafter
+from outrider.drafters.options import DrafterKind, DrafterOptions
 
 
-def load_drafter(settings: DraftSettings) -> Drafter:
+def load_drafter(settings: DrafterOptions) -> Drafter:
     """Returns the drafter that the settings name, loaded and ready.
 
     Raises:
@@ -19,10 +19,10 @@ def load_drafter(settings: DraftSettings) -> Drafter:
             )
         case DrafterKind.MODEL | DrafterKind.LAYERS:
             # Imported here, so that a node that only looks up needs no model library.
-            from draft_service.drafters.model import load_model_drafter
+            from outrider.drafters.model import load_model_drafter
 
             return load_model_drafter(settings)
         case DrafterKind.EAGLE3 | DrafterKind.MEDUSA:
-            from draft_service.drafters.heads import load_head_drafter
+            from outrider.drafters.heads import load_head_drafter
 
             return load_head_drafter(settings)

@@ -4,8 +4,8 @@ from array import array
 from collections.abc import Sequence
 from typing import Final
 
-from draft_service.drafters.drafter import Drafter, DrafterInfo, OpenProposal
-from draft_service.drafters.states import BoundedStates
+from outrider.drafters.drafter import Drafter, DrafterInfo, OpenProposal
+from outrider.drafters.states import BoundedStates
 from outrider.parameters import AcceptanceRule
 from outrider.tokens import SparseDistribution
 

@@ -7,11 +7,11 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from draft_service.drafters.drafter import Drafter, DrafterInfo
-from draft_service.drafters.eagle3 import Eagle3Drafter, HeadOptions
-from draft_service.drafters.growth import GrowthOptions
-from draft_service.drafters.medusa import MedusaDrafter
-from draft_service.settings import DrafterKind, DraftSettings
+from outrider.drafters.drafter import Drafter, DrafterInfo
+from outrider.drafters.eagle3 import Eagle3Drafter, HeadOptions
+from outrider.drafters.growth import GrowthOptions
+from outrider.drafters.medusa import MedusaDrafter
+from outrider.drafters.options import DrafterKind, DrafterOptions
 from outrider.errors import ModelUnsupported
 from outrider.lm import embedded
 from outrider.lm.heads.checkpoint import DraftManifest, feature_layers_of, load_eagle3, load_manifest, load_medusa
@@ -24,7 +24,7 @@ _TREE_NODES: Final = 7
 """With the base they are eight rows of the target's pass; a CPU computes rows by fours."""
 
 
-def load_head_drafter(settings: DraftSettings) -> Drafter:
+def load_head_drafter(settings: DrafterOptions) -> Drafter:
     """Returns the drafter over the head in the folder that the settings name; `embedded` is the one shipped.
 
     Raises:
@@ -50,7 +50,7 @@ def load_head_drafter(settings: DraftSettings) -> Drafter:
 
 
 def _eagle3(
-    settings: DraftSettings,
+    settings: DrafterOptions,
     folder: Path,
     manifest: DraftManifest | None,
     shared: SharedWeights,
@@ -68,7 +68,7 @@ def _eagle3(
 
 
 def _medusa(
-    settings: DraftSettings,
+    settings: DrafterOptions,
     folder: Path,
     manifest: DraftManifest | None,
     shared: SharedWeights,
@@ -96,7 +96,7 @@ def _check_width(folder: Path, hidden_size: int, shared: SharedWeights) -> None:
 
 
 def _describe(
-    settings: DraftSettings,
+    settings: DrafterOptions,
     head: torch.nn.Module,
     vocabulary: DraftVocabulary,
     manifest: DraftManifest | None,

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from draft_service.drafters.features import FeatureBuffer
+from outrider.drafters.features import FeatureBuffer
 
 _FIRST_CAPACITY: Final = 256
 

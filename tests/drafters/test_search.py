@@ -6,7 +6,7 @@ from itertools import product
 
 import pytest
 
-from draft_service.drafters.search import MAX_BRANCHING, TreeSearch
+from outrider.drafters.search import MAX_BRANCHING, TreeSearch
 from outrider.tokens import ProposalNode, ProposalTree
 
 V = 6

@@ -1,0 +1,115 @@
+"""Drafting within the target's process, on its thread: for machines that hold both models, and to compare with.
+
+A step of the draft comes between two passes of the target, for all sessions that wait for a proposal together. No
+network lies between the two, and neither runs while the other does.
+"""
+
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from outrider.drafters.drafter import Drafter, DraftTerms, OpenProposal
+from outrider.errors import OutriderError
+from outrider.tokens import Base, ProposalPart
+from target_service.sessions import Request
+
+_STEP_SHARE = 0.1
+
+
+@dataclass(slots=True, eq=False)
+class _Drafting:
+    """A proposal for a round of a request."""
+
+    request: Request
+    base: Base
+    proposal: OpenProposal
+    num_given: int = 0
+
+    @property
+    def is_wanted(self) -> bool:
+        """Whether the request still waits for it."""
+        return self.request.base == self.base and _waits(self.request)
+
+    def part(self, step_time_s: float) -> ProposalPart | None:
+        """Returns what was drafted since the last time."""
+        nodes = tuple(self.proposal.nodes[self.num_given :])
+        if not nodes and not self.proposal.complete:
+            return None
+        first_node = self.num_given + 1
+        self.num_given += len(nodes)
+        return ProposalPart(self.base, first_node, nodes, self.proposal.complete, self.base.len, step_time_s)
+
+
+class ColocatedDraft:
+    """Drafts for the requests of this process; see the module. For the engine's thread.
+
+    Args:
+        drafter: needs no features of the target.
+    """
+
+    def __init__(self, drafter: Drafter) -> None:
+        self._drafter = drafter
+        self._draftings: dict[str, _Drafting] = {}
+        self._known_lens: dict[str, int] = {}
+        self._step_time_s = 0.0
+
+    @property
+    def kind(self) -> str:
+        """Name of the drafter."""
+        return self._drafter.info.drafter
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether another step would bring a proposal forward."""
+        return bool(self._draftings)
+
+    def step(self, requests: Iterable[Request]) -> None:
+        """Runs a step for the requests that wait for a proposal of this process, if any do."""
+        self._draftings = {key: item for key, item in self._draftings.items() if item.is_wanted}
+        for request in requests:
+            if _waits(request) and request.resident.session_id not in self._draftings:
+                self._draftings[request.resident.session_id] = self._begin(request)
+        if not self._draftings:
+            return
+        started = time.perf_counter()
+        self._drafter.step([item.proposal for item in self._draftings.values()])
+        step_s = time.perf_counter() - started
+        self._step_time_s += _STEP_SHARE * (step_s - self._step_time_s) if self._step_time_s else step_s
+        now = time.monotonic()
+        for key, item in list(self._draftings.items()):
+            if (part := item.part(self._step_time_s)) is not None:
+                item.request.speculation.receive(part, item.request.resident.token_ids, now)
+            if item.proposal.complete:
+                del self._draftings[key]
+
+    def forget(self, session_id: str) -> None:
+        """Drops what is kept of a session."""
+        self._draftings.pop(session_id, None)
+        self._known_lens.pop(session_id, None)
+        self._drafter.forget(session_id)
+
+    def _begin(self, request: Request) -> _Drafting:
+        session_id, tokens = request.resident.session_id, request.resident.token_ids
+        # What the draft has beyond what it was told are its own guesses.
+        self._drafter.truncate(session_id, min(self._known_lens.get(session_id, 0), len(tokens)))
+        self._known_lens[session_id] = len(tokens)
+        terms = DraftTerms(
+            request.parameters, request.rule, request.prompt_len, request.stop_token_ids, request.cache_salt
+        )
+        proposal = OpenProposal(session_id, tuple(tokens), terms, request.speculation.wanted_depth)
+        return _Drafting(request, request.base, proposal)
+
+
+def check_colocated(drafter: Drafter, tokenizer_fingerprint: str) -> None:
+    """Raises `OutriderError` unless a drafter can draft within a target of that tokenizer."""
+    info = drafter.info
+    if info.feature_layers:
+        raise OutriderError(f"{info.drafter} drafts from features, which takes a draft service")
+    if info.tokenizer_fingerprint and tokenizer_fingerprint and info.tokenizer_fingerprint != tokenizer_fingerprint:
+        raise OutriderError(f"{info.model} has another tokenizer than the target")
+
+
+def _waits(request: Request) -> bool:
+    speculation = request.speculation
+    wants = speculation.terms.own_draft and speculation.waits and request.can_run and request.num_uncached == 1
+    return wants and not request.is_ready(time.monotonic())

@@ -1,0 +1,257 @@
+"""One request's speculation at its target: what has arrived ahead of its text, and what its rounds do about it."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from typing import Final
+
+from outrider.errors import InvalidArgument
+from outrider.lookahead import Candidate, Lookahead
+from outrider.parameters import AcceptanceRule
+from outrider.pass_times import PassTimes
+from outrider.policy import RoundPlan, SpeculationPolicy
+from outrider.tokens import NodeKind, ProposalPart, ProposalTree
+
+_MAX_STOCK: Final = 32
+"""Nodes that are looked at to decide about a wait; a pass verifies fewer of one session."""
+
+
+@dataclass(frozen=True, slots=True)
+class SpeculationTerms:
+    """How a request speculates, as its caller says; see SpeculationSettings.
+
+    Attributes:
+        num_speculative_tokens: longest main line that a round verifies; 0 for plain decoding.
+        max_wait_s: longest wait for a proposal, in seconds.
+        lookahead_nodes: most nodes that its draft may hold ahead of the text; 0 where it waits for verdicts.
+        draft_min: shortest main line that is verified.
+        own_draft: whether this process drafts.
+    """
+
+    num_speculative_tokens: int = 0
+    max_wait_s: float = 0.0
+    lookahead_nodes: int = 0
+    draft_min: int = 0
+    own_draft: bool = False
+
+
+class Speculation:
+    """See the module. All lengths are the session's, in tokens.
+
+    Args:
+        terms: as the caller says.
+        rule: that judges proposals.
+        times: what passes take.
+        max_nodes: live nodes, at most.
+        adapts: whether to stop waiting where that does not pay.
+
+    Attributes:
+        terms: as the caller said last.
+        num_proposed: nodes that have arrived since the last verdict.
+    """
+
+    def __init__(
+        self, terms: SpeculationTerms, rule: AcceptanceRule, times: PassTimes, max_nodes: int, *, adapts: bool
+    ) -> None:
+        self.terms = terms
+        self.num_proposed = 0
+        self._rule = rule
+        self._max_nodes = max_nodes
+        self._policy = SpeculationPolicy(terms.max_wait_s, times, adapts=adapts)
+        self._lookahead = Lookahead(0, self._policy.rates)
+        self._whole_len = -1
+        self._is_late = False
+        self._plan = RoundPlan()
+        self._has_news = self._waits = False
+        self._num_left = 0
+        self._expected = 0.0
+        self._started = 0.0
+        self._wait_until = 0.0
+
+    @property
+    def wants_draft(self) -> bool:
+        """Whether the round that begins has use of a proposal."""
+        return self._plan.wants_draft
+
+    @property
+    def waits(self) -> bool:
+        """Whether the round waits, or has waited, for a proposal."""
+        return self._waits
+
+    @property
+    def wanted_depth(self) -> int:
+        """Length of the main line that ends the wait."""
+        return self._plan.depth
+
+    @property
+    def wait_until(self) -> float:
+        """Monotonic time at which the wait is over."""
+        return self._wait_until
+
+    @property
+    def is_abreast(self) -> bool:
+        """Whether the last token of the text is among the nodes that have arrived, or what they were planted under."""
+        return self._lookahead.is_abreast and self._lookahead.num_numbered > 0
+
+    def change(self, terms: SpeculationTerms) -> None:
+        """Speculates on other terms from now on; without a draft no round waits."""
+        self.terms = terms
+        self._policy.max_wait_s = terms.max_wait_s
+        if terms.num_speculative_tokens == 0:
+            self._wait_until, self._waits = 0.0, False
+
+    def restart(self, length: int) -> None:
+        """Forgets everything that has arrived: the session's tokens are what a span says."""
+        self._lookahead = Lookahead(length, self._policy.rates)
+        self._whole_len = -1
+
+    def receive(self, part: ProposalPart, token_ids: Sequence[int], now: float) -> bool:
+        """Takes in what a draft sent.
+
+        Args:
+            part: checked against the vocabulary.
+            token_ids: the session's.
+            now: monotonic time at which it came.
+
+        Returns:
+            Whether it was of any use: not of a tree that another has replaced, or with a gap before it.
+
+        Raises:
+            InvalidArgument: more nodes than are allowed.
+            ValueError: the nodes are no tree.
+        """
+        if len(part.nodes) > self._max_nodes:
+            raise InvalidArgument(f"{len(part.nodes)} nodes at once, at most {self._max_nodes} are allowed", "proposal")
+        planted_len = part.base.len
+        if planted_len > len(token_ids) or part.known_len > len(token_ids):
+            return False
+        if part.first_node == 1:
+            if planted_len < self._lookahead.planted_len:
+                return False
+            self._plant(planted_len, token_ids)
+        if planted_len != self._lookahead.planted_len or part.first_node != self._lookahead.num_numbered + 1:
+            return False
+        self._policy.draft.note_answer(part.known_len, now, _depth_of(part))
+        self._policy.draft.step_s = part.step_time_s or self._policy.draft.step_s
+        for node in part.nodes:
+            if len(self._lookahead) >= self._max_nodes:
+                raise InvalidArgument(f"more than {self._max_nodes} nodes", "proposal")
+            self._lookahead.add(node)
+        self.num_proposed += len(part.nodes)
+        if part.complete:
+            self._whole_len = part.known_len
+        self._has_news = True
+        return True
+
+    def refuse(self, length: int) -> None:
+        """Goes on without what has arrived, and waits for nothing more."""
+        self.restart(length)
+        self._whole_len = length
+
+    def begin(self, num_left: int, now: float) -> None:
+        """Begins a round.
+
+        Args:
+            num_left: tokens that the request may still output.
+            now: monotonic time.
+        """
+        self._started, self._num_left = now, num_left
+        self._decide(now)
+        self._waits = self._plan.wait_s > 0
+
+    def _decide(self, now: float) -> None:
+        """Decides, or once more where nodes have arrived, what the round waits for."""
+        terms, max_depth, depth = self.terms, self._max_depth(self._num_left), self._depth()
+        is_enough = depth >= min(terms.draft_min, max_depth)
+        stock = [item.value for item in islice(self._lookahead.candidates(max_depth), _MAX_STOCK)] if is_enough else []
+        self._plan = self._policy.begin(
+            stock, depth, max_depth, min_depth=terms.draft_min, runs_ahead=terms.lookahead_nodes > 0
+        )
+        self._wait_until = min(now + self._plan.wait_s, self._started + terms.max_wait_s)
+        self._has_news = False
+
+    def note_verdict(self, length: int, now: float) -> None:
+        """Learns that the verdict which made the session so long leaves now."""
+        self._policy.draft.note_verdict(length, now)
+
+    def is_ready(self, length: int, now: float) -> bool:
+        """Whether waiting longer would be in vain, or is over."""
+        if self._has_news and now < self._wait_until:
+            self._decide(now)
+        return now >= self._wait_until or self._whole_len == length or self._depth() >= self._plan.depth
+
+    def offer(self, room: int) -> tuple[list[int], Iterator[Candidate]]:
+        """Returns what the round may verify: nodes that it must, and those that are worth it, with their values.
+
+        Under `rejection` whether a drafted node is verified must not depend on its token, and so not on what could only
+        be proposed because of it. So the drafted line is verified as far as it has come, whatever it is worth; of all
+        else only guesses beside it.
+
+        Args:
+            room: tokens that the round may output.
+        """
+        max_depth = self._max_depth(room)
+        if self._depth() < min(self.terms.draft_min, max_depth):
+            return [], iter(())
+        if self._rule is AcceptanceRule.COUPLED or not self._plan.wants_draft:
+            return [], self._lookahead.candidates(max_depth if self._rule is AcceptanceRule.COUPLED else 0)
+        line = self._lookahead.drafted_line(max_depth)
+        return line, self._guesses_beside(line, max_depth)
+
+    def candidates(self, max_depth: int) -> Iterator[Candidate]:
+        """Yields what has arrived for the text as it is, down to a depth, those worth most first."""
+        return self._lookahead.candidates(max_depth)
+
+    def tree(self, numbers: Sequence[int]) -> ProposalTree:
+        """Returns the tree of these nodes, to be verified."""
+        self._expected = self._lookahead.worth(numbers)
+        return self._lookahead.tree(numbers)
+
+    def advance(self, token_ids: Sequence[int]) -> bool:
+        """Learns what a round output; returns whether all of it was among the nodes that had arrived."""
+        self._lookahead.follow(token_ids)
+        return self.is_abreast
+
+    def observe(self, num_accepted: int, num_nodes: int, wait_s: float) -> None:
+        """Learns what became of a round's proposal."""
+        if not self.terms.num_speculative_tokens:
+            return
+        if self.waits or num_nodes:
+            expected = self._expected if num_nodes else None
+            self._policy.observe_round(num_accepted, expected, wait_s, waited=self.waits)
+        else:
+            self._policy.observe_plain()
+
+    def waited_s(self, now: float) -> float:
+        """Returns how long a round that begins its pass now has waited for its proposal."""
+        # What came after the wait was over (a closed window, another session's pass) is not the draft's doing.
+        return max(0.0, min(now, self._wait_until) - self._started) if self._waits else 0.0
+
+    def _plant(self, planted_len: int, token_ids: Sequence[int]) -> None:
+        if self._is_late:
+            self._policy.observe_late(self._lookahead.root_depth, self.terms.num_speculative_tokens)
+        self._is_late = not self._plan.wants_draft
+        self._lookahead = Lookahead(planted_len, self._policy.rates)
+        self._lookahead.follow(token_ids[planted_len:])
+
+    def _max_depth(self, room: int) -> int:
+        """Returns the longest main line of use: a round outputs one token more."""
+        return max(0, min(self.terms.num_speculative_tokens, room - 1))
+
+    def _depth(self) -> int:
+        return self._lookahead.max_depth if self._lookahead.is_abreast else 0
+
+    def _guesses_beside(self, line: Sequence[int], max_depth: int) -> Iterator[Candidate]:
+        parents = {self._lookahead.root, *line}
+        for item in self._lookahead.candidates(max_depth):
+            node = self._lookahead.node(item.number)
+            if node.kind is NodeKind.GUESSED and node.parent in parents:
+                yield item
+
+
+def _depth_of(part: ProposalPart) -> int:
+    """Returns the depth of a part that plants a tree; 0 for others."""
+    depths = [0]
+    for node in part.nodes if part.first_node == 1 else ():
+        depths.append(depths[node.parent] + 1 if node.parent < len(depths) else 0)
+    return max(depths)

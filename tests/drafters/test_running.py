@@ -1,0 +1,247 @@
+"""Drafting ahead of the text: what becomes a node, that each continues its own path, and nothing is run twice."""
+
+import random
+from collections import defaultdict
+
+import pytest
+import torch
+
+from outrider.acceptance import AcceptanceRates
+from outrider.drafters.drafter import OpenProposal
+from outrider.drafters.model import ModelDrafter
+from outrider.drafters.running import MAX_WIDTH, URGENCY, least_value
+from outrider.lookahead import Lookahead
+from outrider.parameters import AcceptanceRule, SamplingParameters
+from outrider.randomness import Counter, KeyedSource, Purpose
+from outrider.tokens import NodeKind, ProposalNode
+from tests.draft_service.conftest import terms
+from tests.drafters.models import RecordedModel, markov, model_drafter
+
+GREEDY = SamplingParameters(temperature=0, max_tokens=10_000)
+SAMPLED = SamplingParameters(seed=11, max_tokens=10_000)
+BUDGET = 24
+
+
+def _proposal(
+    token_ids: list[int], parameters: SamplingParameters = GREEDY, rule: AcceptanceRule = AcceptanceRule.COUPLED
+) -> OpenProposal:
+    found = OpenProposal("s", token_ids, terms(parameters, rule), 4)
+    found.lookahead_nodes = BUDGET
+    return found
+
+
+def _finish(drafter: ModelDrafter, proposal: OpenProposal) -> None:
+    for _ in range(200):
+        if proposal.complete:
+            return
+        drafter.step([proposal])
+    raise AssertionError("the drafter does not come to an end")
+
+
+def _go_on(drafter: ModelDrafter, proposal: OpenProposal, token_ids: list[int]) -> bool:
+    assert isinstance(proposal.token_ids, list)
+    proposal.token_ids += token_ids
+    return drafter.advance(proposal, token_ids)
+
+
+def _ranking(token_ids: list[int], parameters: SamplingParameters) -> list[int]:
+    """Returns all tokens as the draft ranks them behind these."""
+    model = markov()
+    scores = model.law[model.context(token_ids)].log()
+    if not parameters.is_greedy:
+        scores = scores + KeyedSource(11).gumbel(torch.arange(24), Counter(Purpose.TARGET, len(token_ids)))
+    return scores.argsort(descending=True).tolist()
+
+
+def _check(proposal: OpenProposal, planted: list[int], parameters: SamplingParameters) -> None:
+    """Checks that the children of each node are the best of the ranking behind its own path."""
+    paths: dict[int, list[int]] = {0: []}
+    children: defaultdict[int, list[int]] = defaultdict(list)
+    for number, node in enumerate(proposal.nodes, 1):
+        paths[number] = [*paths[node.parent], node.token_id]
+        children[node.parent].append(node.token_id)
+    for parent, found in children.items():
+        assert found == _ranking([*planted, *paths[parent]], parameters)[: len(found)]
+
+
+@pytest.mark.parametrize("parameters", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("seed", range(3))
+def test_each_node_continues_its_own_path_however_the_text_goes_on(parameters: SamplingParameters, seed: int) -> None:
+    draw = random.Random(seed)
+    drafter, planted = model_drafter(), [4, 7, 1]
+    proposal = _proposal(list(planted), parameters)
+    tree = Lookahead(3)
+    num_followed = 0
+    for _ in range(20):
+        for _ in range(draw.randrange(1, 6)):
+            if not proposal.complete:
+                drafter.step([proposal])
+        for node in proposal.nodes[tree.num_numbered :]:
+            tree.add(node)
+        number, path = tree.root, []
+        for _ in range(draw.randrange(1, 5)):
+            if below := tree.children(number):
+                number = draw.choice(below)
+                path.append(tree.node(number).token_id)
+        if not path:
+            continue
+        tree.follow(path)
+        assert _go_on(drafter, proposal, path)
+        num_followed += len(path)
+        _check(proposal, planted, parameters)
+    assert num_followed > 20
+
+
+def test_the_best_of_an_endless_tree_are_made_and_no_others() -> None:
+    drafter, proposal = model_drafter(), _proposal([4, 7, 1])
+    _finish(drafter, proposal)
+    assert BUDGET - 1 <= len(proposal.nodes) <= BUDGET
+    rates, values = AcceptanceRates(), {0: (1.0, 0)}
+    ranks: defaultdict[int, int] = defaultdict(int)
+    for number, node in enumerate(proposal.nodes, 1):
+        ranks[node.parent] += 1
+        value, depth = values[node.parent]
+        values[number] = (URGENCY * value * rates.value(depth + 1, ranks[node.parent]), depth + 1)
+    assert min(value for value, _ in values.values()) >= least_value(rates, 0, BUDGET) - 1e-12
+    beside = [sum(1 for node in proposal.nodes if node.parent == number) for number in _main_line(proposal)]
+    assert beside == sorted(beside, reverse=True), "fewer alternatives the deeper"
+    assert beside[0] >= 3 and len(beside) > 6
+
+
+def _main_line(proposal: OpenProposal) -> list[int]:
+    first = {}
+    for number, node in enumerate(proposal.nodes, 1):
+        first.setdefault(node.parent, number)
+    line, number = [], 0
+    while number in first:
+        line.append(number)
+        number = first[number]
+    return line
+
+
+def test_nothing_is_run_twice_and_passes_stay_small() -> None:
+    model = RecordedModel(markov())
+    drafter = model_drafter(model)
+    proposal = _proposal([4, 7, 1])
+    _finish(drafter, proposal)
+    assert model.passes[0] == [3]
+    assert all(rows == [1] * len(rows) and len(rows) <= MAX_WIDTH for rows in model.passes[1:])
+    num_run = sum(len(rows) for rows in model.passes[1:])
+    assert num_run <= len(proposal.nodes)
+    line = [proposal.nodes[number - 1].token_id for number in _main_line(proposal)[1:4]]
+    model.passes.clear()
+    assert _go_on(drafter, proposal, line)
+    _finish(drafter, proposal)
+    assert all(rows == [1] * len(rows) for rows in model.passes), "what the text went along is not run again"
+
+
+def test_a_text_that_takes_another_way_has_a_new_tree_planted() -> None:
+    model = RecordedModel(markov())
+    drafter = model_drafter(model)
+    proposal = _proposal([4, 7, 1])
+    _finish(drafter, proposal)
+    first = proposal.nodes[0].token_id
+    unlikely = _ranking([4, 7, 1, first], GREEDY)[-1]
+    assert not _go_on(drafter, proposal, [first, unlikely])
+    drafter.end(proposal)
+    model.passes.clear()
+    other = _proposal([4, 7, 1, first, unlikely])
+    _finish(drafter, other)
+    assert model.passes[0] == [1], "of the text only the last token is new"
+    _check(other, [4, 7, 1, first, unlikely], GREEDY)
+
+
+def test_under_rejection_a_sampled_child_comes_first_with_its_law_whatever_it_is() -> None:
+    drafter = model_drafter()
+    proposal = _proposal([4, 7, 1], SAMPLED, AcceptanceRule.REJECTION)
+    planted = [4, 7, 1]
+    _finish(drafter, proposal)
+    line = [proposal.nodes[number - 1].token_id for number in _main_line(proposal)[1:3]]
+    assert _go_on(drafter, proposal, line)
+    _finish(drafter, proposal)
+    paths: dict[int, list[int]] = {0: []}
+    segments, seen = {0: 0}, set()
+    source = KeyedSource(11)
+    for number, node in enumerate(proposal.nodes, 1):
+        paths[number] = [*paths[node.parent], node.token_id]
+        is_first = node.parent not in seen
+        seen.add(node.parent)
+        assert (node.kind is NodeKind.DRAFTED) == is_first
+        segments[number] = segments[node.parent] if is_first else number
+        if node.draft_distribution is not None:
+            law = torch.zeros(24, dtype=torch.float64)
+            law[list(node.draft_distribution.token_ids)] = torch.tensor(
+                node.draft_distribution.probabilities, dtype=torch.float64
+            )
+            counter = Counter(Purpose.DRAFT, 3 + len(paths[number]) - 1, 3, segments[node.parent])
+            assert node.token_id == source.pick(law, counter)
+            context = [*planted, *paths[node.parent]]
+            torch.testing.assert_close(law, markov().law[markov().context(context)])
+        else:
+            assert node.kind is NodeKind.GUESSED
+
+
+def test_it_ends_where_the_request_does() -> None:
+    drafter = model_drafter()
+    short = SamplingParameters(temperature=0, max_tokens=4)
+    proposal = OpenProposal("s", [4, 7, 1], terms(short, prompt_len=3), 4)
+    proposal.lookahead_nodes = BUDGET
+    _finish(drafter, proposal)
+    assert len(_main_line(proposal)) == 4
+    assert _go_on(drafter, proposal, [proposal.nodes[0].token_id])
+    _finish(drafter, proposal)
+    assert len(_main_line(proposal)) == 4
+
+
+def test_stop_tokens_are_not_continued() -> None:
+    stop = _ranking([4, 7, 1], GREEDY)[0]
+    drafter = model_drafter()
+    proposal = OpenProposal("s", [4, 7, 1], terms(GREEDY, stop_token_ids=[stop]), 4)
+    proposal.lookahead_nodes = BUDGET
+    _finish(drafter, proposal)
+    stops = {number for number, node in enumerate(proposal.nodes, 1) if node.token_id == stop}
+    assert stops and not any(node.parent in stops for node in proposal.nodes)
+
+
+def test_branches_give_their_memory_back() -> None:
+    model = markov()
+    drafter = model_drafter(model)
+    proposal = _proposal(list(range(20)))
+    _finish(drafter, proposal)
+    assert drafter.used_bytes > 0
+    drafter.end(proposal)
+    assert model.kv_usage.num_held == 2, "the text's pages of 16, and a little of the main line"
+    drafter.forget("s")
+    assert model.kv_usage.num_held == 0
+    assert drafter.used_bytes == 0
+
+
+def test_without_memory_for_branches_the_main_line_goes_on() -> None:
+    model = markov()
+    drafter = model_drafter(model)
+    model._pool._num_pages = 4
+    proposal = _proposal(list(range(20)))
+    _finish(drafter, proposal)
+    assert len(_main_line(proposal)) > 4
+    _check(proposal, list(range(20)), GREEDY)
+
+
+def test_an_evicted_tree_is_planted_anew() -> None:
+    drafter, proposal = model_drafter(), _proposal([4, 7, 1])
+    drafter.step([proposal])
+    drafter.step([proposal])
+    drafter.forget("s")
+    drafter.step([proposal])
+    assert proposal.complete
+    assert not _go_on(drafter, proposal, [proposal.nodes[0].token_id])
+
+
+def test_values_fall_with_depth_and_rank() -> None:
+    rates = AcceptanceRates()
+    for _ in range(200):
+        rates.observe(1, 4, 1)
+        rates.observe(1, 4, None)
+    assert rates.value(1, 1) == pytest.approx(0.5, abs=0.05)
+    assert rates.value(1, 2) < 0.05
+    assert least_value(rates, 0, 4) > least_value(rates, 0, 16) > least_value(rates, 0, 64) > 0
+    assert isinstance(ProposalNode(0, 1), ProposalNode)

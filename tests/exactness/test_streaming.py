@@ -1,0 +1,199 @@
+"""Drafting that runs ahead of verdicts follows the target's law, whatever arrives when.
+
+The tree, what of it is verified, and how it is followed are the target's own code; the draft here makes nodes by the
+same rules as production's, through a source that forks on every decision. When nodes are made and when verdicts are
+heard of is drawn for each round, from nothing that the tokens say.
+"""
+
+import random
+from itertools import islice
+
+import pytest
+import torch
+from torch import Tensor
+
+from outrider.lookahead import Lookahead
+from outrider.parameters import AcceptanceRule
+from outrider.pass_times import PassTimes
+from outrider.randomness import Counter, Purpose
+from outrider.tokens import ROOT, Base, NodeKind, ProposalNode, ProposalPart
+from outrider.verification import DecisionSource, draft_rejection, verify_coupled, verify_rejection
+from target_service.speculation import Speculation, SpeculationTerms
+from tests.exactness.generation import Rule, distribution
+from tests.exactness.models import PAIRS, MarkovChain, Text, V, total_variation
+from tests.exactness.sources import CounterReusedError, RecordingSource, every_run
+
+TOLERANCE = 1e-9
+RULES: dict[AcceptanceRule, Rule] = {
+    AcceptanceRule.COUPLED: verify_coupled,
+    AcceptanceRule.REJECTION: verify_rejection,
+}
+
+
+class RunningDraft:
+    """Makes the nodes of a planted tree, one expanded node after the other."""
+
+    def __init__(self, model: MarkovChain, rule: AcceptanceRule, source: DecisionSource) -> None:
+        self._model, self._rule, self._source = model, rule, source
+        self.plant(())
+
+    def plant(self, text: Text) -> None:
+        self._planted = text
+        self._tree = Lookahead(len(text))
+        self._expanded: set[int] = set()
+        self._segments = {ROOT: ROOT}
+        self._paths: dict[int, Text] = {ROOT: ()}
+
+    def hear(self, text: Text, news: Text) -> None:
+        """Learns that the text has gone on."""
+        if self._tree.is_abreast and self._tree.has_path(news):
+            self._tree.follow(news)
+        else:
+            self.plant(text)
+
+    def expand(self, place: int) -> ProposalPart | None:
+        """Makes the children of one of the live nodes that have none yet."""
+        live = [number for number in self._paths if self._tree.is_live(number) and number not in self._expanded]
+        if not live:
+            return None
+        parent = live[place % len(live)]
+        self._expanded.add(parent)
+        first_node, nodes = self._tree.num_numbered + 1, self._children(parent)
+        for node in nodes:
+            number = self._tree.add(node)
+            self._paths[number] = (*self._paths[parent], node.token_id)
+            self._segments[number] = self._segments[parent] if node.kind is NodeKind.DRAFTED else number
+        base = Base(len(self._planted), 1)
+        return ProposalPart(base, first_node, tuple(nodes), complete=False, known_len=base.len)
+
+    def _children(self, parent: int) -> list[ProposalNode]:
+        behind = (*self._planted, *self._paths[parent])
+        law = self._model.law(behind)
+        if self._rule is AcceptanceRule.COUPLED:
+            # The source forks on it: that a draft's noise is the target's is for the pathwise proof.
+            return [ProposalNode(parent, int(law.argmax()), NodeKind.GUESSED)]
+        token_id = draft_rejection(law, len(self._planted), len(behind), self._source, self._segments[parent])
+        drafted = ProposalNode(parent, token_id, NodeKind.DRAFTED, distribution(law))
+        guess = (token_id + 1) % V
+        return [drafted, ProposalNode(parent, guess, NodeKind.GUESSED)]
+
+
+def generate(
+    num: int,
+    pair: tuple[MarkovChain, MarkovChain],
+    rule: AcceptanceRule,
+    seed: int,
+    source: DecisionSource,
+    stocks: list[int] | None = None,
+) -> Text:
+    """Generates `num` tokens while a draft runs ahead; `stocks` gets how many nodes each verdict leaves."""
+    target, model = pair
+    text: Text = ()
+    unheard: Text = ()
+    draft = RunningDraft(model, rule, source)
+    speculation = Speculation(SpeculationTerms(2, 1.0, 64), rule, PassTimes(), 64, adapts=False)
+    for round_ in range(num):
+        # What happens when depends on the round alone.
+        when = random.Random(f"{seed} {round_}")
+        if when.random() < 0.7 and unheard:
+            draft.hear(text, unheard)
+            unheard = ()
+        _run(draft, speculation, text, when)
+        speculation.begin(num - len(text), 0.0)
+        must, may = speculation.offer(num - len(text))
+        tree = speculation.tree([*must, *(item.number for item in islice(may, when.randrange(4)))])
+        _run(draft, speculation, text, when)
+
+        def law(number: int, text: Text = text) -> Tensor:
+            return target.law((*text, *(tree.node(node).token_id for node in tree.path(number))))  # noqa: B023
+
+        token_ids = RULES[rule](tree, law, len(text), source).token_ids
+        text, unheard = (*text, *token_ids), (*unheard, *token_ids)
+        speculation.advance(token_ids)
+        if stocks is not None:
+            stocks.append(sum(1 for _ in speculation.candidates(9)))
+        if len(text) >= num:
+            break
+    return text[:num]
+
+
+def _run(draft: RunningDraft, speculation: Speculation, text: Text, when: random.Random) -> None:
+    for _ in range(when.randrange(3)):
+        part = draft.expand(when.randrange(3))
+        if part is not None:
+            speculation.receive(part, text, 0.0)
+
+
+def _law(num: int, pair: str, rule: AcceptanceRule, seed: int) -> dict[Text, float]:
+    law: dict[Text, float] = {}
+    for text, probability in every_run(lambda source: generate(num, PAIRS[pair], rule, seed, source)):
+        law[text] = law.get(text, 0.0) + probability
+    return law
+
+
+@pytest.mark.parametrize("pair", PAIRS)
+@pytest.mark.parametrize("seed", range(6))
+def test_sampled_lines_and_guesses_follow_the_target(seed: int, pair: str) -> None:
+    law = _law(3, pair, AcceptanceRule.REJECTION, seed)
+    assert total_variation(law, PAIRS[pair][0].joint(3)) < TOLERANCE
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_any_tree_follows_the_target_under_coupled(seed: int) -> None:
+    law = _law(4, "disagreeing", AcceptanceRule.COUPLED, seed)
+    assert total_variation(law, PAIRS["disagreeing"][0].joint(4)) < TOLERANCE
+
+
+@pytest.mark.parametrize("seed", range(40))
+@pytest.mark.parametrize("pair", PAIRS)
+def test_no_counter_decides_twice(pair: str, seed: int) -> None:
+    for text_seed in range(3):
+        generate(8, PAIRS[pair], AcceptanceRule.REJECTION, seed, RecordingSource(text_seed))
+
+
+def test_trees_are_followed_here() -> None:
+    """Else the tests above would say nothing of that."""
+    stocks: list[int] = []
+    for seed in range(100):
+        generate(8, PAIRS["disagreeing"], AcceptanceRule.REJECTION, seed, RecordingSource(seed), stocks)
+    assert sum(stock > 0 for stock in stocks) > 0.05 * len(stocks)
+
+
+def test_verifying_what_a_verdict_has_judged_already_would_be_caught() -> None:
+    """A wrong rule: the drafted line is judged again where it was cut, as after a full window."""
+    target, model = PAIRS["disagreeing"]
+
+    def wrong(source: DecisionSource) -> Text:
+        law = model.law(())
+        token_id = draft_rejection(law, 0, 0, source)
+        first = ProposalNode(ROOT, token_id, NodeKind.DRAFTED, distribution(law))
+        behind = model.law((token_id,))
+        second = ProposalNode(1, draft_rejection(behind, 0, 1, source), NodeKind.DRAFTED, distribution(behind))
+        tree = Lookahead(0)
+        tree.add(first)
+        tree.add(second)
+        both = tree.tree([1, 2])
+        found = verify_rejection(
+            both, lambda number: target.law(tuple(both.node(step).token_id for step in both.path(number))), 0, source
+        ).token_ids
+        if len(found) < 3 or found[0] != token_id:
+            return found[:2] if len(found) > 1 else (*found, source.pick(target.law(found), Counter(Purpose.TARGET, 1)))
+        # All was accepted; only the first is kept, and the second, known to please the target, is judged once more.
+        again = Lookahead(1)
+        again.add(ProposalNode(ROOT, second.token_id, NodeKind.DRAFTED, distribution(behind)))
+        rest = verify_rejection(
+            again.tree([1]), lambda number: target.law((token_id, second.token_id)[: number + 1]), 1, source
+        )
+        return (token_id, rest.token_ids[0])
+
+    law: dict[Text, float] = {}
+    for text, probability in every_run(wrong):
+        law[text] = law.get(text, 0.0) + probability
+    assert total_variation(law, target.joint(2)) > 0.01
+
+
+def test_reused_noise_would_be_caught() -> None:
+    source, law = RecordingSource(1), torch.full((V,), 1 / V, dtype=torch.float64)
+    draft_rejection(law, 4, 5, source)
+    with pytest.raises(CounterReusedError):
+        draft_rejection(law, 4, 5, source)
