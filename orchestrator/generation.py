@@ -44,10 +44,6 @@ _FIRST_PAUSE_S: Final = 0.05
 _MAX_PAUSE_S: Final = 1.0
 _STALL_S: Final = 300.0
 """Silence of a target that owes a verdict, after which another one goes on; a long prompt's prefill takes minutes."""
-_TRIAL_STRIDE: Final = 8
-"""Tokens between the proposals that a session asks for while its target does not wait for them, at first."""
-_MAX_TRIAL_STRIDE: Final = 16
-"""As many once its target has not waited for long: drafts have other sessions to work for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +105,6 @@ class Generation:
         self._draft: DraftSession | None = None
         self._draft_retry_at = 0.0
         self._draft_is_proved = False
-        self._trial_stride = _TRIAL_STRIDE
         self._verdicts: list[target_pb2.Verdict] = []
         self._wake = asyncio.Event()
         self._is_over = False
@@ -266,19 +261,9 @@ class Generation:
         self._failed_targets.clear()
         self._tokens.append(list(verdict.token_ids))
         self._verdicts.append(verdict)
-        if self._draft is not None and not verdict.finish_reason:
-            self._advance_draft(self._draft, verdict)
+        if self._draft is not None and verdict.awaits_proposal and not verdict.finish_reason:
+            self._draft.advance(self._tokens.since(self._draft.known_len), verdict.lookahead_nodes)
         self._wake.set()
-
-    def _advance_draft(self, draft: DraftSession, verdict: target_pb2.Verdict) -> None:
-        """Asks for a proposal where the target has use of it; else now and then, so that it learns when it pays."""
-        if verdict.awaits_proposal:
-            self._trial_stride = _TRIAL_STRIDE
-        elif self._tokens.end - draft.known_len < self._trial_stride:
-            return
-        else:
-            self._trial_stride = min(2 * self._trial_stride, _MAX_TRIAL_STRIDE)
-        draft.advance(self._tokens.since(draft.known_len), verdict.lookahead_nodes)
 
     def _on_lease_lost(self, error: OutriderError) -> None:
         self._end = error

@@ -25,13 +25,14 @@ _LEAST: Final = 1e-4
 class _Share:
     """A share of cases, of which an old one weighs less."""
 
-    def __init__(self) -> None:
+    def __init__(self, fading: float) -> None:
         self.num_cases = 0.0
         self.num_hits = 0.0
+        self._fading = fading
 
     def observe(self, hit: bool) -> None:
-        self.num_cases = _FADING * self.num_cases + 1.0
-        self.num_hits = _FADING * self.num_hits + hit
+        self.num_cases = self._fading * self.num_cases + 1.0
+        self.num_hits = self._fading * self.num_hits + hit
 
     def towards(self, value: float, weight: float) -> float:
         """Returns the share, with `weight` cases of another value among its own."""
@@ -39,11 +40,17 @@ class _Share:
 
 
 class AcceptanceRates:
-    """The values of nodes by depth and rank, of one session; see the module."""
+    """The values of nodes by depth and rank, of one session or of many; see the module.
 
-    def __init__(self) -> None:
-        self._by_rank = [_Share() for _ in range(MAX_RANK)]
-        self._by_depth = [[_Share() for _ in range(MAX_RANK)] for _ in range(MAX_DEPTH)]
+    Args:
+        prior: values over all sessions, to which this one adds, and from which it starts.
+        fading: what a case counts after the next one, in (0, 1).
+    """
+
+    def __init__(self, prior: "AcceptanceRates | None" = None, fading: float = _FADING) -> None:
+        self._prior = prior
+        self._by_rank = [_Share(fading) for _ in range(MAX_RANK)]
+        self._by_depth = [[_Share(fading) for _ in range(MAX_RANK)] for _ in range(MAX_DEPTH)]
 
     @property
     def known(self) -> bool:
@@ -63,6 +70,8 @@ class AcceptanceRates:
 
     def observe_one(self, depth: int, rank: int, hit: bool) -> None:
         """Takes in whether one choice, which may have come late, is what the target said."""
+        if self._prior is not None:
+            self._prior.observe_one(depth, rank, hit)
         if rank <= MAX_RANK:
             self._by_rank[rank - 1].observe(hit)
             self._by_depth[min(depth, MAX_DEPTH) - 1][rank - 1].observe(hit)
@@ -74,7 +83,8 @@ class AcceptanceRates:
         """
         if rank > MAX_RANK:
             return _LEAST
-        pooled = self._by_rank[rank - 1].towards(_PRIOR[rank - 1], _PRIOR_WEIGHT)
+        prior = _PRIOR[rank - 1] if self._prior is None else self._prior.value(depth, rank)
+        pooled = self._by_rank[rank - 1].towards(prior, _PRIOR_WEIGHT)
         return max(_LEAST, self._by_depth[min(depth, MAX_DEPTH) - 1][rank - 1].towards(pooled, _POOLED_WEIGHT))
 
     def values(self, depth: int) -> Sequence[float]:

@@ -1,9 +1,21 @@
-"""What passes of a model take, as a function of their rows: measured, old values fade."""
+"""What passes of a model take, as a function of their rows: measured, old values fade.
 
+A machine is now faster, now slower, because of what else it does, and some sizes of passes are rare. So the seconds of
+a pass are taken for a product: a speed, which follows the last passes whatever their sizes, and what a size costs
+compared with others, which is learnt from pairs of passes that follow each other.
+"""
+
+import math
+from bisect import bisect_left
 from typing import Final
 
-_FADING: Final = 0.98
-_BENDING: Final = 0.1
+_FOLLOWING: Final = 0.2
+_LEARNING: Final = 0.1
+_MAX_SURPRISE: Final = 0.5
+"""Logarithm of the largest deviation of a pair of passes that counts: more is a hiccup of the machine."""
+_MAX_CASES: Final = 50
+_LINE_WEIGHT: Final = 2.0
+"""Cases that the line over all sizes counts for against those of one size."""
 _PADDING: Final = 4
 """Passes are padded to a multiple of this many rows."""
 
@@ -11,10 +23,10 @@ _PADDING: Final = 4
 class DecayingMean:
     """A mean in which an observation `n` steps old weighs (1 - share) ** n; the first ones weigh more."""
 
-    def __init__(self, share: float) -> None:
+    def __init__(self, share: float, start: float = 0.0) -> None:
         self._share = share
         self._num = 0
-        self.value = 0.0
+        self.value = start
 
     def observe(self, value: float) -> None:
         """Takes a value into the mean."""
@@ -27,53 +39,117 @@ class DecayingMean:
         return self._num > 0
 
 
-class PassTimes:
-    """Measured decoding passes of one target, over all its sessions.
+class _Size:
+    """What passes of a size cost, compared with others, and how many were seen."""
 
-    Seconds are a line over the number of rows, which follows the machine's speed at once, and for each size that has
-    been seen its own distance from that line.
-    """
+    __slots__ = ("cost", "num")
+
+    def __init__(self, cost: float) -> None:
+        self.cost = cost
+        self.num = 1.0
+
+    def move(self, logarithm: float) -> None:
+        self.cost *= math.exp(logarithm)
+        self.num = min(_MAX_CASES, self.num + 1)
+
+
+class PassTimes:
+    """Measured decoding passes of one target, over all its sessions; see the module."""
 
     def __init__(self) -> None:
-        self._weight = self._rows = self._squares = self._seconds = self._products = 0.0
-        self._bends: dict[int, DecayingMean] = {}
+        self._speed_s = DecayingMean(_FOLLOWING)
+        self._sizes: dict[int, _Size] = {}
+        self._last: tuple[int, float] | None = None
+        self._slope = 0.0
+        self._curve: list[tuple[int, float]] = []
+        self._rests = {False: DecayingMean(_LEARNING), True: DecayingMean(_LEARNING)}
         self.num_sessions = 1
         """Sessions that decode now."""
 
     @property
     def known(self) -> bool:
         """Whether any pass was observed."""
-        return self._weight > 0
+        return self._last is not None
 
     def observe(self, duration_s: float, num_rows: int) -> None:
-        """Takes a decoding pass into account (not one that prefills)."""
+        """Takes a decoding pass into account (not one that prefills).
+
+        Args:
+            duration_s: seconds, positive.
+            num_rows: of the pass, at least 1.
+        """
         num_rows = _padded(num_rows)
-        values = (1.0, num_rows, num_rows**2, duration_s, num_rows * duration_s)
-        sums = (self._weight, self._rows, self._squares, self._seconds, self._products)
-        faded = (_FADING * total + value for total, value in zip(sums, values, strict=True))
-        self._weight, self._rows, self._squares, self._seconds, self._products = faded
-        self._bends.setdefault(num_rows, DecayingMean(_BENDING)).observe(duration_s - self._line_s(num_rows))
+        if self._last is None:
+            self._sizes[num_rows] = _Size(1.0)
+        elif num_rows not in self._sizes:
+            last_rows, last_s = self._last
+            self._sizes[num_rows] = _Size(self._sizes[last_rows].cost * duration_s / last_s)
+        elif num_rows != self._last[0]:
+            self._compare(duration_s, num_rows, *self._last)
+        self._last = num_rows, duration_s
+        self._fit()
+        self._speed_s.observe(duration_s / self._cost(num_rows))
+
+    def observe_rest(self, duration_s: float, *, speculates: bool) -> None:
+        """Takes into account what a round took beside its wait and its pass.
+
+        Args:
+            duration_s: seconds.
+            speculates: whether it waited for a proposal or verified one.
+        """
+        self._rests[speculates].observe(max(0.0, duration_s))
+
+    def round_s(self, num_rows: int, *, speculates: bool = False) -> float:
+        """Returns the seconds of a round that waits for nothing: of its pass, and of what is done around it."""
+        rest = self._rests[speculates]
+        return self.pass_s(num_rows) + (rest if rest.known else self._rests[not speculates]).value
 
     @property
     def row_s(self) -> float:
         """Seconds that a row adds to a pass; 0 while passes of different sizes have not shown it."""
-        spread = self._weight * self._squares - self._rows**2
-        if spread <= 1e-3 * self._rows**2:
-            return 0.0
-        return max(0.0, (self._weight * self._products - self._rows * self._seconds) / spread)
+        return self._slope * self._speed_s.value
 
     def pass_s(self, num_rows: int) -> float:
         """Returns the seconds of a pass over so many rows; 0 while nothing is known."""
-        if not self.known:
-            return 0.0
-        num_rows = _padded(num_rows)
-        bend = self._bends.get(num_rows)
-        line_s = self._line_s(num_rows)
-        return max(0.5 * line_s, line_s + (bend.value if bend is not None else 0.0))
+        return self._speed_s.value * self._cost(_padded(num_rows)) if self.known else 0.0
 
-    def _line_s(self, num_rows: int) -> float:
-        mean_rows, mean_s = self._rows / self._weight, self._seconds / self._weight
-        return max(0.1 * mean_s, mean_s + self.row_s * (num_rows - mean_rows))
+    def _compare(self, duration_s: float, num_rows: int, last_rows: int, last_s: float) -> None:
+        """Moves two sizes towards what a pair of passes says; the one that was seen less often moves more."""
+        now, last = self._sizes[num_rows], self._sizes[last_rows]
+        surprise = math.log(duration_s / last_s) - math.log(now.cost / last.cost)
+        surprise = max(-_MAX_SURPRISE, min(_MAX_SURPRISE, surprise))
+        share = max(_LEARNING, 1 / (1 + min(now.num, last.num)))
+        part = last.num / (now.num + last.num)
+        now.move(share * part * surprise)
+        last.move(-share * (1 - part) * surprise)
+
+    def _fit(self) -> None:
+        """Draws a line through all sizes, and moves each towards it, the less the more often it was seen."""
+        weight = sum(size.num for size in self._sizes.values())
+        mean_rows = sum(size.num * rows for rows, size in self._sizes.items()) / weight
+        mean_cost = sum(size.num * size.cost for size in self._sizes.values()) / weight
+        spread = sum(size.num * (rows - mean_rows) ** 2 for rows, size in self._sizes.items())
+        product = sum(size.num * (rows - mean_rows) * size.cost for rows, size in self._sizes.items())
+        self._slope = max(0.0, product / spread) if spread else 0.0
+        self._curve = [
+            (rows, (size.num * size.cost + _LINE_WEIGHT * line) / (size.num + _LINE_WEIGHT))
+            for rows, size in sorted(self._sizes.items())
+            for line in (max(0.1 * mean_cost, mean_cost + self._slope * (rows - mean_rows)),)
+        ]
+
+    def _cost(self, num_rows: int) -> float:
+        """Returns what a size costs: between two that were seen, in proportion; beyond them, along the line."""
+        place = bisect_left(self._curve, (num_rows, 0.0))
+        if place == len(self._curve):
+            rows, cost = self._curve[-1]
+            return cost + self._slope * (num_rows - rows)
+        rows, cost = self._curve[place]
+        if rows == num_rows:
+            return cost
+        if place == 0:
+            return max(0.1 * cost, cost - self._slope * (rows - num_rows))
+        before, cost_before = self._curve[place - 1]
+        return cost_before + (cost - cost_before) * (num_rows - before) / (rows - before)
 
 
 def _padded(num_rows: int) -> int:

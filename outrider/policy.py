@@ -22,12 +22,13 @@ again, and one whose draft is slow, wrong or dead decodes at the speed of plain 
 """
 
 import heapq
-from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final
 
 from outrider.acceptance import AcceptanceRates
+from outrider.draft_times import DraftTimes
+from outrider.experience import Experience
 from outrider.lookahead import Candidate
 from outrider.pass_times import DecayingMean, PassTimes
 
@@ -35,14 +36,15 @@ _RETRY_ROUNDS: Final = 64
 """Plain rounds after which one proposal is waited for again, since waits are only measured by waiting."""
 _MAX_RETRY_ROUNDS: Final = 1024
 """As many once that has been in vain several times; each time doubles them."""
-_MARGIN: Final = 1.25
+_MARGIN: Final = 1.1
 """How much better the other choice must look: passes in which some sessions wait and some do not serve neither well."""
 _PATIENCE: Final = 3.0
 _PATIENCE_S: Final = 0.01
 """A wait ends after so many times what was expected, and so many seconds: what has not come by then is late."""
-_MAX_VERDICTS: Final = 64
-_TRIAL_ROUNDS: Final = 16
-_TRIAL_CYCLE: Final = 256
+_TRIAL_STRIDE: Final = 16
+"""Of so many rounds that have no use of a proposal, one asks for one all the same."""
+_RUN_ROUNDS: Final = 16
+_RUN_CYCLE: Final = 256
 """Of so many rounds that wait for nothing, so many have a draft that was of no use run ahead, to see whether it is."""
 _LEAST_YIELD: Final = 0.05
 """Accepted tokens a round, of proposals that nothing waits for, below which they are not worth a draft's time."""
@@ -59,65 +61,13 @@ class RoundPlan:
         wait_s: longest wait for a proposal, in seconds; 0 to go on at once.
         depth: length of the main line that is enough to end the wait.
         wants_draft: whether the draft should go on proposing.
+        is_trial: whether it should only to show how good it is now: what comes late is compared with the text.
     """
 
     wait_s: float = 0.0
     depth: int = 0
     wants_draft: bool = False
-
-
-class DraftTimes:
-    """When what a draft says about one session arrives, as the target sees it."""
-
-    def __init__(self) -> None:
-        self._answer_s = DecayingMean(0.3)
-        self._answer_depth = DecayingMean(0.3)
-        self._verdicts: OrderedDict[int, float] = OrderedDict()
-        self.step_s = 0.0
-        """Seconds of a step of the draft, as it says."""
-
-    @property
-    def known(self) -> bool:
-        """Whether an answer to a verdict, or a wait in vain, was observed."""
-        return self._answer_s.known
-
-    def note_verdict(self, length: int, now: float) -> None:
-        """Learns that a verdict which makes the session so long leaves at a time (monotonic, seconds)."""
-        self._verdicts[length] = now
-        if len(self._verdicts) > _MAX_VERDICTS:
-            self._verdicts.popitem(last=False)
-
-    def note_answer(self, known_len: int, now: float, depth: int = 0) -> None:
-        """Learns that nodes arrive from a draft that knows of the verdict which made the session so long.
-
-        Args:
-            known_len: length of the session as the draft knew it.
-            now: monotonic time.
-            depth: of what came at once, where a tree begins with it; many drafts send all that they have together.
-        """
-        if depth:
-            self._answer_depth.observe(depth)
-        sent = self._verdicts.get(known_len)
-        if sent is None:
-            return
-        self._answer_s.observe(now - sent)
-        for length in [length for length in self._verdicts if length <= known_len]:
-            del self._verdicts[length]
-
-    def note_silence(self, wait_s: float) -> None:
-        """Learns that a round waited in vain, which stands for an answer that took as long."""
-        self._answer_s.observe(wait_s)
-
-    def arrival_s(self, num_steps: int, *, is_running: bool) -> float:
-        """Returns the seconds until so many more steps of the draft have arrived.
-
-        Args:
-            num_steps: at least 1.
-            is_running: whether the draft is already at work on them; else it begins with the verdict of now.
-        """
-        if is_running:
-            return num_steps * self.step_s
-        return self._answer_s.value + max(0.0, num_steps - max(1.0, self._answer_depth.value)) * self.step_s
+    is_trial: bool = False
 
 
 class SpeculationPolicy:
@@ -125,23 +75,21 @@ class SpeculationPolicy:
 
     Args:
         max_wait_s: longest wait; 0 when nothing will come.
-        times: the target's measured pass times.
-        rates: measured values of the session's nodes.
+        experience: what the target has measured so far; the session adds to it.
         adapts: whether to stop waiting where that does not pay; without it every round waits.
     """
 
-    def __init__(
-        self, max_wait_s: float, times: PassTimes, rates: AcceptanceRates | None = None, *, adapts: bool = True
-    ) -> None:
+    def __init__(self, max_wait_s: float, experience: Experience, *, adapts: bool = True) -> None:
         self.max_wait_s = max_wait_s
-        self.draft = DraftTimes()
-        self.rates = AcceptanceRates() if rates is None else rates
-        self._times = times
+        self.draft = DraftTimes(experience.answers)
+        self.rates = AcceptanceRates(experience.rates)
+        self._experience = experience
+        self._times = experience.times
         self._adapts = adapts
         self._came_true = DecayingMean(0.15)
         # One bad round at the beginning says little.
         for _ in range(_USUAL_ROUNDS):
-            self._came_true.observe(1.0)
+            self._came_true.observe(experience.came_true.value)
         self._yield = DecayingMean(0.1)
         self._plain_rounds = 0
         self._retry_rounds = _RETRY_ROUNDS
@@ -177,7 +125,8 @@ class SpeculationPolicy:
             self._retry_rounds = min(2 * self._retry_rounds, _MAX_RETRY_ROUNDS)
             goal = max_depth
         else:
-            return RoundPlan(0.0, depth, wants_draft=runs_ahead and self._is_worth_drafting)
+            is_wanted, is_trial = runs_ahead and self._is_worth_drafting, self._is_trial
+            return RoundPlan(0.0, depth, wants_draft=is_wanted or is_trial, is_trial=is_trial and not is_wanted)
         self._expected_wait_s = self.draft.arrival_s(goal - depth, is_running=is_running) if self.draft.known else None
         return RoundPlan(self._patience_s(), goal, wants_draft=True)
 
@@ -216,6 +165,7 @@ class SpeculationPolicy:
     def _observe_outcome(self, num_accepted: int, expected: float) -> None:
         if expected > 0:
             self._came_true.observe(num_accepted / expected)
+            self._experience.came_true.observe(num_accepted / expected)
 
     def _patience_s(self) -> float:
         if self._expected_wait_s is None:
@@ -223,9 +173,13 @@ class SpeculationPolicy:
         return min(self.max_wait_s, _PATIENCE * self._expected_wait_s + _PATIENCE_S)
 
     @property
+    def _is_trial(self) -> bool:
+        return self._plain_rounds % _TRIAL_STRIDE == 1
+
+    @property
     def _is_worth_drafting(self) -> bool:
         """Whether what nothing waits for is of use all the same; tried out now and then."""
-        return self._plain_rounds % _TRIAL_CYCLE < _TRIAL_ROUNDS or self._yield.value >= _LEAST_YIELD
+        return self._plain_rounds % _RUN_CYCLE < _RUN_ROUNDS or self._yield.value >= _LEAST_YIELD
 
     def _best(
         self, stock: Sequence[float], depth: int, goals: range, margin: float, *, is_running: bool
@@ -241,7 +195,7 @@ class SpeculationPolicy:
             wait_s = self.draft.arrival_s(goal - depth, is_running=is_running)
             if wait_s > self.max_wait_s and goal > goals[0]:
                 break
-            pass_s = self._pass_s(goal)
+            pass_s = self._round_s(goal)
             accepted = self.rates.expected_accepted(goal) * self._came_true.value
             rate = (1 + accepted) / (wait_s + pass_s)
             if rate > best_rate:
@@ -252,17 +206,17 @@ class SpeculationPolicy:
         return goal, gained_s * margin > lost_s
 
     def _now(self, stock: Sequence[float]) -> tuple[float, float]:
-        """Returns what is expected to be accepted of what is here, and the seconds of the pass."""
-        best, best_rate, gained = (0.0, self._pass_s(0)), 1 / self._pass_s(0), 0.0
+        """Returns what is expected to be accepted of what is here, and the seconds of the round."""
+        best, best_rate, gained = (0.0, self._round_s(0)), 1 / self._round_s(0), 0.0
         for num, value in enumerate(stock, 1):
             gained += value
-            pass_s = self._pass_s(num)
+            pass_s = self._round_s(num)
             if (1 + gained) / pass_s > best_rate:
                 best, best_rate = (gained, pass_s), (1 + gained) / pass_s
         return best
 
-    def _pass_s(self, num_nodes: int) -> float:
-        return self._times.pass_s(self._times.num_sessions * (1 + num_nodes))
+    def _round_s(self, num_nodes: int) -> float:
+        return self._times.round_s(self._times.num_sessions * (1 + num_nodes), speculates=num_nodes > 0)
 
 
 def allocate(
@@ -284,7 +238,7 @@ def allocate(
         wait_s: seconds that these rounds have waited, on average; a round that has cost so much should bring more.
     """
     chosen: list[tuple[int, int]] = []
-    best_len, best_rate = 0, num_tokens / (wait_s + times.pass_s(num_rows)) if times.known else 0.0
+    best_len, best_rate = 0, num_tokens / (wait_s + times.round_s(num_rows)) if times.known else 0.0
     for value, place, number in heapq.merge(*(_ordered(place, found) for place, found in enumerate(candidates))):
         if num_rows + len(chosen) >= max_rows:
             break
@@ -293,7 +247,7 @@ def allocate(
             best_len = len(chosen)
             continue
         num_tokens -= value
-        rate = num_tokens / (wait_s + times.pass_s(num_rows + len(chosen)))
+        rate = num_tokens / (wait_s + times.round_s(num_rows + len(chosen), speculates=True))
         if rate > best_rate:
             best_len, best_rate = len(chosen), rate
         elif -value < _LEAST_PART * best_rate * times.row_s:

@@ -16,6 +16,7 @@ from typing import Final
 import torch
 
 from outrider.errors import Draining, OutriderError
+from outrider.experience import Experience
 from outrider.lm.model import LanguageModel
 from outrider.pass_times import PassTimes
 from target_service.colocated import ColocatedDraft
@@ -60,7 +61,8 @@ class Engine:
         self._on_failure = on_failure
         self.max_len = min(model.info.max_session_len, settings.max_session_len, model.kv_usage.max_len)
         """Longest session in tokens: what the model, the settings and the KV cache allow."""
-        self._times = PassTimes()
+        experience = Experience()
+        self._times = experience.times
         # What is verified is chosen by measured times, where it may be.
         times = self._times if settings.adaptive_speculation else PassTimes()
         self._scheduler = Scheduler(
@@ -77,7 +79,7 @@ class Engine:
             )
         self.load = EngineLoad()
         self._features = FeatureSender(model, self.load)
-        self.requests = Requests(model, settings, self._times, self.load, self._features, self._restore, self.max_len)
+        self.requests = Requests(model, settings, experience, self.load, self._features, self._restore, self.max_len)
 
     def start(self) -> None:
         """Starts the thread; before that measures what prompts take, where KV blocks are compared with it."""
@@ -229,15 +231,17 @@ class Engine:
         base = request.base
         resident.cache.keep(result.kept_path)
         resident.token_ids += result.token_ids
-        self._features.send(request)
         request.finished = result.finish_reason is not None
         speculation = request.speculation
-        if not share.is_prefill:
-            speculation.observe(result.num_accepted, len(share.tree), share.wait_s)
-        hit = speculation.advance(result.token_ids)
         now = time.monotonic()
+        if not share.is_prefill:
+            rest_s = speculation.lasted_s(now) - share.wait_s - share.queue_s - duration_s
+            speculation.observe(result.num_accepted, len(share.tree), share.wait_s, rest_s)
+        hit = speculation.advance(result.token_ids)
         request.begin_round(now)
         speculation.note_verdict(len(resident.token_ids), now)
+        # Before the verdict, so that its answer need not wait for them.
+        self._features.send(request)
         about = RoundAbout(
             model_time_s=duration_s,
             wait_time_s=share.wait_s,

@@ -34,9 +34,14 @@ class FeatureSender:
         self._source.keep(layers)
 
     def send(self, request: Request) -> None:
-        """Sends what a session's draft has not been sent yet, in parts; what there is no room for waits for a pass."""
+        """Sends what a session's draft has not been sent yet, in parts; what there is no room for waits for a pass.
+
+        While rounds have no use of a proposal it is held back: each frame costs all three services a little.
+        """
         source, layers, cache = self._source, request.feature_layers, request.resident.cache
         if source is None or not layers:
+            return
+        if not request.speculation.wants_draft:
             return
         most = max(1, _MAX_FEATURE_BYTES // (self._position_bytes * len(layers)))
         while request.features_len < cache.cached_len and request.stream.has_room_for_features:

@@ -8,8 +8,8 @@ from concurrent.futures import Future
 from typing import Final
 
 from outrider.errors import Draining, Fenced, InvalidArgument, ModelUnsupported, OutriderError, Overloaded
+from outrider.experience import Experience
 from outrider.lm.model import LanguageModel
-from outrider.pass_times import PassTimes
 from outrider.randomness import KeyedSource
 from outrider.tokens import ProposalNode, ProposalPart, TokenSpan
 from target_service.counters import EngineLoad
@@ -28,7 +28,7 @@ class Requests:
     Args:
         model: the target.
         settings: limits and defaults.
-        times: what passes take.
+        experience: what has been measured so far.
         load: counts.
         features: sends what drafts ask for.
         restore: has what is missing of a request's KV cache fetched, if that pays.
@@ -43,7 +43,7 @@ class Requests:
         self,
         model: LanguageModel,
         settings: TargetSettings,
-        times: PassTimes,
+        experience: Experience,
         load: EngineLoad,
         features: FeatureSender,
         restore: Callable[[Request], None],
@@ -51,7 +51,7 @@ class Requests:
     ) -> None:
         self._model = model
         self._settings = settings
-        self._times = times
+        self._experience = experience
         self._load = load
         self._features = features
         self._restore = restore
@@ -113,7 +113,7 @@ class Requests:
             speculation=Speculation(
                 command.speculation,
                 command.rule,
-                self._times,
+                self._experience,
                 self._settings.max_proposal_nodes,
                 adapts=self._settings.adaptive_speculation,
             ),

@@ -6,9 +6,9 @@ from itertools import islice
 from typing import Final
 
 from outrider.errors import InvalidArgument
+from outrider.experience import Experience
 from outrider.lookahead import Candidate, Lookahead
 from outrider.parameters import AcceptanceRule
-from outrider.pass_times import PassTimes
 from outrider.policy import RoundPlan, SpeculationPolicy
 from outrider.tokens import NodeKind, ProposalPart, ProposalTree
 
@@ -41,7 +41,7 @@ class Speculation:
     Args:
         terms: as the caller says.
         rule: that judges proposals.
-        times: what passes take.
+        experience: what has been measured so far.
         max_nodes: live nodes, at most.
         adapts: whether to stop waiting where that does not pay.
 
@@ -51,13 +51,14 @@ class Speculation:
     """
 
     def __init__(
-        self, terms: SpeculationTerms, rule: AcceptanceRule, times: PassTimes, max_nodes: int, *, adapts: bool
+        self, terms: SpeculationTerms, rule: AcceptanceRule, experience: Experience, max_nodes: int, *, adapts: bool
     ) -> None:
         self.terms = terms
         self.num_proposed = 0
         self._rule = rule
         self._max_nodes = max_nodes
-        self._policy = SpeculationPolicy(terms.max_wait_s, times, adapts=adapts)
+        self._times = experience.times
+        self._policy = SpeculationPolicy(terms.max_wait_s, experience, adapts=adapts)
         self._lookahead = Lookahead(0, self._policy.rates)
         self._whole_len = -1
         self._is_late = False
@@ -212,8 +213,16 @@ class Speculation:
         self._lookahead.follow(token_ids)
         return self.is_abreast
 
-    def observe(self, num_accepted: int, num_nodes: int, wait_s: float) -> None:
-        """Learns what became of a round's proposal."""
+    def observe(self, num_accepted: int, num_nodes: int, wait_s: float, rest_s: float) -> None:
+        """Learns what became of a round.
+
+        Args:
+            num_accepted: of its nodes.
+            num_nodes: that it verified.
+            wait_s: seconds that it waited for them.
+            rest_s: seconds that it took beside that, its pass, and other sessions' passes.
+        """
+        self._times.observe_rest(rest_s, speculates=self.waits or num_nodes > 0)
         if not self.terms.num_speculative_tokens:
             return
         if self.waits or num_nodes:
@@ -221,6 +230,10 @@ class Speculation:
             self._policy.observe_round(num_accepted, expected, wait_s, waited=self.waits)
         else:
             self._policy.observe_plain()
+
+    def lasted_s(self, now: float) -> float:
+        """Returns the seconds since the round began."""
+        return now - self._started
 
     def waited_s(self, now: float) -> float:
         """Returns how long a round that begins its pass now has waited for its proposal."""
@@ -230,7 +243,7 @@ class Speculation:
     def _plant(self, planted_len: int, token_ids: Sequence[int]) -> None:
         if self._is_late:
             self._policy.observe_late(self._lookahead.root_depth, self.terms.num_speculative_tokens)
-        self._is_late = not self._plan.wants_draft
+        self._is_late = self._plan.is_trial or not self._plan.wants_draft
         self._lookahead = Lookahead(planted_len, self._policy.rates)
         self._lookahead.follow(token_ids[planted_len:])
 

@@ -4,9 +4,11 @@ import random
 
 import pytest
 
+from outrider.draft_times import DraftTimes
+from outrider.experience import Experience
 from outrider.lookahead import Candidate
 from outrider.pass_times import PassTimes
-from outrider.policy import DraftTimes, RoundPlan, SpeculationPolicy, allocate
+from outrider.policy import RoundPlan, SpeculationPolicy, allocate
 
 DEPTH = 5
 
@@ -32,7 +34,7 @@ class _Session:
         max_wait_s: float = 0.1,
     ) -> None:
         self.times = times or _times()
-        self.policy = SpeculationPolicy(max_wait_s, self.times)
+        self.policy = SpeculationPolicy(max_wait_s, Experience(self.times))
         self.accepted, self.answer_s, self.step_s = accepted, answer_s, step_s
         self._length, self._now = 0, 0.0
         self._random = random.Random(2)
@@ -75,10 +77,10 @@ class _Session:
 
 
 def test_a_new_request_waits_for_all_and_one_without_a_draft_for_nothing() -> None:
-    plan = SpeculationPolicy(0.1, PassTimes()).begin([], 0, DEPTH)
+    plan = SpeculationPolicy(0.1, Experience()).begin([], 0, DEPTH)
     assert (plan.wait_s, plan.depth, plan.wants_draft) == (0.1, DEPTH, True)
-    assert SpeculationPolicy(0.0, PassTimes()).begin([], 0, DEPTH) == RoundPlan()
-    assert SpeculationPolicy(0.1, PassTimes()).begin([], 0, 0) == RoundPlan()
+    assert SpeculationPolicy(0.0, Experience()).begin([], 0, DEPTH) == RoundPlan()
+    assert SpeculationPolicy(0.1, Experience()).begin([], 0, 0) == RoundPlan()
 
 
 @pytest.mark.parametrize(
@@ -96,7 +98,7 @@ def test_it_waits_for_a_shorter_line_where_steps_are_slow() -> None:
 
 
 def test_a_dead_draft_costs_one_wait() -> None:
-    policy = SpeculationPolicy(0.1, _times())
+    policy = SpeculationPolicy(0.1, Experience(_times()))
     plan = policy.begin([], 0, DEPTH)
     policy.observe_round(0, None, plan.wait_s, waited=True)
     assert policy.begin([], 0, DEPTH).wait_s == 0.0
@@ -140,7 +142,7 @@ def test_proposals_that_rarely_come_are_worth_less() -> None:
 
 
 def test_waits_in_vain_become_rarer() -> None:
-    policy = SpeculationPolicy(0.1, _times())
+    policy = SpeculationPolicy(0.1, Experience(_times()))
     policy.begin([], 0, DEPTH)
     policy.observe_round(0, None, 0.1, waited=True)
     rounds = []
@@ -182,7 +184,7 @@ def test_a_draft_that_runs_ahead_is_asked_on_while_what_it_says_is_of_use() -> N
 
 
 def test_without_adaptation_every_round_waits_until_all_is_here() -> None:
-    policy = SpeculationPolicy(0.1, _times(), adapts=False)
+    policy = SpeculationPolicy(0.1, Experience(_times()), adapts=False)
     for _ in range(5):
         policy.observe_round(0, None, 0.1, waited=True)
     assert policy.begin([], 0, DEPTH).wait_s == 0.1

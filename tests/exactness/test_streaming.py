@@ -12,9 +12,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from outrider.experience import Experience
 from outrider.lookahead import Lookahead
 from outrider.parameters import AcceptanceRule
-from outrider.pass_times import PassTimes
 from outrider.randomness import Counter, Purpose
 from outrider.tokens import ROOT, Base, NodeKind, ProposalNode, ProposalPart
 from outrider.verification import DecisionSource, draft_rejection, verify_coupled, verify_rejection
@@ -91,7 +91,7 @@ def generate(
     text: Text = ()
     unheard: Text = ()
     draft = RunningDraft(model, rule, source)
-    speculation = Speculation(SpeculationTerms(2, 1.0, 64), rule, PassTimes(), 64, adapts=False)
+    speculation = Speculation(SpeculationTerms(2, 1.0, 64), rule, Experience(), 64, adapts=False)
     for round_ in range(num):
         # What happens when depends on the round alone.
         when = random.Random(f"{seed} {round_}")

@@ -6,9 +6,9 @@ from typing import Any, cast
 import pytest
 import torch
 
+from outrider.experience import Experience
 from outrider.lm.model import KVCache
 from outrider.parameters import AcceptanceRule, SamplingParameters
-from outrider.pass_times import PassTimes
 from outrider.randomness import KeyedSource
 from outrider.tokens import ROOT, NodeKind, ProposalNode, ProposalTree, TokenOrigin
 from target_service.rounds import Round, decide, decide_all
@@ -47,7 +47,7 @@ def request_of(draw: random.Random) -> Request:
         start_len=5,
         window_end=draw.choice([12, MAX_LEN]),
         source=KeyedSource(parameters.seed or 0),
-        speculation=Speculation(SpeculationTerms(), rule, PassTimes(), 64, adapts=True),
+        speculation=Speculation(SpeculationTerms(), rule, Experience(), 64, adapts=True),
     )
 
 
