@@ -201,7 +201,7 @@ class IdleTarget(IdleWorker, target_pb2_grpc.TargetServiceServicer):
             num_accepted_tokens=num - 1,
             num_nodes=NUM_SPECULATIVE_TOKENS if num > 1 else 0,
             finish_reason=tokens_pb2.FINISH_REASON_LENGTH if is_last else tokens_pb2.FINISH_REASON_UNSPECIFIED,
-            awaits_proposal=request.speculates,
+            num_speculative_tokens=NUM_SPECULATIVE_TOKENS * request.speculates,
         )
         request.base_len += num
         request.is_over = is_last

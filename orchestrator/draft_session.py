@@ -43,6 +43,7 @@ class DraftSession:
         self.link = link
         self.is_ready = False
         self._choice = choice
+        self._num_wanted = choice.num_speculative_tokens
         self._lookahead_nodes = choice.lookahead_nodes
         self._on_proposal = on_proposal
         self._on_ready = on_ready
@@ -72,15 +73,17 @@ class DraftSession:
         """Tokens of the session that the draft has been sent."""
         return self._known_len
 
-    def advance(self, known: TokenSpan, lookahead_nodes: int) -> None:
+    def advance(self, known: TokenSpan, num_speculative_tokens: int, lookahead_nodes: int) -> None:
         """Commits the session's new tokens at the draft and asks for what continues them.
 
         Args:
             known: tokens up to the session's end, from a position at or before what the draft knows.
+            num_speculative_tokens: length of the main line that is of use.
             lookahead_nodes: nodes that the draft may hold ahead of them; 0 where it waits for the next verdict.
         """
         if not self.is_ready or self._replay is not None or self._handle is None:
             return
+        self._num_wanted = min(num_speculative_tokens, self._choice.num_speculative_tokens)
         self._lookahead_nodes = lookahead_nodes
         skipped = self._known_len - known.start
         if skipped < 0:
@@ -92,7 +95,7 @@ class DraftSession:
         """Asks once more for what continues the session, for a target that did not get the last proposal."""
         if self.is_ready and self._replay is None and known.token_ids:
             self._known_len = min(self._known_len, known.start)
-            self.advance(known, self._lookahead_nodes)
+            self.advance(known, self._num_wanted, self._lookahead_nodes)
 
     def give(self, features: tokens_pb2.Features) -> None:
         """Hands features of the target on, but for those that the draft has, or cannot use for a gap before them."""
@@ -162,7 +165,7 @@ class DraftSession:
         advance = draft_pb2.DraftAdvance(
             base=wire.base_to_message(Base(span.end, self._fencing_token)),
             span=wire.span_to_message(span),
-            num_speculative_tokens=self._choice.num_speculative_tokens,
+            num_speculative_tokens=self._num_wanted,
             max_nodes=self._choice.max_nodes,
             lookahead_nodes=self._lookahead_nodes,
         )

@@ -261,8 +261,9 @@ class Generation:
         self._failed_targets.clear()
         self._tokens.append(list(verdict.token_ids))
         self._verdicts.append(verdict)
-        if self._draft is not None and verdict.awaits_proposal and not verdict.finish_reason:
-            self._draft.advance(self._tokens.since(self._draft.known_len), verdict.lookahead_nodes)
+        if self._draft is not None and verdict.num_speculative_tokens and not verdict.finish_reason:
+            known = self._tokens.since(self._draft.known_len)
+            self._draft.advance(known, verdict.num_speculative_tokens, verdict.lookahead_nodes)
         self._wake.set()
 
     def _on_lease_lost(self, error: OutriderError) -> None:

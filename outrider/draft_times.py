@@ -82,4 +82,5 @@ class DraftTimes:
             return num_steps * self.step_s
         answer_s = self._answer_s if self._answer_s.known else self._prior.seconds
         depth = self._answer_depth if self._answer_depth.known else self._prior.depth
-        return answer_s.value + max(0.0, num_steps - max(1.0, depth.value)) * self.step_s
+        first_s = answer_s.value - max(0.0, depth.value - 1) * self.step_s
+        return max(0.0, first_s) + (num_steps - 1) * self.step_s

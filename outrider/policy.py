@@ -60,14 +60,19 @@ class RoundPlan:
     Attributes:
         wait_s: longest wait for a proposal, in seconds; 0 to go on at once.
         depth: length of the main line that is enough to end the wait.
-        wants_draft: whether the draft should go on proposing.
-        is_trial: whether it should only to show how good it is now: what comes late is compared with the text.
+        num_speculative_tokens: length of the main line that the draft should propose; 0 where it should not.
+        is_trial: whether it should, but only to show how good it is now: what comes late is compared with the text.
     """
 
     wait_s: float = 0.0
     depth: int = 0
-    wants_draft: bool = False
+    num_speculative_tokens: int = 0
     is_trial: bool = False
+
+    @property
+    def wants_draft(self) -> bool:
+        """Whether the draft should propose anything."""
+        return self.num_speculative_tokens > 0
 
 
 class SpeculationPolicy:
@@ -112,7 +117,7 @@ class SpeculationPolicy:
         if self.max_wait_s <= 0 or max_depth <= 0:
             return RoundPlan()
         if not self._adapts:
-            return RoundPlan(0.0 if depth >= max_depth else self.max_wait_s, max_depth, wants_draft=True)
+            return RoundPlan(0.0 if depth >= max_depth else self.max_wait_s, max_depth, max_depth)
         is_running = runs_ahead and depth > 0
         shortest = min(max(depth + 1, min_depth), max_depth)
         # While the draft works on whether or not the round waits, changing one's mind costs nothing.
@@ -126,9 +131,11 @@ class SpeculationPolicy:
             goal = max_depth
         else:
             is_wanted, is_trial = runs_ahead and self._is_worth_drafting, self._is_trial
-            return RoundPlan(0.0, depth, wants_draft=is_wanted or is_trial, is_trial=is_trial and not is_wanted)
+            num_wanted = max_depth if is_wanted or is_trial else 0
+            return RoundPlan(0.0, depth, num_wanted, is_trial=is_trial and not is_wanted)
         self._expected_wait_s = self.draft.arrival_s(goal - depth, is_running=is_running) if self.draft.known else None
-        return RoundPlan(self._patience_s(), goal, wants_draft=True)
+        # What goes beyond the goal is of use only where the draft works on while the target verifies.
+        return RoundPlan(self._patience_s(), goal, max_depth if runs_ahead else goal)
 
     def observe_round(self, num_accepted: int, expected: float | None, wait_s: float, *, waited: bool) -> None:
         """Takes a round into account that waited, or that verified something.

@@ -96,7 +96,7 @@ class ColocatedDraft:
         terms = DraftTerms(
             request.parameters, request.rule, request.prompt_len, request.stop_token_ids, request.cache_salt
         )
-        proposal = OpenProposal(session_id, tuple(tokens), terms, request.speculation.wanted_depth)
+        proposal = OpenProposal(session_id, tuple(tokens), terms, request.speculation.num_wanted)
         return _Drafting(request, request.base, proposal)
 
 

@@ -249,7 +249,7 @@ class Engine:
             num_recomputed=request.num_recomputed,
             hit=hit,
             num_proposed=speculation.num_proposed,
-            awaits_proposal=speculation.wants_draft,
+            num_wanted=speculation.num_wanted,
             lookahead_nodes=speculation.terms.lookahead_nodes if speculation.wants_draft else 0,
         )
         request.num_recomputed = speculation.num_proposed = 0

@@ -41,7 +41,7 @@ class FeatureSender:
         source, layers, cache = self._source, request.feature_layers, request.resident.cache
         if source is None or not layers:
             return
-        if not request.speculation.wants_draft:
+        if request.speculation.does_without:
             return
         most = max(1, _MAX_FEATURE_BYTES // (self._position_bytes * len(layers)))
         while request.features_len < cache.cached_len and request.stream.has_room_for_features:

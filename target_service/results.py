@@ -17,7 +17,7 @@ class RoundAbout:
         num_recomputed: output tokens that were run again before it.
         hit: whether the last token was among the nodes that had arrived.
         num_proposed: nodes that arrived since the last verdict.
-        awaits_proposal: whether the next round has use of a proposal.
+        num_wanted: length of the main line that the draft should propose now; 0 where it should not.
         lookahead_nodes: nodes that the draft should hold ahead of the text, at most.
     """
 
@@ -27,7 +27,7 @@ class RoundAbout:
     num_recomputed: int
     hit: bool
     num_proposed: int
-    awaits_proposal: bool
+    num_wanted: int
     lookahead_nodes: int
 
 

@@ -75,14 +75,19 @@ class Speculation:
         return self._plan.wants_draft
 
     @property
+    def does_without(self) -> bool:
+        """Whether there is a draft that the round that begins has no use of."""
+        return self.terms.num_speculative_tokens > 0 and not self._plan.wants_draft
+
+    @property
+    def num_wanted(self) -> int:
+        """Length of the main line that the draft should propose; 0 where it should not."""
+        return self._plan.num_speculative_tokens
+
+    @property
     def waits(self) -> bool:
         """Whether the round waits, or has waited, for a proposal."""
         return self._waits
-
-    @property
-    def wanted_depth(self) -> int:
-        """Length of the main line that ends the wait."""
-        return self._plan.depth
 
     @property
     def wait_until(self) -> float:

@@ -79,7 +79,7 @@ class Stream:
             model_time_s=about.model_time_s,
             wait_time_s=about.wait_time_s,
             queue_time_s=about.queue_time_s,
-            awaits_proposal=about.awaits_proposal,
+            num_speculative_tokens=about.num_wanted,
             num_recomputed_tokens=about.num_recomputed,
             hit=about.hit,
             num_proposed_nodes=about.num_proposed,

@@ -31,10 +31,12 @@ class _Session:
         answer_s: float = 0.002,
         step_s: float = 0.001,
         times: PassTimes | None = None,
+        experience: Experience | None = None,
         max_wait_s: float = 0.1,
     ) -> None:
-        self.times = times or _times()
-        self.policy = SpeculationPolicy(max_wait_s, Experience(self.times))
+        experience = experience or Experience(times or _times())
+        self.times = experience.times
+        self.policy = SpeculationPolicy(max_wait_s, experience)
         self.accepted, self.answer_s, self.step_s = accepted, answer_s, step_s
         self._length, self._now = 0, 0.0
         self._random = random.Random(2)
@@ -51,7 +53,7 @@ class _Session:
             draft.note_answer(self._length, self._now + self.answer_s)
             wait_s = min(plan.wait_s, self.answer_s + (plan.depth - 1) * self.step_s)
         depth = round((wait_s - self.answer_s) / self.step_s) + 1 if wait_s >= self.answer_s else 0
-        is_trial = not plan.wait_s and self._length % 8 == 0
+        is_trial = plan.is_trial
         depth = DEPTH if is_trial else depth
         num = 0
         for place in range(1, depth + 1):
@@ -78,7 +80,7 @@ class _Session:
 
 def test_a_new_request_waits_for_all_and_one_without_a_draft_for_nothing() -> None:
     plan = SpeculationPolicy(0.1, Experience()).begin([], 0, DEPTH)
-    assert (plan.wait_s, plan.depth, plan.wants_draft) == (0.1, DEPTH, True)
+    assert (plan.wait_s, plan.depth, plan.num_speculative_tokens) == (0.1, DEPTH, DEPTH)
     assert SpeculationPolicy(0.0, Experience()).begin([], 0, DEPTH) == RoundPlan()
     assert SpeculationPolicy(0.1, Experience()).begin([], 0, 0) == RoundPlan()
 
@@ -244,3 +246,40 @@ def test_drafts_that_send_all_at_once_are_not_expected_step_by_step() -> None:
         draft.note_answer(place, place + 0.03, depth=4)
     assert draft.arrival_s(4, is_running=False) == pytest.approx(0.03)
     assert draft.arrival_s(6, is_running=False) == pytest.approx(0.05)
+    # They are told how much is wanted, and less of it comes sooner.
+    assert draft.arrival_s(2, is_running=False) == pytest.approx(0.01)
+
+
+def test_drafts_that_wait_for_verdicts_are_asked_for_no_more_than_is_waited_for() -> None:
+    session = _Session(accepted=0.8, step_s=0.009)
+    plan = session.settle()
+    assert 0 < plan.num_speculative_tokens == plan.depth < DEPTH
+    ahead = session.policy.begin([], 0, DEPTH, runs_ahead=True)
+    assert ahead.num_speculative_tokens == DEPTH
+
+
+def test_where_nothing_is_waited_for_a_trial_is_asked_for_now_and_then() -> None:
+    session = _Session(accepted=0.02)
+    session.settle()
+    plans = [session.round() for _ in range(48)]
+    assert all(plan.wait_s == 0 and plan.wants_draft == plan.is_trial for plan in plans)
+    assert sum(plan.is_trial for plan in plans) == 3
+
+
+def test_a_session_begins_with_what_others_have_shown() -> None:
+    experience = Experience(_times())
+    for _ in range(8):
+        _Session(accepted=0.02, experience=experience).settle(60)
+    assert SpeculationPolicy(0.1, experience).begin([], 0, DEPTH).wait_s == 0
+    for _ in range(8):
+        _Session(accepted=0.9, experience=experience).settle(60)
+    assert SpeculationPolicy(0.1, experience).begin([], 0, DEPTH).wait_s > 0
+
+
+def test_what_is_done_around_rounds_that_speculate_counts() -> None:
+    session = _Session(accepted=0.5)
+    assert session.settle().wait_s > 0
+    for _ in range(50):
+        session.times.observe_rest(0.0, speculates=False)
+        session.times.observe_rest(0.05, speculates=True)
+    assert session.settle().wait_s == 0

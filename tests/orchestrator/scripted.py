@@ -320,7 +320,7 @@ class ScriptedTarget(ScriptedWorker, target_pb2_grpc.TargetServiceServicer):
             num_accepted_tokens=num_accepted,
             num_nodes=len(proposed),
             finish_reason=finish,
-            awaits_proposal=request.waits,
+            num_speculative_tokens=99 * request.waits,
         )
         if self.out_of_step and base > message.committed_len:
             self.out_of_step -= 1

@@ -203,10 +203,10 @@ async def test_a_draft_that_joins_late_is_not_waited_for_before_it_is_asked() ->
         await caller.open(2, PROMPT, GREEDY, stop_token_ids=(), window=1)
         await caller.span(2, 0, PROMPT)
         first = (await caller.receive(2)).verdict
-        assert not first.awaits_proposal
+        assert not first.num_speculative_tokens
         await caller.send(2, speculation=pb.SpeculationSettings(num_speculative_tokens=4, max_wait_s=30))
         await caller.send(2, window=pb.VerifyWindow(committed_len=5, window_end=1000))
         second = (await caller.receive(2)).verdict
         assert second.wait_time_s == 0
-        assert second.awaits_proposal
+        assert second.num_speculative_tokens
         assert [*first.token_ids, *second.token_ids] == truth[:2]
