@@ -28,13 +28,12 @@ from draft_service.commands import (
 from draft_service.inbox import Inbox
 from draft_service.sessions import Session, Sessions
 from outrider.drafters.drafter import Drafter, OpenProposal
+from outrider.drafters.step_time import StepTime
 from outrider.errors import Draining, Fenced, OutriderError
 from outrider.tokens import Base, ProposalPart
 
 _LOG: Final = logging.getLogger(__name__)
 _MAX_WAITING_COMMANDS: Final = 4096
-_STEP_SHARE: Final = 0.1
-"""How much the last step counts in what a step is said to take."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,7 +148,8 @@ class Engine:
         self._replies: defaultdict[ReplyStream, list[Reply]] = defaultdict(list)
         self._load = EngineLoad()
         self._num_passes = self._num_tokens = self._num_stale = 0
-        self._model_time_s = self._step_time_s = 0.0
+        self._model_time_s = 0.0
+        self._step_time = StepTime()
         self._draining = False
         self._quiet = threading.Event()
         self._thread = threading.Thread(target=self._run, name="draft-engine", daemon=True)
@@ -311,9 +311,9 @@ class Engine:
             self._draft(proposals)
             step_s = time.perf_counter() - started_s
             self._model_time_s += step_s
-            self._step_time_s += _STEP_SHARE * (step_s - self._step_time_s) if self._step_time_s else step_s
+            self._step_time.observe(step_s)
         for drafting in list(self._draftings.values()):
-            if (part := drafting.next_part(self._step_time_s)) is not None:
+            if (part := drafting.next_part(self._step_time.seconds)) is not None:
                 self._replies[drafting.seat.stream].append(part)
             if drafting.proposal.refusal is not None:
                 self._end(drafting.proposal.session_id)

@@ -45,10 +45,17 @@ class AcceptanceRates:
     Args:
         prior: values over all sessions, to which this one adds, and from which it starts.
         fading: what a case counts after the next one, in (0, 1).
+        prior_weight: cases that what it starts from counts for.
     """
 
-    def __init__(self, prior: "AcceptanceRates | None" = None, fading: float = _FADING) -> None:
+    def __init__(
+        self,
+        prior: "AcceptanceRates | None" = None,
+        fading: float = _FADING,
+        prior_weight: float = _PRIOR_WEIGHT,
+    ) -> None:
         self._prior = prior
+        self._prior_weight = prior_weight
         self._by_rank = [_Share(fading) for _ in range(MAX_RANK)]
         self._by_depth = [[_Share(fading) for _ in range(MAX_RANK)] for _ in range(MAX_DEPTH)]
 
@@ -84,7 +91,7 @@ class AcceptanceRates:
         if rank > MAX_RANK:
             return _LEAST
         prior = _PRIOR[rank - 1] if self._prior is None else self._prior.value(depth, rank)
-        pooled = self._by_rank[rank - 1].towards(prior, _PRIOR_WEIGHT)
+        pooled = self._by_rank[rank - 1].towards(prior, self._prior_weight)
         return max(_LEAST, self._by_depth[min(depth, MAX_DEPTH) - 1][rank - 1].towards(pooled, _POOLED_WEIGHT))
 
     def values(self, depth: int) -> Sequence[float]:

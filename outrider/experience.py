@@ -8,6 +8,8 @@ from outrider.draft_times import AnswerTimes
 from outrider.pass_times import DecayingMean, PassTimes
 
 _FADING: Final = 0.998
+_PRIOR_WEIGHT: Final = 30.0
+"""A session's first rounds count in its own values already."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,10 +20,10 @@ class Experience:
         times: what passes and rounds take.
         rates: values of nodes.
         answers: when drafts answer.
-        came_true: how many tokens were accepted for each that was expected.
+        came_true: how many tokens were accepted for each that a main line was expected to give.
     """
 
     times: PassTimes = field(default_factory=PassTimes)
-    rates: AcceptanceRates = field(default_factory=lambda: AcceptanceRates(fading=_FADING))
+    rates: AcceptanceRates = field(default_factory=lambda: AcceptanceRates(fading=_FADING, prior_weight=_PRIOR_WEIGHT))
     answers: AnswerTimes = field(default_factory=AnswerTimes)
-    came_true: DecayingMean = field(default_factory=lambda: DecayingMean(0.02, start=1.0))
+    came_true: DecayingMean = field(default_factory=lambda: DecayingMean(0.02, 1.0, 20))

@@ -185,13 +185,6 @@ class Lookahead:
             for child in item.children.values():
                 heapq.heappush(heap, (urgency * value * self.value(child), child))
 
-    def worth(self, numbers: Sequence[int]) -> float:
-        """Returns how many of these nodes, parents before their children, are expected to be accepted."""
-        values = {self.root: 1.0}
-        for number in numbers:
-            values[number] = values[self.node(number).parent] * self.value(number)
-        return sum(values.values()) - 1.0
-
     def tree(self, numbers: Sequence[int]) -> ProposalTree:
         """Returns the tree of these nodes under the root; parents come before their children."""
         tree = ProposalTree()

@@ -21,11 +21,17 @@ _PADDING: Final = 4
 
 
 class DecayingMean:
-    """A mean in which an observation `n` steps old weighs (1 - share) ** n; the first ones weigh more."""
+    """A mean in which an observation `n` steps old weighs (1 - share) ** n; the first ones weigh more.
 
-    def __init__(self, share: float, start: float = 0.0) -> None:
+    Args:
+        share: of the last observation, in (0, 1].
+        start: value before the first one.
+        num_start: how many observations that counts for.
+    """
+
+    def __init__(self, share: float, start: float = 0.0, num_start: int = 0) -> None:
         self._share = share
-        self._num = 0
+        self._num = num_start
         self.value = start
 
     def observe(self, value: float) -> None:

@@ -9,11 +9,10 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from outrider.drafters.drafter import Drafter, DraftTerms, OpenProposal
+from outrider.drafters.step_time import StepTime
 from outrider.errors import OutriderError
 from outrider.tokens import Base, ProposalPart
 from target_service.sessions import Request
-
-_STEP_SHARE = 0.1
 
 
 @dataclass(slots=True, eq=False)
@@ -51,7 +50,7 @@ class ColocatedDraft:
         self._drafter = drafter
         self._draftings: dict[str, _Drafting] = {}
         self._known_lens: dict[str, int] = {}
-        self._step_time_s = 0.0
+        self._step_time = StepTime()
 
     @property
     def kind(self) -> str:
@@ -73,11 +72,10 @@ class ColocatedDraft:
             return
         started = time.perf_counter()
         self._drafter.step([item.proposal for item in self._draftings.values()])
-        step_s = time.perf_counter() - started
-        self._step_time_s += _STEP_SHARE * (step_s - self._step_time_s) if self._step_time_s else step_s
+        self._step_time.observe(time.perf_counter() - started)
         now = time.monotonic()
         for key, item in list(self._draftings.items()):
-            if (part := item.part(self._step_time_s)) is not None:
+            if (part := item.part(self._step_time.seconds)) is not None:
                 item.request.speculation.receive(part, item.request.resident.token_ids, now)
             if item.proposal.complete:
                 del self._draftings[key]

@@ -236,7 +236,7 @@ class Engine:
         now = time.monotonic()
         if not share.is_prefill:
             rest_s = speculation.lasted_s(now) - share.wait_s - share.queue_s - duration_s
-            speculation.observe(result.num_accepted, len(share.tree), share.wait_s, rest_s)
+            speculation.observe(result.num_accepted, result.num_draft_tokens, share.wait_s, rest_s)
         hit = speculation.advance(result.token_ids)
         request.begin_round(now)
         speculation.note_verdict(len(resident.token_ids), now)

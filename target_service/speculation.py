@@ -65,7 +65,6 @@ class Speculation:
         self._plan = RoundPlan()
         self._has_news = self._waits = False
         self._num_left = 0
-        self._expected = 0.0
         self._started = 0.0
         self._wait_until = 0.0
 
@@ -171,7 +170,12 @@ class Speculation:
         is_enough = depth >= min(terms.draft_min, max_depth)
         stock = [item.value for item in islice(self._lookahead.candidates(max_depth), _MAX_STOCK)] if is_enough else []
         self._plan = self._policy.begin(
-            stock, depth, max_depth, min_depth=terms.draft_min, runs_ahead=terms.lookahead_nodes > 0
+            stock,
+            depth,
+            max_depth,
+            min_depth=terms.draft_min,
+            runs_ahead=terms.lookahead_nodes > 0,
+            drafts_here=terms.own_draft,
         )
         self._wait_until = min(now + self._plan.wait_s, self._started + terms.max_wait_s)
         self._has_news = False
@@ -210,7 +214,6 @@ class Speculation:
 
     def tree(self, numbers: Sequence[int]) -> ProposalTree:
         """Returns the tree of these nodes, to be verified."""
-        self._expected = self._lookahead.worth(numbers)
         return self._lookahead.tree(numbers)
 
     def advance(self, token_ids: Sequence[int]) -> bool:
@@ -218,21 +221,20 @@ class Speculation:
         self._lookahead.follow(token_ids)
         return self.is_abreast
 
-    def observe(self, num_accepted: int, num_nodes: int, wait_s: float, rest_s: float) -> None:
+    def observe(self, num_accepted: int, depth: int, wait_s: float, rest_s: float) -> None:
         """Learns what became of a round.
 
         Args:
             num_accepted: of its nodes.
-            num_nodes: that it verified.
+            depth: of those that it verified; 0 where there were none.
             wait_s: seconds that it waited for them.
             rest_s: seconds that it took beside that, its pass, and other sessions' passes.
         """
-        self._times.observe_rest(rest_s, speculates=self.waits or num_nodes > 0)
+        self._times.observe_rest(rest_s, speculates=self.waits or depth > 0)
         if not self.terms.num_speculative_tokens:
             return
-        if self.waits or num_nodes:
-            expected = self._expected if num_nodes else None
-            self._policy.observe_round(num_accepted, expected, wait_s, waited=self.waits)
+        if self.waits or depth:
+            self._policy.observe_round(num_accepted, depth, wait_s, waited=self.waits)
         else:
             self._policy.observe_plain()
 

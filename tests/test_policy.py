@@ -63,7 +63,7 @@ class _Session:
                 break
             num += 1
         if plan.wait_s:
-            policy.observe_round(num, policy.rates.expected_accepted(depth) if depth else None, wait_s, waited=True)
+            policy.observe_round(num, depth, wait_s, waited=True)
         else:
             policy.observe_plain()
         if is_trial:
@@ -102,7 +102,7 @@ def test_it_waits_for_a_shorter_line_where_steps_are_slow() -> None:
 def test_a_dead_draft_costs_one_wait() -> None:
     policy = SpeculationPolicy(0.1, Experience(_times()))
     plan = policy.begin([], 0, DEPTH)
-    policy.observe_round(0, None, plan.wait_s, waited=True)
+    policy.observe_round(0, 0, plan.wait_s, waited=True)
     assert policy.begin([], 0, DEPTH).wait_s == 0.0
 
 
@@ -137,7 +137,7 @@ def test_proposals_that_rarely_come_are_worth_less() -> None:
     for _ in range(60):
         plan = session.policy.begin([], 0, DEPTH)
         if plan.wait_s:
-            session.policy.observe_round(0, None, 0.012, waited=True)
+            session.policy.observe_round(0, 0, 0.012, waited=True)
         else:
             session.policy.observe_plain()
     assert session.policy.begin([], 0, DEPTH).wait_s == 0.0
@@ -146,7 +146,7 @@ def test_proposals_that_rarely_come_are_worth_less() -> None:
 def test_waits_in_vain_become_rarer() -> None:
     policy = SpeculationPolicy(0.1, Experience(_times()))
     policy.begin([], 0, DEPTH)
-    policy.observe_round(0, None, 0.1, waited=True)
+    policy.observe_round(0, 0, 0.1, waited=True)
     rounds = []
     for _ in range(7):
         num_plain = 0
@@ -154,7 +154,7 @@ def test_waits_in_vain_become_rarer() -> None:
             policy.observe_plain()
             num_plain += 1
         rounds.append(num_plain)
-        policy.observe_round(0, None, 0.1, waited=True)
+        policy.observe_round(0, 0, 0.1, waited=True)
     assert rounds == [64, 128, 256, 512, 1024, 1024, 1024]
 
 
@@ -174,10 +174,10 @@ def test_a_draft_that_runs_ahead_is_asked_on_while_what_it_says_is_of_use() -> N
     wanted = []
     for _ in range(100):
         wanted.append(session.policy.begin([], 0, DEPTH, runs_ahead=True).wants_draft)
-        session.policy.observe_round(1, 1.0, 0.0, waited=False)
+        session.policy.observe_round(1, 1, 0.0, waited=False)
     assert all(wanted[-20:])
     for _ in range(60):
-        session.policy.observe_round(0, 1.0, 0.0, waited=False)
+        session.policy.observe_round(0, 1, 0.0, waited=False)
     wanted = [session.policy.begin([], 0, DEPTH, runs_ahead=True).wants_draft]
     for _ in range(256):
         session.policy.observe_plain()
@@ -188,7 +188,7 @@ def test_a_draft_that_runs_ahead_is_asked_on_while_what_it_says_is_of_use() -> N
 def test_without_adaptation_every_round_waits_until_all_is_here() -> None:
     policy = SpeculationPolicy(0.1, Experience(_times()), adapts=False)
     for _ in range(5):
-        policy.observe_round(0, None, 0.1, waited=True)
+        policy.observe_round(0, 0, 0.1, waited=True)
     assert policy.begin([], 0, DEPTH).wait_s == 0.1
     assert policy.begin([0.1] * DEPTH, DEPTH, DEPTH).wait_s == 0.0
 
@@ -254,8 +254,9 @@ def test_drafts_that_wait_for_verdicts_are_asked_for_no_more_than_is_waited_for(
     session = _Session(accepted=0.8, step_s=0.009)
     plan = session.settle()
     assert 0 < plan.num_speculative_tokens == plan.depth < DEPTH
-    ahead = session.policy.begin([], 0, DEPTH, runs_ahead=True)
-    assert ahead.num_speculative_tokens == DEPTH
+    stock = [0.8**place for place in range(1, DEPTH + 1)]
+    ahead = session.policy.begin(stock, DEPTH - 1, DEPTH, runs_ahead=True)
+    assert (ahead.wait_s, ahead.num_speculative_tokens) == (0.0, DEPTH), "one that runs ahead goes on"
 
 
 def test_where_nothing_is_waited_for_a_trial_is_asked_for_now_and_then() -> None:

@@ -89,7 +89,9 @@ class RunningTree:
         """Returns the nodes to be run next, those worth most first; none where nothing more is worth it for now."""
         if len(self._tree) >= self._proposal.lookahead_nodes:
             return []
-        return list(islice(self._unexpanded(), MAX_WIDTH))
+        # While the target waits for the main line, nothing beside it makes a step longer.
+        is_awaited = self._tree.max_depth < self._proposal.num_speculative_tokens
+        return list(islice(self._unexpanded(), 1 if is_awaited else MAX_WIDTH))
 
     def give_up(self, number: int) -> None:
         """Learns that there is no memory to run a node; it is not wanted again before the text has gone on."""

@@ -37,6 +37,7 @@ class MarkovOptions:
         noise_seed: of the other table.
         step_s: seconds that a pass takes, to stand for a larger model.
         row_s: further seconds for each row of a pass.
+        padding: rows of a pass are taken for a multiple of so many, at least 1.
         eos: end-of-text token id; absent (a negative value) for none.
         max_len: longest session.
     """
@@ -49,14 +50,15 @@ class MarkovOptions:
     noise_seed: int = 1
     step_s: float = 0.0
     row_s: float = 0.0
+    padding: int = 1
     eos: int | None = None
     max_len: int = 65536
 
     def __post_init__(self) -> None:
         if self.vocabulary < 2 or self.order < 1 or self.vocabulary**self.order > 2**22:
             raise InvalidArgument(f"a table of {self.vocabulary}^{self.order} contexts cannot be made", "model")
-        if not 0 <= self.noise <= 1 or self.step_s < 0 or self.row_s < 0:
-            raise InvalidArgument("noise must be in [0, 1], step_s and row_s at least 0", "model")
+        if not 0 <= self.noise <= 1 or self.step_s < 0 or self.row_s < 0 or self.padding < 1:
+            raise InvalidArgument("noise must be in [0, 1], step_s and row_s at least 0, padding at least 1", "model")
 
 
 class MarkovModel:
@@ -134,7 +136,8 @@ class MarkovModel:
         """Looks the rows up; takes as long as the options say. Logits are float64."""
         started = time.perf_counter()
         outputs = [self._run(step) for step in steps]
-        rows = sum(step.num_rows for step in steps)
+        padding = self.options.padding
+        rows = -(-sum(step.num_rows for step in steps) // padding) * padding
         # Stands for a model's computation: the thread is as busy as a device would keep it waiting.
         time.sleep(max(0.0, self.options.step_s + rows * self.options.row_s - (time.perf_counter() - started)))
         return outputs

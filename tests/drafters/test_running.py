@@ -135,6 +135,18 @@ def test_nothing_is_run_twice_and_passes_stay_small() -> None:
     assert all(rows == [1] * len(rows) for rows in model.passes), "what the text went along is not run again"
 
 
+def test_while_the_main_line_is_awaited_nothing_else_is_run() -> None:
+    for num_awaited in (1, 4):
+        drafter, proposal = model_drafter(), _proposal([4, 7, 1])
+        proposal.num_speculative_tokens = num_awaited
+        num_rows = []
+        while not proposal.complete:
+            num_rows.append(drafter.step([proposal]))
+        # The text, then a node a step until the line is as long as is awaited.
+        assert num_rows[:num_awaited] == [3] + [1] * (num_awaited - 1)
+        assert max(num_rows[num_awaited:]) == MAX_WIDTH
+
+
 def test_a_text_that_takes_another_way_has_a_new_tree_planted() -> None:
     model = RecordedModel(markov())
     drafter = model_drafter(model)
