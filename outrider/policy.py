@@ -11,8 +11,9 @@ and the time of its steps. Waiting pays, against going on with E' expected in a 
     (E - E') T' / (1 + E') > w + T - T'
 
 and where drafts wait for verdicts a choice is kept until the other looks better by a margin. For a draft that runs ahead
-`w` counts more than it is: what such a draft makes meanwhile would be there for the next round without a wait. As passes fill, n grows,
-and with it what a row costs everyone: speculation ends by itself, first where proposals are poor or late.
+`w` counts more than it is: what such a draft makes meanwhile would be there for the next round without a wait. As
+passes fill, n grows, and with it what a row costs everyone: speculation ends by itself, first where proposals are poor
+or late.
 
 **Rows.** All sessions of a pass share its time, so nodes compete (`allocate`): the ones worth most are taken, of
 whichever session, for as long as the tokens that a second is expected to give grow.
