@@ -2,16 +2,17 @@
 
 **What a choice is worth.** A round of a session that waits `w` seconds, verifies nodes of which E are expected to be
 accepted, and takes part in a pass of n such sessions, gives 1 + E tokens in w + T(n (1 + nodes)) seconds, T being the
-measured time of a pass over so many rows, and of what such a round takes beside it. Before each round, and again as nodes arrive (`SpeculationPolicy.begin`),
-this rate is compared for going on at once with what is here, and for waiting until the main line is 1, 2, ... tokens
-long. E is the sum over nodes of the products of their measured values (`outrider.acceptance`); for what is yet to come,
-that of its main line, times what was lately accepted for each token that a main line promised. When it comes is measured too: a draft's answer to a verdict,
-and the time of its steps. Waiting pays, against going on with E' expected in a pass of T', iff
+measured time of a pass over so many rows, and of what such a round takes beside it. Before each round, and again as
+nodes arrive (`SpeculationPolicy.begin`), this rate is compared for going on at once with what is here, and for waiting
+until the main line is 1, 2, ... tokens long. E is the sum over nodes of the products of their measured values
+(`outrider.acceptance`); for what is yet to come, that of its main line, times what was lately accepted for each token
+that a main line promised. When it comes is measured too: a draft's answer to a verdict, and the time of its steps.
+Waiting pays, against going on with E' expected in a pass of T', iff
 
     (E - E') T' / (1 + E') > w + T - T'
 
-and where drafts wait for verdicts a choice is kept until the other looks better by a margin. For a draft that runs ahead
-`w` counts more than it is: what such a draft makes meanwhile would be there for the next round without a wait. As
+and where drafts wait for verdicts a choice is kept until the other looks better by a margin. For a draft that runs
+ahead `w` counts more than it is: what such a draft makes meanwhile would be there for the next round without a wait. As
 passes fill, n grows, and with it what a row costs everyone: speculation ends by itself, first where proposals are poor
 or late.
 
@@ -41,8 +42,8 @@ _MAX_RETRY_ROUNDS: Final = 1024
 _MARGIN: Final = 1.1
 """How much better the other choice must look: passes in which some sessions wait and some do not serve neither well."""
 _RUNNING_WAIT: Final = 1.75
-"""What a wait for a draft that runs ahead counts: it works on while the target verifies, so what is not waited for now is
-there for the next round (simulated passes, 20 ms: 20.8 tokens/s in place of 19.9)."""
+"""What a wait for a draft that runs ahead counts: it works on while the target verifies, so what is not waited for now
+is there for the next round (simulated passes, 20 ms: 20.8 tokens/s in place of 19.9)."""
 _PATIENCE: Final = 3.0
 _PATIENCE_S: Final = 0.01
 """A wait ends after so many times what was expected, and so many seconds: what has not come by then is late."""
