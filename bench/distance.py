@@ -50,8 +50,9 @@ class Options:
         num_rounds: target passes of a measurement, at least.
         num_speculative_tokens: longest main line of a round.
         lookahead_nodes: nodes that a streaming draft may hold ahead of the text.
-        model: whose passes the target runs. Two models on one machine share its memory's bandwidth, as nodes do not; ones
-            whose passes only take time do not: `markov:vocabulary=512;order=1;step_s=0.094;row_s=0.0053;padding=4`.
+        model: whose passes the target runs. Two models on one machine share its memory's bandwidth, as nodes do not;
+            models whose passes only take time share nothing:
+            `markov:vocabulary=512;order=1;step_s=0.094;row_s=0.0053;padding=4`.
         draft: whose passes the draft runs; its vocabulary is as large.
         prompt_len: tokens of the prompt.
         temperature: 0 is greedy.
