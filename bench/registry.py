@@ -22,6 +22,7 @@ _MODULES = {
         "commits",
         "orchestrator",
         "distance",
+        "capacity",
     )
 }
 

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from bench import commits, context, distance, drafts, engine, load, orchestrator, registry, takeover
+from bench import capacity, commits, context, distance, drafts, engine, load, orchestrator, registry, takeover
 from bench.kinds import KINDS
 from outrider.errors import InvalidArgument
 from tests.training.models import save_target, save_tokenizer
@@ -123,6 +123,28 @@ async def test_drafts(tmp_path: Path) -> None:
     # draft has opened the session: then nothing was drafted.
     assert {row["pos 1"] for row in result.rows if row["proposal"] == "chain"} <= {1.0, None}
     drafts.plot(result, tmp_path / "drafts.png")
+
+
+async def test_capacity(tmp_path: Path) -> None:
+    timed = "markov:vocabulary=64;order=1;step_s=0.01;row_s=0.0005"
+    options = capacity.Options(rate=1e6, sessions="1,2", drafts="1", num_tokens=12, model=timed, draft=timed)
+    result = await capacity.measure(options)
+    # No load gives so much: each deployment is left after the first one.
+    assert [(row["deployment"], row["sessions"]) for row in result.rows] == [("colocated", 1), ("1 drafts", 1)]
+    assert result.figures["gain_expected"] == pytest.approx(1 + 4 * 0.0105 / 0.0125)
+    assert result.figures["sessions_colocated"] == result.figures["sessions_1_drafts"] == 0
+    assert all(row["rate"] > 0 and row["tokens_per_round"] >= 1 for row in result.rows)
+    capacity.plot(result, tmp_path / "capacity.png")
+
+
+def test_a_capacity_lies_between_the_loads_that_get_the_rate_and_those_that_do_not() -> None:
+    points = [(1, 16.0), (4, 8.0), (16, 4.0)]
+    assert capacity.capacity(points, 8.0) == pytest.approx(4)
+    assert capacity.capacity(points, 32**0.5) == pytest.approx(8)
+    assert capacity.capacity(points, 1.0) == 16
+    assert capacity.capacity(points, 20.0) == 0
+    with pytest.raises(InvalidArgument):
+        registry.run("capacity", arguments={"sessions": "4,1"})
 
 
 def test_there_are_ten_prompts_of_each_kind() -> None:

@@ -111,7 +111,7 @@ async def test_a_missing_proposal_is_waited_for_no_longer_than_allowed() -> None
 
 
 async def test_stop_conditions_inside_an_accepted_run() -> None:
-    async with target() as (_, caller):
+    async with target(adaptive_speculation=False) as (_, caller):
         truth = await caller.plain(1, PROMPT, GREEDY, stop_token_ids=())
         stop = truth[5]
         expected = truth[: truth.index(stop) + 1]
