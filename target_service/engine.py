@@ -163,10 +163,14 @@ class Engine:
             self._run_commands()
             if self._draft is not None:
                 self._draft.step(self.requests.open_ones)
+                if self._draft.is_busy:
+                    # A pass now would be one without the sessions that are being drafted for, and they would have
+                    # the next one for themselves: two passes for what one does.
+                    continue
             shares = self._scheduler.shares(self.requests.open_ones, time.monotonic())
             if shares:
                 self._run_pass(shares)
-            elif self._draft is None or not self._draft.is_busy:
+            else:
                 self._sleep()
 
     def _run_commands(self, *, only_gentle: bool = False) -> None:
