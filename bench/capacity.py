@@ -6,11 +6,13 @@ target do not fit a small machine: passes here only take the time of real ones, 
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Final
 
 from bench.models import planted_pair
+from bench.number_lists import numbers
 from bench.progress import Step, progress
 from bench.result import BenchResult, machine, median
 from bench.traffic import Ask, Prompts, Trace, run_wave
@@ -55,10 +57,13 @@ class Options:
 
 async def measure(options: Options) -> BenchResult:
     """Raises the load of each deployment until sessions get less than the rate."""
-    loads, numbers = _numbers("sessions", options.sessions), _numbers("drafts", options.drafts)
+    loads = numbers("sessions", options.sessions, int, 1)
+    if list(loads) != sorted(set(loads)):
+        raise InvalidArgument(f"sessions is {options.sessions!r}, must rise", "sessions")
+    deployments = (0, *numbers("drafts", options.drafts, int, 1))
     rows: list[dict[str, Any]] = []
-    with progress((1 + len(numbers)) * len(loads)) as step:
-        for num_drafts in (0, *numbers):
+    with progress(len(deployments) * len(loads)) as step:
+        for num_drafts in deployments:
             async with LocalStack(_stack(options, num_drafts)) as stack, stack.client() as client:
                 rows += await _raise_load(options, client, num_drafts, loads, step)
     expected = _expected_gain(options)
@@ -80,7 +85,7 @@ def _stack(options: Options, num_drafts: int) -> StackOptions:
 
 
 async def _raise_load(
-    options: Options, client: OutriderClient, num_drafts: int, loads: list[int], step: Step
+    options: Options, client: OutriderClient, num_drafts: int, loads: Sequence[int], step: Step
 ) -> list[dict[str, Any]]:
     prompts = Prompts(MarkovModel.from_name(options.model.replace(";", ",")).info.vocabulary_size, num_drafts)
     await run_wave(client, [prompts.draw(_PROMPT_LEN)], Ask(_WARM_TOKENS, speculates=True))
@@ -151,16 +156,6 @@ def capacity(points: list[tuple[int, float]], rate: float) -> float:
         part = math.log(got_before / rate) / math.log(got_before / got)
         return math.exp(math.log(before) + part * math.log(sessions / before))
     return found
-
-
-def _numbers(name: str, text: str) -> list[int]:
-    try:
-        numbers = [int(part) for part in text.split(",")]
-    except ValueError as error:
-        raise InvalidArgument(f"{name} is {text!r}, must be numbers with commas between them", name) from error
-    if min(numbers) < 1 or numbers != sorted(set(numbers)):
-        raise InvalidArgument(f"{name} is {text!r}, must rise from at least 1", name)
-    return numbers
 
 
 def plot(result: BenchResult, path: Path) -> None:

@@ -8,6 +8,7 @@ cores; the draft on its own core at each round-trip time, synchronous (it waits 
 """
 
 import os
+import tempfile
 from collections import defaultdict
 from collections.abc import AsyncIterator, Iterator, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
@@ -16,6 +17,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from bench.models import planted_pair
+from bench.number_lists import numbers
 from bench.progress import progress
 from bench.proxy import Proxy
 from bench.result import BenchResult, machine, median
@@ -73,10 +75,10 @@ class Options:
     @property
     def grid(self) -> dict[float, tuple[float, ...]]:
         """Round-trip times in milliseconds by acceptance rate."""
-        rtts = _numbers("rtts_ms", self.rtts_ms)
+        rtts = numbers("rtts_ms", self.rtts_ms, float, 0.0)
         ends = tuple(dict.fromkeys((rtts[0], rtts[-1])))
-        return dict.fromkeys(_numbers("acceptances", self.acceptances), rtts) | dict.fromkeys(
-            _numbers("ends", self.ends) if self.ends else (), ends
+        return dict.fromkeys(numbers("acceptances", self.acceptances, float, 0.0), rtts) | dict.fromkeys(
+            numbers("ends", self.ends, float, 0.0) if self.ends else (), ends
         )
 
 
@@ -217,8 +219,6 @@ class _Site:
 @asynccontextmanager
 async def _draft(model: str) -> AsyncIterator[ServiceProcess]:
     """Starts a draft of its own, on the core of this process."""
-    import tempfile
-
     with tempfile.TemporaryDirectory() as folder:
         settings = {
             "OUTRIDER_ADDRESS": "127.0.0.1:0",
@@ -287,13 +287,6 @@ def _figures(rows: list[dict[str, Any]]) -> dict[str, float]:
         rate / rates[acceptance, PLAIN, None] for (acceptance, mode, _), rate in rates.items() if mode == STREAMING
     )
     return figures
-
-
-def _numbers(name: str, text: str) -> tuple[float, ...]:
-    try:
-        return tuple(float(part) for part in text.split(","))
-    except ValueError as error:
-        raise InvalidArgument(f"{name} is {text!r}, must be numbers with commas between them", name) from error
 
 
 def plot(result: BenchResult, path: Path) -> None:

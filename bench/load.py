@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from bench.models import planted_pair, transformers_name
+from bench.number_lists import numbers
 from bench.peer import TransformersPeer
 from bench.progress import Step, progress
 from bench.result import BenchResult, machine, median, quantile
@@ -19,7 +20,7 @@ from bench.stall import Stall, StallOptions, measure_stall
 from bench.traffic import Ask, Prompts, Trace, run_wave
 from bench.worker import Worker
 from outrider.client import DraftOptions, LocalStack, OutriderClient, StackOptions
-from outrider.errors import InvalidArgument, OutriderError
+from outrider.errors import OutriderError
 from outrider.lm.planted import NEXT_CHOICES
 
 PLAIN: Final = "plain"
@@ -65,14 +66,14 @@ class Options:
     @property
     def loads(self) -> tuple[int, ...]:
         """Numbers of sessions at once."""
-        return _numbers("sessions", self.sessions)
+        return numbers("sessions", self.sessions, int, 1)
 
     def lengths(self, num_sessions: int) -> list[list[int]]:
         """Returns the prompt lengths of each wave of so many sessions; waves follow until all lengths have been."""
-        known = _numbers("prompt_lens", self.prompt_lens)
+        known = numbers("prompt_lens", self.prompt_lens, int, 1)
         num_waves = -(-len(known) // num_sessions)
-        numbers = [known[index % len(known)] for index in range(num_waves * num_sessions)]
-        return [numbers[start : start + num_sessions] for start in range(0, len(numbers), num_sessions)]
+        lengths = [known[index % len(known)] for index in range(num_waves * num_sessions)]
+        return [lengths[start : start + num_sessions] for start in range(0, len(lengths), num_sessions)]
 
 
 async def measure(options: Options) -> BenchResult:
@@ -238,16 +239,6 @@ def _stall_figures(stall: Stall | None) -> dict[str, float]:
 
 def _num_steps(options: Options) -> int:
     return 5 + 2 * options.num_rounds * len(options.loads)
-
-
-def _numbers(name: str, text: str) -> tuple[int, ...]:
-    try:
-        numbers = tuple(int(part) for part in text.split(","))
-    except ValueError as error:
-        raise InvalidArgument(f"{name} is {text!r}, must be numbers with commas between them", name) from error
-    if min(numbers) < 1:
-        raise InvalidArgument(f"{name} has {min(numbers)}, must be at least 1", name)
-    return numbers
 
 
 def plot(result: BenchResult, path: Path) -> None:

@@ -5,14 +5,18 @@ network lies between the two, and neither runs while the other does.
 """
 
 import time
+from collections import OrderedDict
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Final
 
 from outrider.drafters.drafter import Drafter, DraftTerms, OpenProposal
 from outrider.drafters.step_time import StepTime
 from outrider.errors import OutriderError
 from outrider.tokens import Base, ProposalPart
 from target_service.sessions import Request
+
+_MAX_KNOWN_SESSIONS: Final = 4096
 
 
 @dataclass(slots=True, eq=False)
@@ -49,7 +53,7 @@ class ColocatedDraft:
     def __init__(self, drafter: Drafter) -> None:
         self._drafter = drafter
         self._draftings: dict[str, _Drafting] = {}
-        self._known_lens: dict[str, int] = {}
+        self._known_lens: OrderedDict[str, int] = OrderedDict()
         self._step_time = StepTime()
 
     @property
@@ -80,17 +84,15 @@ class ColocatedDraft:
             if item.proposal.complete:
                 del self._draftings[key]
 
-    def forget(self, session_id: str) -> None:
-        """Drops what is kept of a session."""
-        self._draftings.pop(session_id, None)
-        self._known_lens.pop(session_id, None)
-        self._drafter.forget(session_id)
-
     def _begin(self, request: Request) -> _Drafting:
         session_id, tokens = request.resident.session_id, request.resident.token_ids
         # What the draft has beyond what it was told are its own guesses.
         self._drafter.truncate(session_id, min(self._known_lens.get(session_id, 0), len(tokens)))
         self._known_lens[session_id] = len(tokens)
+        self._known_lens.move_to_end(session_id)
+        # Whoever is forgotten has its tokens drafted from anew.
+        if len(self._known_lens) > _MAX_KNOWN_SESSIONS:
+            self._known_lens.popitem(last=False)
         terms = DraftTerms(
             request.parameters, request.rule, request.prompt_len, request.stop_token_ids, request.cache_salt
         )
