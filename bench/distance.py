@@ -84,9 +84,16 @@ class Options:
 
 @dataclass(slots=True)
 class _Case:
-    """Measurements of one mode at one distance."""
+    """Measurements of one mode at one distance.
+
+    Attributes:
+        rates: tokens a second.
+        predictions: what the target's controller makes of the rounds of each, given what was accepted.
+        statistics: of all requests.
+    """
 
     rates: list[float] = field(default_factory=list)
+    predictions: list[float] = field(default_factory=list)
     statistics: list[Statistics] = field(default_factory=list)
 
 
@@ -190,6 +197,7 @@ class _Site:
         self._proxy.up.latency_s = self._proxy.down.latency_s = (rtt_ms or 0.0) / 2000
         await self._generate(mode, _WARM_TOKENS)
         num_rounds, seconds, num_tokens = 0, 0.0, 0
+        num_expected, expected_s = 0, 0.0
         while num_rounds < self._options.num_rounds:
             trace = await self._generate(mode, self._options.num_rounds)
             num_rounds += trace.statistics.num_target_passes
@@ -197,8 +205,11 @@ class _Site:
             later = trace.num_tokens - 1
             num_tokens += later
             seconds += later / trace.statistics.tokens_per_second
+            num_expected += trace.statistics.num_expected_tokens
+            expected_s += trace.statistics.expected_time_s
             case.statistics.append(trace.statistics)
         case.rates.append(num_tokens / seconds)
+        case.predictions.append(num_expected / expected_s)
 
     async def _generate(self, mode: str, num_tokens: int) -> Trace:
         options = self._options
@@ -267,11 +278,13 @@ def _row(acceptance: float, mode: str, rtt_ms: float | None, case: _Case) -> dic
         "model_share": sum(item.target_time_s for item in found) / duration_s,
         "wait_share": sum(item.wait_time_s for item in found) / duration_s,
         "queue_share": sum(item.queue_time_s for item in found) / duration_s,
+        "predicted_tokens_per_s": median(case.predictions),
+        "prediction_error": abs(median(case.predictions) / median(case.rates) - 1),
     }
 
 
 def _figures(rows: list[dict[str, Any]]) -> dict[str, float]:
-    """Returns the ratios at the first acceptance rate; the worst one over all."""
+    """Returns the ratios at the first acceptance rate; the worst one, and the errors of predictions, over all."""
     rates = {(row["acceptance"], row["mode"], row["rtt_ms"]): row["tokens_per_s"] for row in rows}
     first = rows[0]["acceptance"]
     figures: dict[str, float] = {}
@@ -286,7 +299,8 @@ def _figures(rows: list[dict[str, Any]]) -> dict[str, float]:
     figures["streaming_over_plain_worst"] = min(
         rate / rates[acceptance, PLAIN, None] for (acceptance, mode, _), rate in rates.items() if mode == STREAMING
     )
-    return figures
+    errors = [row["prediction_error"] for row in rows]
+    return figures | {"prediction_error_median": median(errors), "prediction_error_worst": max(errors)}
 
 
 def plot(result: BenchResult, path: Path) -> None:

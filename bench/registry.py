@@ -23,6 +23,7 @@ _MODULES = {
         "orchestrator",
         "distance",
         "capacity",
+        "sweep",
     )
 }
 

@@ -23,6 +23,8 @@ class Tally:
         self._num_proposed_nodes = 0
         self._num_hits = 0
         self._queue_time_s = 0.0
+        self._num_expected_tokens = 0
+        self._expected_time_s = 0.0
 
     def verdict(self, verdict: target_pb2.Verdict, num_tokens: int) -> None:
         """Counts a pass of which `num_tokens` belong to the output."""
@@ -31,6 +33,9 @@ class Tally:
         self._target_time_s += verdict.model_time_s
         self._wait_time_s += verdict.wait_time_s
         self._queue_time_s += verdict.queue_time_s
+        if verdict.expected_time_s > 0:
+            self._num_expected_tokens += num_tokens
+            self._expected_time_s += verdict.expected_time_s
         self._num_recomputed_tokens += verdict.num_recomputed_tokens
         self._num_proposed_nodes += verdict.num_proposed_nodes
         self._num_hits += verdict.hit
@@ -73,4 +78,6 @@ class Tally:
             num_hits=self._num_hits,
             num_proposed_nodes=self._num_proposed_nodes,
             queue_time_s=self._queue_time_s,
+            num_expected_tokens=self._num_expected_tokens,
+            expected_time_s=self._expected_time_s,
         )

@@ -4,7 +4,7 @@ from collections import OrderedDict
 from dataclasses import dataclass, field
 from typing import Final
 
-from outrider.pass_times import DecayingMean
+from outrider.pass_times import MAX_RATIO, DecayingMean
 
 _MAX_VERDICTS: Final = 64
 
@@ -18,7 +18,7 @@ class AnswerTimes:
         depth: of what then comes at once.
     """
 
-    seconds: DecayingMean = field(default_factory=lambda: DecayingMean(0.2))
+    seconds: DecayingMean = field(default_factory=lambda: DecayingMean(0.2, max_ratio=MAX_RATIO))
     depth: DecayingMean = field(default_factory=lambda: DecayingMean(0.2))
 
 
@@ -31,7 +31,7 @@ class DraftTimes:
 
     def __init__(self, prior: AnswerTimes | None = None) -> None:
         self._prior = AnswerTimes() if prior is None else prior
-        self._answer_s = DecayingMean(0.3)
+        self._answer_s = DecayingMean(0.3, max_ratio=MAX_RATIO)
         self._answer_depth = DecayingMean(0.3)
         self._verdicts: OrderedDict[int, float] = OrderedDict()
         self.step_s = 0.0
@@ -62,14 +62,15 @@ class DraftTimes:
         sent = self._verdicts.get(known_len)
         if sent is None:
             return
-        self._answer_s.observe(now - sent)
-        self._prior.seconds.observe(now - sent)
+        taken_s = now - sent
+        self._answer_s.observe(taken_s if self._answer_s.known else self._prior.seconds.clipped(taken_s))
+        self._prior.seconds.observe(taken_s)
         for length in [length for length in self._verdicts if length <= known_len]:
             del self._verdicts[length]
 
     def note_silence(self, wait_s: float) -> None:
         """Learns that a round waited in vain, which stands for an answer that took as long."""
-        self._answer_s.observe(wait_s)
+        self._answer_s.observe(wait_s, is_certain=True)
 
     def arrival_s(self, num_steps: int, *, is_running: bool) -> float:
         """Returns the seconds until so many more steps of the draft have arrived.

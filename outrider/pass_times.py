@@ -13,6 +13,8 @@ _FOLLOWING: Final = 0.2
 _LEARNING: Final = 0.1
 _MAX_SURPRISE: Final = 0.5
 """Logarithm of the largest deviation of a pair of passes that counts: more is a hiccup of the machine."""
+MAX_RATIO: Final = 2.0
+"""How many times as long as usual a pass, or an answer, counts as at most."""
 _MAX_CASES: Final = 50
 _LINE_WEIGHT: Final = 2.0
 """Cases that the line over all sizes counts for against those of one size."""
@@ -27,17 +29,26 @@ class DecayingMean:
         share: of the last observation, in (0, 1].
         start: value before the first one.
         num_start: how many observations that counts for.
+        max_ratio: an observation counts as at most so many times the mean: a machine that stood still for a moment says
+            little about what comes. What stays is followed all the same.
     """
 
-    def __init__(self, share: float, start: float = 0.0, num_start: int = 0) -> None:
+    def __init__(self, share: float, start: float = 0.0, num_start: int = 0, max_ratio: float = math.inf) -> None:
         self._share = share
         self._num = num_start
+        self._max_ratio = max_ratio
         self.value = start
 
-    def observe(self, value: float) -> None:
-        """Takes a value into the mean."""
+    def observe(self, value: float, *, is_certain: bool = False) -> None:
+        """Takes a value into the mean, as it is where it is certain that it is none of a moment."""
+        if self.known and not is_certain:
+            value = self.clipped(value)
         self._num += 1
         self.value += max(self._share, 1 / self._num) * (value - self.value)
+
+    def clipped(self, value: float) -> float:
+        """Returns what an observation counts as."""
+        return min(self._max_ratio * self.value, value) if self.value > 0 else value
 
     @property
     def known(self) -> bool:
@@ -63,12 +74,12 @@ class PassTimes:
     """Measured decoding passes of one target, over all its sessions; see the module."""
 
     def __init__(self) -> None:
-        self._speed_s = DecayingMean(_FOLLOWING)
+        self._speed_s = DecayingMean(_FOLLOWING, max_ratio=MAX_RATIO)
         self._sizes: dict[int, _Size] = {}
         self._last: tuple[int, float] | None = None
         self._slope = 0.0
         self._curve: list[tuple[int, float]] = []
-        self._rests = {False: DecayingMean(_LEARNING), True: DecayingMean(_LEARNING)}
+        self._rests = {which: DecayingMean(_LEARNING, max_ratio=MAX_RATIO) for which in (False, True)}
         self.num_sessions = 1
         """Sessions that decode now."""
 
@@ -109,6 +120,10 @@ class PassTimes:
         """Returns the seconds of a round that waits for nothing: of its pass, and of what is done around it."""
         rest = self._rests[speculates]
         return self.pass_s(num_rows) + (rest if rest.known else self._rests[not speculates]).value
+
+    def is_full(self, num_rows: int) -> bool:
+        """Whether another row would make a pass longer: passes are padded."""
+        return num_rows % _PADDING == 0
 
     @property
     def row_s(self) -> float:

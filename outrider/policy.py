@@ -25,6 +25,7 @@ again, and one whose draft is slow, wrong or dead decodes at the speed of plain 
 """
 
 import heapq
+import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final
@@ -48,7 +49,9 @@ _PATIENCE: Final = 3.0
 _PATIENCE_S: Final = 0.01
 """A wait ends after so many times what was expected, and so many seconds: what has not come by then is late."""
 _TRIAL_STRIDE: Final = 16
-"""Of so many rounds that have no use of a proposal, one asks for one all the same."""
+_FIRST_TRIALS: Final = (1, 3, 7)
+"""Of so many rounds that have no use of a proposal, one asks for one all the same; of the first ones more, since what
+ended speculation may have been a hiccup of the machine."""
 _RUN_ROUNDS: Final = 16
 _RUN_CYCLE: Final = 256
 """Of so many rounds that wait for nothing, so many have a draft that was of no use run ahead, to see whether it is."""
@@ -57,6 +60,26 @@ _LEAST_YIELD: Final = 0.05
 _LEAST_PART: Final = 0.5
 _NEARLY: Final = 0.99
 _USUAL_ROUNDS: Final = 6
+
+
+@dataclass(frozen=True, slots=True)
+class Expectation:
+    """What a round is expected to take and to give; all 0 while nothing has been measured.
+
+    Attributes:
+        wait_s: seconds that it waits for a proposal.
+        round_s: seconds of its pass, together with all sessions that decode now, and of what is done around it.
+        num_tokens: that it outputs.
+        num_rows: that it takes of the pass.
+    """
+
+    wait_s: float = 0.0
+    round_s: float = 0.0
+    num_tokens: float = 0.0
+    num_rows: float = 0.0
+
+
+_NOTHING_KNOWN: Final = Expectation()
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,12 +92,14 @@ class RoundPlan:
         num_speculative_tokens: length of the main line that the draft should propose before all else; 0 where it should
             propose nothing.
         is_trial: whether it should, but only to show how good it is now: what comes late is compared with the text.
+        expects: what it is expected to take and to give.
     """
 
     wait_s: float = 0.0
     depth: int = 0
     num_speculative_tokens: int = 0
     is_trial: bool = False
+    expects: Expectation = _NOTHING_KNOWN
 
     @property
     def wants_draft(self) -> bool:
@@ -101,6 +126,7 @@ class SpeculationPolicy:
         # One bad round at the beginning says little.
         self._came_true = DecayingMean(0.08, experience.came_true.value, _USUAL_ROUNDS)
         self._yield = DecayingMean(0.1)
+        self._width = DecayingMean(0.1, 1.0, _USUAL_ROUNDS)
         self._plain_rounds = 0
         self._retry_rounds = _RETRY_ROUNDS
         self._waited = True
@@ -115,6 +141,7 @@ class SpeculationPolicy:
         *,
         min_depth: int = 0,
         runs_ahead: bool = False,
+        is_answering: bool = False,
         drafts_here: bool = False,
     ) -> RoundPlan:
         """Returns what the next round does; asked again within a round, what it still does.
@@ -125,19 +152,23 @@ class SpeculationPolicy:
             max_depth: longest main line that may be verified; 0 where there is no draft.
             min_depth: shortest main line that it is of use to wait for.
             runs_ahead: whether the draft goes on without waiting for verdicts.
+            is_answering: whether its answer to the last verdict has begun to arrive.
             drafts_here: whether the target drafts itself, which it does for rounds that wait.
         """
         if self.max_wait_s <= 0 or max_depth <= 0:
-            return RoundPlan()
+            return RoundPlan(expects=self._now([]))
+        is_running = (runs_ahead or is_answering) and depth > 0
         if not self._adapts:
-            return RoundPlan(0.0 if depth >= max_depth else self.max_wait_s, max_depth, max_depth)
-        is_running = runs_ahead and depth > 0
+            waits = depth < max_depth
+            expects = self._waiting(max_depth, depth, is_running=is_running) if waits else self._now(stock)
+            return RoundPlan(self.max_wait_s if waits else 0.0, max_depth, max_depth, expects=expects)
         shortest = min(max(depth + 1, min_depth), max_depth)
         # While the draft works on whether or not the round waits, changing one's mind costs nothing.
         margin = 1.0 if runs_ahead else _MARGIN if self._plain_rounds == 0 else 1 / _MARGIN
         weight = _RUNNING_WAIT if runs_ahead else 1.0
         goals = range(shortest, max_depth + 1)
-        goal, pays = self._best(stock, depth, goals, margin, weight, is_running=is_running)
+        now = self._now(stock)
+        goal, pays = self._best(now, depth, goals, margin, weight, is_running=is_running)
         self._expected_accepted = self.rates.expected_accepted(goal)
         if pays:
             self._retry_rounds = _RETRY_ROUNDS
@@ -149,17 +180,23 @@ class SpeculationPolicy:
         else:
             is_wanted, is_trial = runs_ahead and self._is_worth_drafting, self._is_trial
             num_wanted = shortest if is_wanted else max_depth if is_trial else 0
-            return RoundPlan(0.0, depth, num_wanted, is_trial=is_trial and not is_wanted)
-        self._expected_wait_s = self.draft.arrival_s(goal - depth, is_running=is_running) if self.draft.known else None
-        return RoundPlan(self._patience_s(), goal, goal)
+            return RoundPlan(0.0, depth, num_wanted, is_trial=is_trial and not is_wanted, expects=now)
+        expects = self._waiting(goal, depth, is_running=is_running)
+        self._expected_wait_s = expects.wait_s if self.draft.known else None
+        return RoundPlan(self._patience_s(), goal, goal, expects=expects)
 
-    def observe_round(self, num_accepted: int, depth: int, wait_s: float, *, waited: bool) -> None:
+    def whole(self, max_depth: int) -> Expectation:
+        """Returns what a round is worth once a main line of the greatest length is here."""
+        return self._waiting(max_depth, 0, is_running=False)
+
+    def observe_round(self, num_accepted: int, depth: int, num_nodes: int, wait_s: float, *, waited: bool) -> None:
         """Takes a round into account that waited, or that verified something.
 
         Args:
             num_accepted: nodes that were kept.
             depth: of those that were verified; 0 where nothing had come, as from a draft that often has nothing to
                 propose.
+            num_nodes: that were verified, at least `depth`.
             wait_s: seconds that it waited.
             waited: whether it waited for them.
         """
@@ -168,6 +205,8 @@ class SpeculationPolicy:
             self.observe_plain()
             return
         self._plain_rounds = 0
+        if depth:
+            self._width.observe(num_nodes / depth)
         self._observe_outcome(num_accepted, self.rates.expected_accepted(depth) if depth else self._expected_accepted)
         if depth == 0 and wait_s >= _NEARLY * self._patience_s():
             self.draft.note_silence(wait_s)
@@ -197,7 +236,7 @@ class SpeculationPolicy:
 
     @property
     def _is_trial(self) -> bool:
-        return self._plain_rounds % _TRIAL_STRIDE == 1
+        return self._plain_rounds % _TRIAL_STRIDE == 1 or self._plain_rounds in _FIRST_TRIALS
 
     @property
     def _is_worth_drafting(self) -> bool:
@@ -205,41 +244,50 @@ class SpeculationPolicy:
         return self._plain_rounds % _RUN_CYCLE < _RUN_ROUNDS or self._yield.value >= _LEAST_YIELD
 
     def _best(
-        self, stock: Sequence[float], depth: int, goals: range, margin: float, weight: float, *, is_running: bool
+        self, now: Expectation, depth: int, goals: range, margin: float, weight: float, *, is_running: bool
     ) -> tuple[int, bool]:
         """Returns the length of the main line to wait for, and whether waiting pays; at first it does."""
         if depth >= goals[-1]:
             return depth, False
         if not (self.draft.known and self._times.known):
             return goals[-1], True
-        gained_now, pass_now_s = self._now(stock)
-        best, best_rate = (goals[0], 0.0, 0.0, 0.0), 0.0
+        best_goal, best, best_rate = goals[0], now, 0.0
         for goal in goals:
-            wait_s = self.draft.arrival_s(goal - depth, is_running=is_running)
-            if wait_s > self.max_wait_s and goal > goals[0]:
+            found = self._waiting(goal, depth, is_running=is_running)
+            if found.wait_s > self.max_wait_s and goal > goals[0]:
                 break
-            pass_s = self._round_s(goal)
-            accepted = self.rates.expected_accepted(goal) * self._came_true.value
-            rate = (1 + accepted) / (weight * wait_s + pass_s)
+            rate = found.num_tokens / (weight * found.wait_s + found.round_s)
             if rate > best_rate:
-                best, best_rate = (goal, accepted, wait_s, pass_s), rate
-        goal, accepted, wait_s, pass_s = best
-        gained_s = (accepted - gained_now) * pass_now_s / (1 + gained_now)
-        lost_s = weight * wait_s + pass_s - pass_now_s
-        return goal, gained_s * margin > lost_s
+                best_goal, best, best_rate = goal, found, rate
+        gained_s = (best.num_tokens - now.num_tokens) * now.round_s / now.num_tokens
+        lost_s = weight * best.wait_s + best.round_s - now.round_s
+        return best_goal, gained_s * margin > lost_s
 
-    def _now(self, stock: Sequence[float]) -> tuple[float, float]:
-        """Returns what is expected to be accepted of what is here, and the seconds of the round."""
-        best, best_rate, gained = (0.0, self._round_s(0)), 1 / self._round_s(0), 0.0
+    def _waiting(self, goal: int, depth: int, *, is_running: bool) -> Expectation:
+        """Returns what a round is worth that waits for a main line of a length, of which so much is here."""
+        if not (self.draft.known and self._times.known):
+            return _NOTHING_KNOWN
+        wait_s = self.draft.arrival_s(goal - depth, is_running=is_running)
+        num_nodes = goal * self._width.value
+        accepted = self.rates.expected_accepted(goal) * self._came_true.value
+        return Expectation(wait_s, self._round_s(num_nodes), 1 + accepted, 1 + num_nodes)
+
+    def _now(self, stock: Sequence[float]) -> Expectation:
+        """Returns what a round is worth that goes on at once, with those nodes of the stock that are worth it."""
+        if not self._times.known:
+            return _NOTHING_KNOWN
+        best = Expectation(0.0, self._round_s(0), 1.0, 1.0)
+        best_rate, gained = 1 / best.round_s, 1.0
         for num, value in enumerate(stock, 1):
             gained += value
-            pass_s = self._round_s(num)
-            if (1 + gained) / pass_s > best_rate:
-                best, best_rate = (gained, pass_s), (1 + gained) / pass_s
+            round_s = self._round_s(num)
+            if gained / round_s > best_rate:
+                best, best_rate = Expectation(0.0, round_s, gained, 1.0 + num), gained / round_s
         return best
 
-    def _round_s(self, num_nodes: int) -> float:
-        return self._times.round_s(self._times.num_sessions * (1 + num_nodes), speculates=num_nodes > 0)
+    def _round_s(self, num_nodes: float) -> float:
+        num_rows = math.ceil(self._times.num_sessions * (1 + num_nodes))
+        return self._times.round_s(num_rows, speculates=num_nodes > 0)
 
 
 def allocate(
@@ -273,7 +321,7 @@ def allocate(
         rate = num_tokens / (wait_s + times.round_s(num_rows + len(chosen), speculates=True))
         if rate > best_rate:
             best_len, best_rate = len(chosen), rate
-        elif -value < _LEAST_PART * best_rate * times.row_s:
+        elif times.is_full(num_rows + len(chosen)) and -value < _LEAST_PART * best_rate * times.row_s:
             break
     parts: list[list[int]] = [[] for _ in candidates]
     for place, number in chosen[:best_len]:

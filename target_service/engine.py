@@ -1,15 +1,15 @@
 """The target's engine: one thread that owns the model and all sessions, and runs pass after pass.
 
 A pass takes every session that is ready (see `scheduling`): rounds whose proposal is whole, or whose wait for it is
-over, and chunks of prompts. While any session is ready the engine does not wait for the others. Commands come from the
-event loop through a queue; what the engine has to say goes out through each stream's `emit`.
+over, and chunks of prompts. It waits a little for sessions that are about to be ready where that pays. Commands come
+from the event loop through a queue; what the engine has to say goes out through each stream's `emit`.
 """
 
 import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import Final
 
@@ -183,13 +183,15 @@ class Engine:
 
     def _sleep(self) -> None:
         """Waits for a command, or for the first wait for a proposal to be over."""
-        waiting = [request.speculation.wait_until for request in self.requests.open_ones if request.can_run]
-        timeout = max(0.0, min(waiting) - time.monotonic()) if waiting else None
+        now = time.monotonic()
+        until = self._scheduler.next_time(self.requests.open_ones, now)
+        timeout = None if until is None else max(0.0, until - now)
         with self._wake:
             if not self._commands and not self._stopping:
                 self._wake.wait(timeout)
 
     def _run_pass(self, shares: list[Share]) -> None:
+        expected_s = self._expected_s(shares)
         started = time.perf_counter()
         try:
             outputs = self._model.forward([share.step for share in shares])
@@ -202,7 +204,7 @@ class Engine:
         judged = [(share, logits) for share, logits in zip(shares, outputs, strict=True) if share.step.wants_logits]
         results = self._judge(judged)
         for share, result in results:
-            self._conclude(share, result, duration_s)
+            self._conclude(share, result, duration_s, expected_s)
         for share in shares:
             if not share.step.wants_logits:
                 self._features.send(share.request)
@@ -229,7 +231,14 @@ class Engine:
                 return []
         return [result for one in judged for result in self._judge([one])]
 
-    def _conclude(self, share: Share, result: RoundResult, duration_s: float) -> None:
+    def _expected_s(self, shares: Sequence[Share]) -> float:
+        """Returns what a pass and all around it is expected to take; 0 where prompts take part, or nothing is known."""
+        if not self._times.known or any(share.is_prefill for share in shares):
+            return 0.0
+        num_rows = sum(share.step.num_rows for share in shares)
+        return self._times.round_s(num_rows, speculates=any(share.request.speculation.waits for share in shares))
+
+    def _conclude(self, share: Share, result: RoundResult, duration_s: float, expected_s: float) -> None:
         """Applies a round's result to the session, and sends the verdict."""
         request, resident = share.request, share.request.resident
         base = request.base
@@ -240,7 +249,8 @@ class Engine:
         now = time.monotonic()
         if not share.is_prefill:
             rest_s = speculation.lasted_s(now) - share.wait_s - share.queue_s - duration_s
-            speculation.observe(result.num_accepted, result.num_draft_tokens, share.wait_s, rest_s)
+            speculation.observe(result.num_accepted, result.num_draft_tokens, result.num_nodes, share.wait_s, rest_s)
+        expected_s += speculation.expected_wait_s if expected_s else 0.0
         hit = speculation.advance(result.token_ids)
         request.begin_round(now)
         speculation.note_verdict(len(resident.token_ids), now)
@@ -250,6 +260,7 @@ class Engine:
             model_time_s=duration_s,
             wait_time_s=share.wait_s,
             queue_time_s=share.queue_s,
+            expected_time_s=expected_s,
             num_recomputed=request.num_recomputed,
             hit=hit,
             num_proposed=speculation.num_proposed,

@@ -14,6 +14,7 @@ class RoundAbout:
         model_time_s: seconds of its pass, for all sessions.
         wait_time_s: seconds that it waited for a proposal.
         queue_time_s: seconds that it was ready before its pass began.
+        expected_time_s: seconds that the controller expected the round to take; 0 where it knew nothing.
         num_recomputed: output tokens that were run again before it.
         hit: whether the last token was among the nodes that had arrived.
         num_proposed: nodes that arrived since the last verdict.
@@ -24,6 +25,7 @@ class RoundAbout:
     model_time_s: float
     wait_time_s: float
     queue_time_s: float
+    expected_time_s: float
     num_recomputed: int
     hit: bool
     num_proposed: int

@@ -4,6 +4,7 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
+from outrider.gathering import gathering_s
 from outrider.lm.model import SessionStep
 from outrider.pass_times import PassTimes
 from outrider.policy import allocate
@@ -13,6 +14,9 @@ from target_service.sessions import Request
 
 _NO_TREE: Final = ProposalTree()
 _MIN_ROWS: Final = 4
+_HELD: Final = 1.5
+_HELD_S: Final = 0.001
+"""A pass waits for sessions to come so many times what was expected, and so many seconds; then it runs without them."""
 
 
 @dataclass(slots=True)
@@ -64,19 +68,52 @@ class Scheduler:
         self._times = times
         self.budget = PassBudget(max_slowdown)
         self.num_preemptions = 0
+        self._held_until: float | None = None
 
     def shares(self, requests: Collection[Request], now: float) -> list[Share]:
-        """Returns the shares of the next pass; none where nobody is ready at the time `now` (monotonic, seconds)."""
+        """Returns the shares of the next pass; none where nobody is ready at the time `now` (monotonic, seconds).
+
+        None either where a pass should wait a little for others; see `outrider.gathering`.
+        """
         runnable = sorted((item for item in requests if item.can_run), key=lambda item: item.round_started)
         shares: list[Share] = []
         num_rows = 0
-        rounds = [item for item in runnable if item.num_uncached == 1 and item.is_ready(now)][: self._max_rows]
+        decoding = [item for item in runnable if item.num_uncached == 1]
+        rounds = [item for item in decoding if item.is_ready(now)][: self._max_rows]
+        if len(decoding) == len(runnable) and self._is_held(decoding, rounds, now):
+            return []
+        self._held_until = None
         for request, tree in zip(rounds, self._trees(rounds, now), strict=True):
             # Its memory may have been taken for one before it.
             if request.num_uncached == 1:
                 num_rows += self._add(self._round(request, tree, now, requests, shares), shares)
         self._add_prefill([item for item in runnable if item.num_uncached > 1], num_rows, requests, shares)
         return shares
+
+    def next_time(self, requests: Iterable[Request], now: float) -> float | None:
+        """Returns when there may be shares at the latest, if nothing is heard until then; None for never.
+
+        Args:
+            requests: of which none takes part in a pass now.
+            now: monotonic time.
+        """
+        held_until = now if self._held_until is None else self._held_until
+        runnable = (item for item in requests if item.can_run)
+        times = (held_until if item.is_ready(now) else item.speculation.wait_until for item in runnable)
+        return min(times, default=None)
+
+    def _is_held(self, decoding: Sequence[Request], rounds: Sequence[Request], now: float) -> bool:
+        """Returns whether the pass over these rounds should wait for more; not for long."""
+        if not rounds or len(rounds) in (len(decoding), self._max_rows):
+            return False
+        ready = {item.number for item in rounds}
+        coming = [item.speculation.entrant(now) for item in decoding if item.number not in ready]
+        wait_s = gathering_s([item.speculation.entrant(now) for item in rounds], coming, self._times)
+        if wait_s is None:
+            return False
+        if self._held_until is None:
+            self._held_until = now + _HELD * wait_s + _HELD_S
+        return now < self._held_until
 
     def _add_prefill(
         self, prompts: Collection[Request], num_rows: int, requests: Collection[Request], shares: list[Share]

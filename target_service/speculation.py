@@ -7,13 +7,17 @@ from typing import Final
 
 from outrider.errors import InvalidArgument
 from outrider.experience import Experience
+from outrider.gathering import Entrant
 from outrider.lookahead import Candidate, Lookahead
 from outrider.parameters import AcceptanceRule
+from outrider.pass_times import DecayingMean
 from outrider.policy import RoundPlan, SpeculationPolicy
 from outrider.tokens import NodeKind, ProposalPart, ProposalTree
 
 _MAX_STOCK: Final = 32
 """Nodes that are looked at to decide about a wait; a pass verifies fewer of one session."""
+_FADING: Final = 0.1
+_AT_ONCE_S: Final = 0.001
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,10 +67,17 @@ class Speculation:
         self._whole_len = -1
         self._is_late = False
         self._plan = RoundPlan()
-        self._has_news = self._waits = False
+        self._has_news = self._waits = self._is_answering = False
         self._num_left = 0
         self._started = 0.0
+        self._begun_depth = 0
+        self._expected_waits_s: Sequence[float] = ()
         self._wait_until = 0.0
+        self._ready_from = 0.0
+        self._news_at = 0.0
+        self._ready_at: float | None = None
+        self._ready_again = DecayingMean(_FADING, 0.5, 1)
+        self._answer_s = DecayingMean(_FADING)
 
     @property
     def wants_draft(self) -> bool:
@@ -145,7 +156,8 @@ class Speculation:
         self.num_proposed += len(part.nodes)
         if part.complete:
             self._whole_len = part.known_len
-        self._has_news = True
+        self._has_news, self._news_at = True, now
+        self._is_answering = self._is_answering or part.known_len == len(token_ids)
         return True
 
     def refuse(self, length: int) -> None:
@@ -160,9 +172,12 @@ class Speculation:
             num_left: tokens that the request may still output.
             now: monotonic time.
         """
-        self._started, self._num_left = now, num_left
+        self._started, self._num_left, self._ready_at = now, num_left, None
+        self._is_answering = False
         self._decide(now)
         self._waits = self._plan.wait_s > 0
+        self._begun_depth = self._depth()
+        self._expected_waits_s = self._arrivals_s() if self._waits else ()
 
     def _decide(self, now: float) -> None:
         """Decides, or once more where nodes have arrived, what the round waits for."""
@@ -175,9 +190,12 @@ class Speculation:
             max_depth,
             min_depth=terms.draft_min,
             runs_ahead=terms.lookahead_nodes > 0,
+            is_answering=self._is_answering,
             drafts_here=terms.own_draft,
         )
         self._wait_until = min(now + self._plan.wait_s, self._started + terms.max_wait_s)
+        # An answer is under way since the verdict, a step since the last one.
+        self._ready_from = (now if depth else self._started) + self._plan.expects.wait_s
         self._has_news = False
 
     def note_verdict(self, length: int, now: float) -> None:
@@ -188,7 +206,26 @@ class Speculation:
         """Whether waiting longer would be in vain, or is over."""
         if self._has_news and now < self._wait_until:
             self._decide(now)
-        return now >= self._wait_until or self._whole_len == length or self._depth() >= self._plan.depth
+        is_here = self._whole_len == length or self._depth() >= self._plan.depth
+        if not is_here and now < self._wait_until:
+            self._ready_at = None
+        elif self._ready_at is None:
+            came_at = max(self._started, self._news_at) if is_here else now
+            self._ready_at = min(now, came_at, max(self._started, self._wait_until))
+        return self._ready_at is not None
+
+    def entrant(self, now: float) -> Entrant:
+        """Returns the round as one that could take part in the next pass."""
+        expects, later = self._plan.expects, self._policy.whole(self._max_depth(self._num_left))
+        return Entrant(
+            max(1.0, expects.num_tokens),
+            max(1.0, expects.num_rows),
+            0.0 if self._ready_at is not None else max(0.0, self._ready_from - now),
+            self._answer_s.value if self._answer_s.known else later.wait_s,
+            self._ready_again.value,
+            max(1.0, later.num_tokens),
+            max(1.0, later.num_rows),
+        )
 
     def offer(self, room: int) -> tuple[list[int], Iterator[Candidate]]:
         """Returns what the round may verify: nodes that it must, and those that are worth it, with their values.
@@ -221,20 +258,24 @@ class Speculation:
         self._lookahead.follow(token_ids)
         return self.is_abreast
 
-    def observe(self, num_accepted: int, depth: int, wait_s: float, rest_s: float) -> None:
+    def observe(self, num_accepted: int, depth: int, num_nodes: int, wait_s: float, rest_s: float) -> None:
         """Learns what became of a round.
 
         Args:
             num_accepted: of its nodes.
             depth: of those that it verified; 0 where there were none.
+            num_nodes: that it verified.
             wait_s: seconds that it waited for them.
             rest_s: seconds that it took beside that, its pass, and other sessions' passes.
         """
         self._times.observe_rest(rest_s, speculates=self.waits or depth > 0)
+        self._ready_again.observe(wait_s <= _AT_ONCE_S)
+        if wait_s > _AT_ONCE_S:
+            self._answer_s.observe(wait_s)
         if not self.terms.num_speculative_tokens:
             return
         if self.waits or depth:
-            self._policy.observe_round(num_accepted, depth, wait_s, waited=self.waits)
+            self._policy.observe_round(num_accepted, depth, num_nodes, wait_s, waited=self.waits)
         else:
             self._policy.observe_plain()
 
@@ -242,10 +283,17 @@ class Speculation:
         """Returns the seconds since the round began."""
         return now - self._started
 
+    @property
+    def expected_wait_s(self) -> float:
+        """Seconds that the round's wait, for as much as it has waited for, was expected to take when it began."""
+        num_steps = min(self._plan.depth - self._begun_depth, len(self._expected_waits_s))
+        return self._expected_waits_s[num_steps - 1] if num_steps > 0 else 0.0
+
     def waited_s(self, now: float) -> float:
         """Returns how long a round that begins its pass now has waited for its proposal."""
         # What came after the wait was over (a closed window, another session's pass) is not the draft's doing.
-        return max(0.0, min(now, self._wait_until) - self._started) if self._waits else 0.0
+        until = now if self._ready_at is None else self._ready_at
+        return max(0.0, min(now, until, self._wait_until) - self._started) if self._waits else 0.0
 
     def _plant(self, planted_len: int, token_ids: Sequence[int]) -> None:
         if self._is_late:
@@ -257,6 +305,14 @@ class Speculation:
     def _max_depth(self, room: int) -> int:
         """Returns the longest main line of use: a round outputs one token more."""
         return max(0, min(self.terms.num_speculative_tokens, room - 1))
+
+    def _arrivals_s(self) -> list[float]:
+        """Returns when each node of the main line is expected that the round, which begins, waits for."""
+        draft, is_running = self._policy.draft, self.terms.lookahead_nodes > 0 and self._begun_depth > 0
+        if not draft.known:
+            return []
+        num_awaited = self._plan.depth - self._begun_depth
+        return [draft.arrival_s(num, is_running=is_running) for num in range(1, num_awaited + 1)]
 
     def _depth(self) -> int:
         return self._lookahead.max_depth if self._lookahead.is_abreast else 0

@@ -79,6 +79,7 @@ class Stream:
             model_time_s=about.model_time_s,
             wait_time_s=about.wait_time_s,
             queue_time_s=about.queue_time_s,
+            expected_time_s=about.expected_time_s,
             num_speculative_tokens=about.num_wanted,
             num_recomputed_tokens=about.num_recomputed,
             hit=about.hit,

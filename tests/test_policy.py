@@ -63,7 +63,7 @@ class _Session:
                 break
             num += 1
         if plan.wait_s:
-            policy.observe_round(num, depth, wait_s, waited=True)
+            policy.observe_round(num, depth, depth, wait_s, waited=True)
         else:
             policy.observe_plain()
         if is_trial:
@@ -102,7 +102,7 @@ def test_it_waits_for_a_shorter_line_where_steps_are_slow() -> None:
 def test_a_dead_draft_costs_one_wait() -> None:
     policy = SpeculationPolicy(0.1, Experience(_times()))
     plan = policy.begin([], 0, DEPTH)
-    policy.observe_round(0, 0, plan.wait_s, waited=True)
+    policy.observe_round(0, 0, 0, plan.wait_s, waited=True)
     assert policy.begin([], 0, DEPTH).wait_s == 0.0
 
 
@@ -137,7 +137,7 @@ def test_proposals_that_rarely_come_are_worth_less() -> None:
     for _ in range(60):
         plan = session.policy.begin([], 0, DEPTH)
         if plan.wait_s:
-            session.policy.observe_round(0, 0, 0.012, waited=True)
+            session.policy.observe_round(0, 0, 0, 0.012, waited=True)
         else:
             session.policy.observe_plain()
     assert session.policy.begin([], 0, DEPTH).wait_s == 0.0
@@ -146,7 +146,7 @@ def test_proposals_that_rarely_come_are_worth_less() -> None:
 def test_waits_in_vain_become_rarer() -> None:
     policy = SpeculationPolicy(0.1, Experience(_times()))
     policy.begin([], 0, DEPTH)
-    policy.observe_round(0, 0, 0.1, waited=True)
+    policy.observe_round(0, 0, 0, 0.1, waited=True)
     rounds = []
     for _ in range(7):
         num_plain = 0
@@ -154,7 +154,7 @@ def test_waits_in_vain_become_rarer() -> None:
             policy.observe_plain()
             num_plain += 1
         rounds.append(num_plain)
-        policy.observe_round(0, 0, 0.1, waited=True)
+        policy.observe_round(0, 0, 0, 0.1, waited=True)
     assert rounds == [64, 128, 256, 512, 1024, 1024, 1024]
 
 
@@ -174,10 +174,10 @@ def test_a_draft_that_runs_ahead_is_asked_on_while_what_it_says_is_of_use() -> N
     wanted = []
     for _ in range(100):
         wanted.append(session.policy.begin([], 0, DEPTH, runs_ahead=True).wants_draft)
-        session.policy.observe_round(1, 1, 0.0, waited=False)
+        session.policy.observe_round(1, 1, 1, 0.0, waited=False)
     assert all(wanted[-20:])
     for _ in range(60):
-        session.policy.observe_round(0, 1, 0.0, waited=False)
+        session.policy.observe_round(0, 1, 1, 0.0, waited=False)
     wanted = [session.policy.begin([], 0, DEPTH, runs_ahead=True).wants_draft]
     for _ in range(256):
         session.policy.observe_plain()
@@ -188,7 +188,7 @@ def test_a_draft_that_runs_ahead_is_asked_on_while_what_it_says_is_of_use() -> N
 def test_without_adaptation_every_round_waits_until_all_is_here() -> None:
     policy = SpeculationPolicy(0.1, Experience(_times()), adapts=False)
     for _ in range(5):
-        policy.observe_round(0, 0, 0.1, waited=True)
+        policy.observe_round(0, 0, 0, 0.1, waited=True)
     assert policy.begin([], 0, DEPTH).wait_s == 0.1
     assert policy.begin([0.1] * DEPTH, DEPTH, DEPTH).wait_s == 0.0
 
@@ -264,7 +264,7 @@ def test_where_nothing_is_waited_for_a_trial_is_asked_for_now_and_then() -> None
     session.settle()
     plans = [session.round() for _ in range(48)]
     assert all(plan.wait_s == 0 and plan.wants_draft == plan.is_trial for plan in plans)
-    assert sum(plan.is_trial for plan in plans) == 3
+    assert 2 <= sum(plan.is_trial for plan in plans) <= 6
 
 
 def test_a_session_begins_with_what_others_have_shown() -> None:
@@ -284,3 +284,20 @@ def test_what_is_done_around_rounds_that_speculate_counts() -> None:
         session.times.observe_rest(0.0, speculates=False)
         session.times.observe_rest(0.05, speculates=True)
     assert session.settle().wait_s == 0
+
+
+def test_a_machine_that_stands_still_for_a_moment_does_not_end_speculation() -> None:
+    experience = Experience()
+    for _ in range(20):
+        for num_rows in (1, 6, 16, 64):
+            experience.times.observe(0.02 + 0.0004 * num_rows, num_rows)
+    session = _Session(accepted=0.8, experience=experience)
+    session.settle()
+    answer_s, session.answer_s = session.answer_s, 0.6
+    experience.times.observe(0.6, 1)
+    session.round()
+    session.answer_s = answer_s
+    assert [session.round().wait_s > 0 for _ in range(8)] == [True] * 8
+    # What stays so is followed.
+    session.answer_s = 0.6
+    assert session.settle(40).wait_s == 0

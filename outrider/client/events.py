@@ -72,6 +72,8 @@ class Statistics:
         num_hits: target passes whose own last token had been proposed, so that the next proposal was there at once.
         num_proposed_nodes: nodes that drafts proposed, verified or not.
         queue_time_s: seconds that the session was ready while the target ran others, or its window was closed.
+        num_expected_tokens: output tokens of the rounds whose time the target's controller had predicted.
+        expected_time_s: seconds that it predicted for them, of a target that runs nothing else.
     """
 
     num_drafts: int = 0
@@ -91,6 +93,13 @@ class Statistics:
     num_hits: int = 0
     num_proposed_nodes: int = 0
     queue_time_s: float = 0.0
+    num_expected_tokens: int = 0
+    expected_time_s: float = 0.0
+
+    @property
+    def predicted_tokens_per_second(self) -> float:
+        """What the controller's model of costs makes of the tokens that were accepted; 0 where it predicted nothing."""
+        return self.num_expected_tokens / self.expected_time_s if self.expected_time_s else 0.0
 
     @property
     def hit_rate(self) -> float:
@@ -243,4 +252,6 @@ def _statistics(message: generation_pb2.GenerationStatistics) -> Statistics:
         num_hits=message.num_hits,
         num_proposed_nodes=message.num_proposed_nodes,
         queue_time_s=message.queue_time_s,
+        num_expected_tokens=message.num_expected_tokens,
+        expected_time_s=message.expected_time_s,
     )

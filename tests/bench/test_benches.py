@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from bench import capacity, commits, context, distance, drafts, engine, load, orchestrator, registry, takeover
+from bench import capacity, commits, context, distance, drafts, engine, load, orchestrator, registry, sweep, takeover
 from bench.kinds import KINDS
 from outrider.errors import InvalidArgument
 from tests.training.models import save_target, save_tokenizer
@@ -84,11 +84,14 @@ async def test_distance(tmp_path: Path) -> None:
     modes = ["plain", "colocated", "colocated, both cores", *["synchronous", "streaming"] * 2]
     assert [row["mode"] for row in result.rows] == modes
     assert all(row["num_rounds"] >= 12 and row["tokens_per_s"] > 0 for row in result.rows)
+    assert all(row["predicted_tokens_per_s"] > 0 for row in result.rows)
     assert {
         "streaming_over_synchronous_rtt_0ms",
         "streaming_over_synchronous_rtt_20ms",
         "streaming_over_colocated_rtt_20ms",
         "streaming_over_plain_worst",
+        "prediction_error_median",
+        "prediction_error_worst",
     } <= result.figures.keys()
     distance.plot(result, tmp_path / "distance.png")
     assert (tmp_path / "distance.png").stat().st_size > 1000
@@ -135,6 +138,20 @@ async def test_capacity(tmp_path: Path) -> None:
     assert result.figures["sessions_colocated"] == result.figures["sessions_1_drafts"] == 0
     assert all(row["rate"] > 0 and row["tokens_per_round"] >= 1 for row in result.rows)
     capacity.plot(result, tmp_path / "capacity.png")
+
+
+async def test_sweep(tmp_path: Path) -> None:
+    timed = "markov:vocabulary=64;order=1;step_s=0.01;row_s=0.0005"
+    options = sweep.Options(sessions="1,3", num_tokens=24, num_repeats=2, model=timed, draft=timed)
+    result = await sweep.measure(options)
+    assert [(row["sessions"], row["mode"]) for row in result.rows] == [
+        (num_sessions, mode) for num_sessions in (1, 3) for mode in ("controller", "always on", "always off")
+    ]
+    modes = {row["mode"]: row for row in result.rows if row["sessions"] == 1}
+    assert modes["always off"]["tokens_per_round"] == 1 < modes["always on"]["tokens_per_round"]
+    assert set(result.figures) == {f"controller_over_better_{which}" for which in (1, 3, "worst")}
+    assert result.figures["controller_over_better_worst"] == min(result.figures.values()) > 0
+    sweep.plot(result, tmp_path / "sweep.png")
 
 
 def test_a_capacity_lies_between_the_loads_that_get_the_rate_and_those_that_do_not() -> None:

@@ -62,6 +62,7 @@ def test_generate_json_prints_exactly_one_object(service: ScriptedService) -> No
             "target_time_s": 0.0,
             "wait_time_s": 0.0,
             "queue_time_s": 0.0,
+            "predicted_tokens_per_second": 0.0,
         },
     }
 

@@ -97,6 +97,7 @@ def statistics_as_json(statistics: Statistics) -> dict[str, Any]:
         "target_time_s": statistics.target_time_s,
         "wait_time_s": statistics.wait_time_s,
         "queue_time_s": statistics.queue_time_s,
+        "predicted_tokens_per_second": statistics.predicted_tokens_per_second,
     }
 
 
