@@ -8,10 +8,9 @@ cores; the draft on its own core at each round-trip time, synchronous (it waits 
 """
 
 import os
-import tempfile
 from collections import defaultdict
-from collections.abc import AsyncIterator, Iterator, Mapping
-from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
+from collections.abc import Iterator, Mapping
+from contextlib import AsyncExitStack, contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Final
@@ -20,12 +19,12 @@ from bench.models import planted_pair
 from bench.number_lists import numbers
 from bench.progress import progress
 from bench.proxy import Proxy
+from bench.remote_draft import remote_draft
 from bench.result import BenchResult, machine, median
 from bench.traffic import Prompts, Trace, follow
 from bench.worker import Worker
 from outrider.client import GenerationRequest, LocalStack, OutriderClient, Speculation, StackOptions
 from outrider.client.events import Statistics
-from outrider.client.process import ProcessSpec, ServiceProcess
 from outrider.errors import InvalidArgument
 from outrider.parameters import SamplingParameters
 
@@ -156,7 +155,7 @@ class _Site:
         await self._open.aclose()
 
     async def _start(self) -> None:
-        draft = await self._open.enter_async_context(_draft(self._draft))
+        draft = await self._open.enter_async_context(remote_draft(self._draft))
         self._proxy = Proxy(draft.address)
         self._open.push_async_callback(self._proxy.close)
         address = await self._proxy.start()
@@ -225,27 +224,6 @@ class _Site:
             speculation=speculation,
         )
         return await follow(self._clients[mode], request, Trace(), _TIMEOUT_S)
-
-
-@asynccontextmanager
-async def _draft(model: str) -> AsyncIterator[ServiceProcess]:
-    """Starts a draft of its own, on the core of this process."""
-    with tempfile.TemporaryDirectory() as folder:
-        settings = {
-            "OUTRIDER_ADDRESS": "127.0.0.1:0",
-            "OUTRIDER_DRAFTER": "model",
-            "OUTRIDER_MODEL": model,
-            "OUTRIDER_NUM_THREADS": "1",
-            "OUTRIDER_LOG_FORMAT": "text",
-        }
-        process = ServiceProcess(ProcessSpec("draft-0", "draft_service", settings), Path(folder))
-        process.start()
-        try:
-            await process.wait_ready(_TIMEOUT_S)
-            yield process
-        finally:
-            process.terminate()
-            await process.wait_ended()
 
 
 @contextmanager

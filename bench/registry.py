@@ -24,6 +24,7 @@ _MODULES = {
         "distance",
         "capacity",
         "sweep",
+        "outage",
     )
 }
 

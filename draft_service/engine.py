@@ -3,9 +3,8 @@
 import asyncio
 import logging
 import threading
-import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Final
 
@@ -28,9 +27,8 @@ from draft_service.commands import (
 from draft_service.inbox import Inbox
 from draft_service.sessions import Session, Sessions
 from outrider.drafters.drafter import Drafter, OpenProposal
-from outrider.drafters.step_time import StepTime
+from outrider.drafters.stepping import SentProposal, Stepper
 from outrider.errors import Draining, Fenced, OutriderError
-from outrider.tokens import Base, ProposalPart
 
 _LOG: Final = logging.getLogger(__name__)
 _MAX_WAITING_COMMANDS: Final = 4096
@@ -68,23 +66,15 @@ class EngineLoad:
 
 @dataclass(slots=True, eq=False)
 class _Drafting:
-    """A proposal, whom it is for, how much of it has been sent, and which features were asked for.
+    """A proposal, whom it is for, and which features were asked for.
 
     Attributes:
         seat: whose proposal it is.
-        base: what it was planted under.
-        proposal: it.
-        known_len: length of the session as it was last told.
-        is_reported: whether it was said that nothing more will come before the session is longer.
-        num_sent: nodes that were sent.
+        sent: it, and how much of it has been sent.
     """
 
     seat: Seat
-    base: Base
-    proposal: OpenProposal
-    known_len: int
-    is_reported: bool = False
-    num_sent: int = 0
+    sent: SentProposal
     num_feature_frames: int = 0
     has_asked: bool = False
     has_gap: bool = False
@@ -96,29 +86,19 @@ class _Drafting:
         return FeaturesMissing(self.seat.handle, start, self.num_feature_frames) if asks else None
 
     @property
-    def can_go_on(self) -> bool:
-        """Whether a step may bring it forward."""
-        return not self.proposal.complete and self.proposal.missing_features_from is None
+    def proposal(self) -> OpenProposal:
+        """What is drafted."""
+        return self.sent.proposal
 
-    def advance(self, base: Base) -> None:
-        """Learns that the session has gone on below the proposal."""
-        self.known_len, self.is_reported = base.len, False
-
-    def next_part(self, step_time_s: float) -> Reply | None:
-        """Returns what has come since the last part; `step_time_s` is what a step takes."""
+    def next_reply(self, step_time_s: float) -> Reply | None:
+        """Returns what there is to say since the last reply; `step_time_s` is what a step takes."""
         proposal = self.proposal
         if proposal.refusal is not None:
             return Refused(self.seat.handle, proposal.refusal)
         if proposal.missing_features_from is not None:
             return self._question(proposal.missing_features_from)
-        nodes = tuple(proposal.nodes[self.num_sent :])
-        if not nodes and (self.is_reported or not proposal.complete):
-            return None
-        first_node = self.num_sent + 1
-        self.num_sent += len(nodes)
-        self.is_reported = proposal.complete
-        part = ProposalPart(self.base, first_node, nodes, proposal.complete, self.known_len, step_time_s)
-        return Proposed(self.seat.handle, part)
+        part = self.sent.next_part(step_time_s)
+        return None if part is None else Proposed(self.seat.handle, part)
 
 
 class Engine:
@@ -147,9 +127,8 @@ class Engine:
         self._draftings: dict[str, _Drafting] = {}
         self._replies: defaultdict[ReplyStream, list[Reply]] = defaultdict(list)
         self._load = EngineLoad()
-        self._num_passes = self._num_tokens = self._num_stale = 0
-        self._model_time_s = 0.0
-        self._step_time = StepTime()
+        self._stepper = Stepper(drafter)
+        self._num_stale = 0
         self._draining = False
         self._quiet = threading.Event()
         self._thread = threading.Thread(target=self._run, name="draft-engine", daemon=True)
@@ -197,7 +176,7 @@ class Engine:
             self._quiet.set()
 
     def _turn(self) -> None:
-        idle = not any(drafting.can_go_on for drafting in self._draftings.values())
+        idle = not any(drafting.sent.can_go_on for drafting in self._draftings.values())
         for command in self._inbox.take(wait=idle, timeout_s=self._sessions.next_expiry_s() if idle else None):
             self._apply(command)
         self._sessions.expire()
@@ -250,7 +229,7 @@ class Engine:
         if drafting is not None and is_news and not drafting.proposal.refusal:
             self._ask(drafting.proposal, session, command)
             if self._drafter.advance(drafting.proposal, command.span.token_ids):
-                drafting.advance(command.base)
+                drafting.sent.advance(command.base)
                 return
         self._end(session.session_id)
         self._drafter.truncate(session.session_id, same_len)
@@ -258,9 +237,8 @@ class Engine:
         proposal = OpenProposal(session.session_id, session.token_ids, session.terms, num)
         proposal.max_len = self._drafter.info.max_session_len
         self._ask(proposal, session, command)
-        self._draftings[session.session_id] = _Drafting(
-            command.seat, command.base, proposal, command.base.len, num_feature_frames=session.num_feature_frames
-        )
+        sent = SentProposal(command.base, proposal, command.base.len)
+        self._draftings[session.session_id] = _Drafting(command.seat, sent, session.num_feature_frames)
 
     def _ask(self, proposal: OpenProposal, session: Session, command: AdvanceSession) -> None:
         """Notes what is asked for, within what is allowed."""
@@ -305,45 +283,23 @@ class Engine:
                 self._end(session.session_id)
 
     def _step(self) -> None:
-        proposals = [drafting.proposal for drafting in self._draftings.values() if drafting.can_go_on]
+        proposals = [drafting.proposal for drafting in self._draftings.values() if drafting.sent.can_go_on]
         if proposals:
-            started_s = time.perf_counter()
-            self._draft(proposals)
-            step_s = time.perf_counter() - started_s
-            self._model_time_s += step_s
-            self._step_time.observe(step_s)
+            self._stepper.step(proposals)
         for drafting in list(self._draftings.values()):
-            if (part := drafting.next_part(self._step_time.seconds)) is not None:
-                self._replies[drafting.seat.stream].append(part)
+            if (reply := drafting.next_reply(self._stepper.step_time_s)) is not None:
+                self._replies[drafting.seat.stream].append(reply)
             if drafting.proposal.refusal is not None:
                 self._end(drafting.proposal.session_id)
-
-    def _draft(self, proposals: Sequence[OpenProposal]) -> None:
-        """Runs one step; where it fails, each session by itself, so that only those that fail are refused."""
-        try:
-            self._num_tokens += self._drafter.step(proposals)
-            self._num_passes += 1
-            return
-        except Exception as error:
-            _LOG.exception("a draft step failed", extra={"num_sessions": len(proposals)})
-            failure = error if isinstance(error, OutriderError) else OutriderError("the draft failed")
-        for proposal in proposals:
-            self._drafter.forget(proposal.session_id)  # what a broken pass has cached is not known
-        if len(proposals) == 1:
-            proposals[0].refuse(failure)
-            return
-        for proposal in proposals:
-            if not proposal.complete and proposal.missing_features_from is None:
-                self._draft([proposal])
 
     def _publish(self) -> None:
         self._load = EngineLoad(
             num_active_sessions=self._sessions.num_open,
             num_cached_sessions=self._sessions.num_known,
             kv_used_bytes=self._drafter.used_bytes,
-            num_passes=self._num_passes,
-            model_time_s=self._model_time_s,
-            num_tokens=self._num_tokens,
+            num_passes=self._stepper.num_passes,
+            model_time_s=self._stepper.model_time_s,
+            num_tokens=self._stepper.num_tokens,
             num_stale_messages=self._num_stale,
         )
         if self._draining and not self._sessions.num_open:

@@ -11,9 +11,8 @@ from dataclasses import dataclass
 from typing import Final
 
 from outrider.drafters.drafter import Drafter, DraftTerms, OpenProposal
-from outrider.drafters.step_time import StepTime
+from outrider.drafters.stepping import SentProposal, Stepper
 from outrider.errors import OutriderError
-from outrider.tokens import Base, ProposalPart
 from target_service.sessions import Request
 
 _MAX_KNOWN_SESSIONS: Final = 4096
@@ -24,23 +23,20 @@ class _Drafting:
     """A proposal for a round of a request."""
 
     request: Request
-    base: Base
-    proposal: OpenProposal
-    num_given: int = 0
+    sent: SentProposal
 
     @property
     def is_wanted(self) -> bool:
         """Whether the request still waits for it."""
-        return self.request.base == self.base and _waits(self.request)
+        return self.request.base == self.sent.base and _waits(self.request)
 
-    def part(self, step_time_s: float) -> ProposalPart | None:
-        """Returns what was drafted since the last time."""
-        nodes = tuple(self.proposal.nodes[self.num_given :])
-        if not nodes and not self.proposal.complete:
-            return None
-        first_node = self.num_given + 1
-        self.num_given += len(nodes)
-        return ProposalPart(self.base, first_node, nodes, self.proposal.complete, self.base.len, step_time_s)
+    def give(self, step_time_s: float, now: float) -> None:
+        """Hands over what was drafted since the last time; the request does without what cannot be drafted."""
+        speculation, token_ids = self.request.speculation, self.request.resident.token_ids
+        if self.sent.proposal.refusal is not None:
+            speculation.refuse(len(token_ids))
+        elif (part := self.sent.next_part(step_time_s)) is not None:
+            speculation.receive(part, token_ids, now)
 
 
 class ColocatedDraft:
@@ -54,7 +50,7 @@ class ColocatedDraft:
         self._drafter = drafter
         self._draftings: dict[str, _Drafting] = {}
         self._known_lens: OrderedDict[str, int] = OrderedDict()
-        self._step_time = StepTime()
+        self._stepper = Stepper(drafter)
 
     @property
     def kind(self) -> str:
@@ -74,14 +70,11 @@ class ColocatedDraft:
                 self._draftings[request.resident.session_id] = self._begin(request)
         if not self._draftings:
             return
-        started = time.perf_counter()
-        self._drafter.step([item.proposal for item in self._draftings.values()])
-        self._step_time.observe(time.perf_counter() - started)
+        self._stepper.step([item.sent.proposal for item in self._draftings.values()])
         now = time.monotonic()
         for key, item in list(self._draftings.items()):
-            if (part := item.part(self._step_time.seconds)) is not None:
-                item.request.speculation.receive(part, item.request.resident.token_ids, now)
-            if item.proposal.complete:
+            item.give(self._stepper.step_time_s, now)
+            if item.sent.proposal.complete:
                 del self._draftings[key]
 
     def _begin(self, request: Request) -> _Drafting:
@@ -97,7 +90,7 @@ class ColocatedDraft:
             request.parameters, request.rule, request.prompt_len, request.stop_token_ids, request.cache_salt
         )
         proposal = OpenProposal(session_id, tuple(tokens), terms, request.speculation.num_wanted)
-        return _Drafting(request, request.base, proposal)
+        return _Drafting(request, SentProposal(request.base, proposal, len(tokens)))
 
 
 def check_colocated(drafter: Drafter, tokenizer_fingerprint: str) -> None:

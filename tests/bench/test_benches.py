@@ -4,7 +4,20 @@ from pathlib import Path
 
 import pytest
 
-from bench import capacity, commits, context, distance, drafts, engine, load, orchestrator, registry, sweep, takeover
+from bench import (
+    capacity,
+    commits,
+    context,
+    distance,
+    drafts,
+    engine,
+    load,
+    orchestrator,
+    outage,
+    registry,
+    sweep,
+    takeover,
+)
 from bench.kinds import KINDS
 from outrider.errors import InvalidArgument
 from tests.training.models import save_target, save_tokenizer
@@ -152,6 +165,17 @@ async def test_sweep(tmp_path: Path) -> None:
     assert set(result.figures) == {f"controller_over_better_{which}" for which in (1, 3, "worst")}
     assert result.figures["controller_over_better_worst"] == min(result.figures.values()) > 0
     sweep.plot(result, tmp_path / "sweep.png")
+
+
+async def test_outage(tmp_path: Path) -> None:
+    timed = "markov:vocabulary=256;order=1;step_s=0.01;row_s=0.0005"
+    options = outage.Options(num_tokens=60, num_before=20, num_repeats=1, model=timed, draft=timed)
+    result = await outage.measure(options)
+    assert [row["draft"] for row in result.rows] == ["nothing", "killed", "stopped", "slow"]
+    assert result.figures["same_texts"] == 1
+    assert all(row["tokens_per_s"] > 0 and row["longest_gap_s"] < 2 for row in result.rows)
+    assert set(result.figures) == {"killed_over_plain", "stopped_over_plain", "slow_over_plain", "same_texts"}
+    outage.plot(result, tmp_path / "outage.png")
 
 
 def test_a_capacity_lies_between_the_loads_that_get_the_rate_and_those_that_do_not() -> None:

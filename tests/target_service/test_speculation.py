@@ -1,8 +1,12 @@
 """Proposals that run ahead, at a running target: hits, trees that are followed, what comes late or is wrong."""
 
 import asyncio
+from collections.abc import Sequence
+
+import pytest
 
 from outrider import wire
+from outrider.drafters.drafter import OpenProposal
 from outrider.drafters.loading import load_drafter
 from outrider.drafters.options import DrafterKind, DrafterOptions
 from outrider.parameters import AcceptanceRule, SamplingParameters
@@ -194,6 +198,42 @@ async def test_sessions_beside_each_other_share_a_colocated_drafts_steps() -> No
         plain = await asyncio.gather(*(run(caller, number, own_draft=False) for number in range(8)))
         drafted = await asyncio.gather(*(run(caller, 100 + number, own_draft=True) for number in range(8)))
     assert drafted == plain
+
+
+async def test_a_session_that_a_colocated_draft_fails_on_goes_on_without_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    drafter = load_drafter(DrafterOptions(drafter=DrafterKind.MODEL, model=MODEL))
+    step, num_failures = drafter.step, 0
+
+    def failing(proposals: Sequence[OpenProposal]) -> int:
+        nonlocal num_failures
+        if any(proposal.session_id == "bad" for proposal in proposals):
+            num_failures += 1
+            raise RuntimeError("no such page")
+        return step(proposals)
+
+    monkeypatch.setattr(drafter, "step", failing)
+    async with target(draft=ColocatedDraft(drafter), adaptive_speculation=False) as (engine, caller):
+        truth = await caller.plain(1, PROMPT, GREEDY, stop_token_ids=())
+
+        async def run(handle: int, session: str) -> int:
+            await caller.open(
+                handle,
+                PROMPT,
+                GREEDY,
+                num_speculative_tokens=4,
+                max_wait_s=1.0,
+                stop_token_ids=(),
+                session=session,
+                own_draft=True,
+            )
+            await caller.span(handle, 0, PROMPT)
+            verdicts = [verdict async for verdict in caller.verdicts(handle)]
+            assert [token_id for verdict in verdicts for token_id in verdict.token_ids] == truth
+            return sum(verdict.num_accepted_tokens for verdict in verdicts)
+
+        bad, good = await asyncio.gather(run(2, "bad"), run(3, "good"))
+        assert engine.is_alive
+    assert bad == 0 < min(good, num_failures)
 
 
 async def test_a_draft_that_joins_late_is_not_waited_for_before_it_is_asked() -> None:

@@ -1,0 +1,32 @@
+"""A draft of its own, beside a stack that knows only the address of the proxy in between."""
+
+import tempfile
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Final
+
+from outrider.client.process import ProcessSpec, ServiceProcess
+
+_TIMEOUT_S: Final = 900.0
+
+
+@asynccontextmanager
+async def remote_draft(model: str) -> AsyncIterator[ServiceProcess]:
+    """Starts a draft that runs on one thread; ends it, whatever has become of it, at the end."""
+    with tempfile.TemporaryDirectory() as folder:
+        settings = {
+            "OUTRIDER_ADDRESS": "127.0.0.1:0",
+            "OUTRIDER_DRAFTER": "model",
+            "OUTRIDER_MODEL": model,
+            "OUTRIDER_NUM_THREADS": "1",
+            "OUTRIDER_LOG_FORMAT": "text",
+        }
+        process = ServiceProcess(ProcessSpec("draft-0", "draft_service", settings), Path(folder))
+        process.start()
+        try:
+            await process.wait_ready(_TIMEOUT_S)
+            yield process
+        finally:
+            process.kill()
+            await process.wait_ended()
