@@ -1,0 +1,78 @@
+"""Steps of which one session's failure is its own, and parts that say everything once."""
+
+from collections.abc import Sequence
+from typing import cast
+
+from outrider.drafters.drafter import Drafter, DraftTerms, OpenProposal
+from outrider.drafters.stepping import SentProposal, Stepper
+from outrider.parameters import AcceptanceRule, SamplingParameters
+from outrider.tokens import Base
+
+TERMS = DraftTerms(SamplingParameters(), AcceptanceRule.COUPLED, 1, frozenset())
+
+
+def _proposal(session_id: str = "s", num: int = 3) -> OpenProposal:
+    return OpenProposal(session_id, [1], TERMS, num)
+
+
+class _Drafter:
+    """Appends a node to every proposal; fails where one of them is of a session that it cannot draft for."""
+
+    def __init__(self, *broken: str) -> None:
+        self.broken = broken
+        self.forgotten: list[str] = []
+
+    def step(self, proposals: Sequence[OpenProposal]) -> int:
+        if any(proposal.session_id in self.broken for proposal in proposals):
+            raise RuntimeError("no such page")
+        for proposal in proposals:
+            proposal.append(5)
+        return len(proposals)
+
+    def forget(self, session_id: str) -> None:
+        self.forgotten.append(session_id)
+
+
+def test_everything_is_said_once() -> None:
+    sent = SentProposal(Base(1, 1), _proposal(), 1)
+    assert sent.next_part(0.1) is None
+    sent.proposal.append(5)
+    sent.proposal.append(6)
+    part = sent.next_part(0.1)
+    assert part is not None
+    assert (part.first_node, len(part.nodes), part.complete, part.known_len, part.step_time_s) == (1, 2, False, 1, 0.1)
+    assert sent.next_part(0.1) is None
+    sent.proposal.append(7)
+    part = sent.next_part(0.1)
+    assert part is not None
+    assert (part.first_node, len(part.nodes), part.complete) == (3, 1, True)
+    assert sent.next_part(0.1) is None
+
+
+def test_that_nothing_comes_is_said_for_every_length_that_is_told() -> None:
+    sent = SentProposal(Base(1, 1), _proposal(num=0), 1)
+    for length in (1, 4):
+        sent.advance(Base(length, 1))
+        part = sent.next_part(0.1)
+        assert part is not None
+        assert (part.nodes, part.complete, part.known_len) == ((), True, length)
+        assert sent.next_part(0.1) is None
+
+
+def test_a_proposal_that_misses_features_waits_for_them() -> None:
+    sent = SentProposal(Base(1, 1), _proposal(), 1)
+    assert sent.can_go_on
+    sent.proposal.missing_features_from = 0
+    assert not sent.can_go_on
+
+
+def test_only_sessions_that_fail_are_refused() -> None:
+    drafter = _Drafter("b")
+    stepper = Stepper(cast(Drafter, drafter))
+    proposals = [_proposal(name) for name in "abc"]
+    stepper.step(proposals)
+    assert [proposal.refusal is not None for proposal in proposals] == [False, True, False]
+    assert [len(proposal.nodes) for proposal in proposals] == [1, 0, 1]
+    assert set(drafter.forgotten) == {"a", "b", "c"}, "what a broken pass has cached is not known"
+    assert (stepper.num_passes, stepper.num_tokens) == (2, 2)
+    assert stepper.model_time_s >= stepper.step_time_s > 0
