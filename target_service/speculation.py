@@ -74,7 +74,7 @@ class Speculation:
         self._expected_waits_s: Sequence[float] = ()
         self._wait_until = 0.0
         self._ready_from = 0.0
-        self._news_at = 0.0
+        self._reached_at: float | None = None
         self._ready_at: float | None = None
         self._ready_again = DecayingMean(_FADING, 0.5, 1)
         self._answer_s = DecayingMean(_FADING)
@@ -156,7 +156,9 @@ class Speculation:
         self.num_proposed += len(part.nodes)
         if part.complete:
             self._whole_len = part.known_len
-        self._has_news, self._news_at = True, now
+        self._has_news = True
+        if self._reached_at is None and (part.complete or self._depth() >= self._plan.depth):
+            self._reached_at = now
         self._is_answering = self._is_answering or part.known_len == len(token_ids)
         return True
 
@@ -172,7 +174,8 @@ class Speculation:
             num_left: tokens that the request may still output.
             now: monotonic time.
         """
-        self._started, self._num_left, self._ready_at = now, num_left, None
+        self._started, self._num_left = now, num_left
+        self._reached_at = self._ready_at = None
         self._is_answering = False
         self._decide(now)
         self._waits = self._plan.wait_s > 0
@@ -193,6 +196,8 @@ class Speculation:
             is_answering=self._is_answering,
             drafts_here=terms.own_draft,
         )
+        if depth < self._plan.depth:
+            self._reached_at = None
         self._wait_until = min(now + self._plan.wait_s, self._started + terms.max_wait_s)
         # An answer is under way since the verdict, a step since the last one.
         self._ready_from = (now if depth else self._started) + self._plan.expects.wait_s
@@ -210,8 +215,8 @@ class Speculation:
         if not is_here and now < self._wait_until:
             self._ready_at = None
         elif self._ready_at is None:
-            came_at = max(self._started, self._news_at) if is_here else now
-            self._ready_at = min(now, came_at, max(self._started, self._wait_until))
+            came_at = self._started if self._reached_at is None else self._reached_at
+            self._ready_at = min(now, came_at if is_here else now, max(self._started, self._wait_until))
         return self._ready_at is not None
 
     def entrant(self, now: float) -> Entrant:
