@@ -78,6 +78,11 @@ class Expectation:
     num_tokens: float = 0.0
     num_rows: float = 0.0
 
+    @property
+    def is_known(self) -> bool:
+        """Whether anything is expected."""
+        return self.num_tokens > 0
+
 
 _NOTHING_KNOWN: Final = Expectation()
 
@@ -182,7 +187,7 @@ class SpeculationPolicy:
             num_wanted = shortest if is_wanted else max_depth if is_trial else 0
             return RoundPlan(0.0, depth, num_wanted, is_trial=is_trial and not is_wanted, expects=now)
         expects = self._waiting(goal, depth, is_running=is_running)
-        self._expected_wait_s = expects.wait_s if self.draft.known else None
+        self._expected_wait_s = expects.wait_s if expects.is_known else None
         return RoundPlan(self._patience_s(), goal, goal, expects=expects)
 
     def whole(self, max_depth: int) -> Expectation:

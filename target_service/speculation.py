@@ -200,7 +200,8 @@ class Speculation:
             self._reached_at = None
         self._wait_until = min(now + self._plan.wait_s, self._started + terms.max_wait_s)
         # An answer is under way since the verdict, a step since the last one.
-        self._ready_from = (now if depth else self._started) + self._plan.expects.wait_s
+        expected_s = self._plan.expects.wait_s if self._plan.expects.is_known else self._plan.wait_s
+        self._ready_from = (now if depth else self._started) + expected_s
         self._has_news = False
 
     def note_verdict(self, length: int, now: float) -> None:

@@ -301,3 +301,10 @@ def test_a_machine_that_stands_still_for_a_moment_does_not_end_speculation() -> 
     # What stays so is followed.
     session.answer_s = 0.6
     assert session.settle(40).wait_s == 0
+
+
+def test_while_no_pass_was_measured_a_wait_is_as_long_as_it_may_be() -> None:
+    policy = SpeculationPolicy(0.1, Experience())
+    policy.draft.note_verdict(1, 0.0)
+    policy.draft.note_answer(1, 0.03)
+    assert policy.begin([], 0, DEPTH).wait_s == 0.1
