@@ -4,10 +4,12 @@ import asyncio
 from concurrent.futures import ThreadPoolExecutor
 
 from draft_service.engine import Engine, EngineLimits
+from draft_service.metrics import watch
 from draft_service.servicer import DraftServicer
 from draft_service.settings import DraftSettings
 from draft_service.worker import WorkerIdentity, WorkerServicer
 from outrider.drafters.loading import load_drafter
+from outrider.serving.metrics import new_registry
 from outrider.serving.server import Server, favour_engine, run_process
 from outrider.serving.settings import load_settings
 from outrider.serving.telemetry import configure_logging
@@ -26,8 +28,18 @@ async def serve(settings: DraftSettings) -> None:
         drafter = await loop.run_in_executor(loader, load_drafter, settings)
     favour_engine()
     engine = Engine(drafter, _limits(settings), lambda: loop.call_soon_threadsafe(server.request_stop))
+    registry = new_registry("draft")
+    watch(registry, engine, settings)
     servicer = DraftServicer(engine, drafter.info)
-    server = Server(settings, name="draft", drain=lambda: servicer.drain(_DRAIN_SHARE * settings.drain_budget_s))
+    drain_s = _DRAIN_SHARE * settings.drain_budget_s
+    server = Server(
+        settings,
+        name="draft",
+        drain=lambda: servicer.drain(drain_s),
+        is_live=lambda: engine.is_alive and engine.busy_s < settings.max_step_s,
+        is_ready=lambda: engine.load.num_active_sessions < settings.max_sessions,
+        registry=registry,
+    )
     server.register(add_DraftServiceServicer_to_server, servicer, "outrider.v1.DraftService")
     worker = WorkerServicer(engine, drafter.info, _identity(settings))
     server.register(add_WorkerServiceServicer_to_server, worker, "outrider.v1.WorkerService")

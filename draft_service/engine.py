@@ -3,9 +3,10 @@
 import asyncio
 import logging
 import threading
+import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Final
 
 from draft_service.commands import (
@@ -53,7 +54,21 @@ class EngineLimits:
 
 @dataclass(frozen=True, slots=True)
 class EngineLoad:
-    """How busy an engine is; see GetLoadResponse."""
+    """How busy an engine is; see GetLoadResponse.
+
+    Attributes:
+        num_active_sessions: open ones.
+        num_cached_sessions: open or idle.
+        kv_used_bytes: memory of their caches.
+        num_passes: steps of the drafter.
+        model_time_s: seconds of all steps.
+        num_tokens: that they ran.
+        num_stale_messages: whose base or fencing token was old.
+        num_nodes: nodes that were sent.
+        num_asked: times that a session asked for a proposal.
+        num_late: of these, those whose text went on before a node was there, because other sessions' were made first.
+        shared_time_s: seconds of all steps that a session alone would not have taken.
+    """
 
     num_active_sessions: int = 0
     num_cached_sessions: int = 0
@@ -62,6 +77,10 @@ class EngineLoad:
     model_time_s: float = 0.0
     num_tokens: int = 0
     num_stale_messages: int = 0
+    num_nodes: int = 0
+    num_asked: int = 0
+    num_late: int = 0
+    shared_time_s: float = 0.0
 
 
 @dataclass(slots=True, eq=False)
@@ -71,10 +90,12 @@ class _Drafting:
     Attributes:
         seat: whose proposal it is.
         sent: it, and how much of it has been sent.
+        asked_at: monotonic time at which nodes were last asked for.
     """
 
     seat: Seat
     sent: SentProposal
+    asked_at: float = field(default_factory=time.monotonic)
     num_feature_frames: int = 0
     has_asked: bool = False
     has_gap: bool = False
@@ -84,6 +105,14 @@ class _Drafting:
         asks = self.has_gap or not self.has_asked
         self.has_asked, self.has_gap = True, False
         return FeaturesMissing(self.seat.handle, start, self.num_feature_frames) if asks else None
+
+    def is_late(self, alone_s: float) -> bool:
+        """Whether nodes were asked for, and none has been sent for longer than it takes, because of other sessions.
+
+        Without others it takes the step that is running and one of its own, of `alone_s` seconds each.
+        """
+        is_owed = not self.sent.num_sent and self.sent.can_go_on and self.proposal.num_speculative_tokens > 0
+        return is_owed and time.monotonic() - self.asked_at > 2 * alone_s > 0
 
     @property
     def proposal(self) -> OpenProposal:
@@ -128,8 +157,9 @@ class Engine:
         self._replies: defaultdict[ReplyStream, list[Reply]] = defaultdict(list)
         self._load = EngineLoad()
         self._stepper = Stepper(drafter)
-        self._num_stale = 0
+        self._num_stale = self._num_sent = self._num_asked = self._num_late = 0
         self._draining = False
+        self._busy_since: float | None = None
         self._quiet = threading.Event()
         self._thread = threading.Thread(target=self._run, name="draft-engine", daemon=True)
 
@@ -137,6 +167,17 @@ class Engine:
     def load(self) -> EngineLoad:
         """How busy the engine is; never older than a step."""
         return self._load
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether the thread runs."""
+        return self._thread.is_alive()
+
+    @property
+    def busy_s(self) -> float:
+        """Seconds that the step, or whatever the thread does now, has taken; 0 while it waits."""
+        since = self._busy_since
+        return 0.0 if since is None else time.monotonic() - since
 
     @property
     def draining(self) -> bool:
@@ -177,7 +218,10 @@ class Engine:
 
     def _turn(self) -> None:
         idle = not any(drafting.sent.can_go_on for drafting in self._draftings.values())
-        for command in self._inbox.take(wait=idle, timeout_s=self._sessions.next_expiry_s() if idle else None):
+        self._busy_since = None
+        commands = self._inbox.take(wait=idle, timeout_s=self._sessions.next_expiry_s() if idle else None)
+        self._busy_since = time.monotonic()
+        for command in commands:
             self._apply(command)
         self._sessions.expire()
         self._step()
@@ -225,11 +269,14 @@ class Engine:
         session = self._sessions.at(command.seat, command.base.fencing_token)
         is_news = command.span.start == len(session.token_ids)
         same_len = session.apply(command.span)
+        self._num_asked += command.num_speculative_tokens > 0
         drafting = self._draftings.get(session.session_id)
+        self._num_late += drafting is not None and is_news and drafting.is_late(self._stepper.alone_s)
         if drafting is not None and is_news and not drafting.proposal.refusal:
             self._ask(drafting.proposal, session, command)
             if self._drafter.advance(drafting.proposal, command.span.token_ids):
                 drafting.sent.advance(command.base)
+                drafting.asked_at = time.monotonic()
                 return
         self._end(session.session_id)
         self._drafter.truncate(session.session_id, same_len)
@@ -238,7 +285,9 @@ class Engine:
         proposal.max_len = self._drafter.info.max_session_len
         self._ask(proposal, session, command)
         sent = SentProposal(command.base, proposal, command.base.len)
-        self._draftings[session.session_id] = _Drafting(command.seat, sent, session.num_feature_frames)
+        self._draftings[session.session_id] = _Drafting(
+            command.seat, sent, num_feature_frames=session.num_feature_frames
+        )
 
     def _ask(self, proposal: OpenProposal, session: Session, command: AdvanceSession) -> None:
         """Notes what is asked for, within what is allowed."""
@@ -287,8 +336,10 @@ class Engine:
         if proposals:
             self._stepper.step(proposals)
         for drafting in list(self._draftings.values()):
+            num_sent = drafting.sent.num_sent
             if (reply := drafting.next_reply(self._stepper.step_time_s)) is not None:
                 self._replies[drafting.seat.stream].append(reply)
+            self._num_sent += drafting.sent.num_sent - num_sent
             if drafting.proposal.refusal is not None:
                 self._end(drafting.proposal.session_id)
 
@@ -301,6 +352,10 @@ class Engine:
             model_time_s=self._stepper.model_time_s,
             num_tokens=self._stepper.num_tokens,
             num_stale_messages=self._num_stale,
+            num_nodes=self._num_sent,
+            num_asked=self._num_asked,
+            num_late=self._num_late,
+            shared_time_s=self._stepper.shared_time_s,
         )
         if self._draining and not self._sessions.num_open:
             self._quiet.set()

@@ -14,14 +14,24 @@ class Admission:
         max_active: requests inside at once.
         max_queued: requests that wait.
         max_queue_s: longest wait, in seconds.
+
+    Attributes:
+        max_active: as above.
     """
 
     def __init__(self, max_active: int, max_queued: int, max_queue_s: float) -> None:
+        self.max_active = max_active
         self._turns = asyncio.Semaphore(max_active)
+        self._num_active = 0
         self._max_queued = max_queued
         self._max_queue_s = max_queue_s
         self._num_queued = 0
         self._draining = False
+
+    @property
+    def num_active(self) -> int:
+        """Requests inside."""
+        return self._num_active
 
     @property
     def num_queued(self) -> int:
@@ -43,9 +53,11 @@ class Admission:
         if self._draining:
             raise Draining("this orchestrator is shutting down")
         await self._enter()
+        self._num_active += 1
         try:
             yield
         finally:
+            self._num_active -= 1
             self._turns.release()
 
     async def _enter(self) -> None:

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from orchestrator.draft_session import DraftSession
+from orchestrator.metrics import OrchestratorMetrics
 from orchestrator.output import OutputText
 from orchestrator.renewal import LeaseRenewal
 from orchestrator.replicas import Replicas
@@ -53,6 +54,7 @@ class Services:
     store: SessionStore
     replicas: Replicas
     settings: OrchestratorSettings
+    metrics: OrchestratorMetrics
 
 
 @dataclass(slots=True)
@@ -91,6 +93,7 @@ class Generation:
         stop_token_ids: tuple[int, ...],
     ) -> None:
         self._store, self._replicas, self._settings = services.store, services.replicas, services.settings
+        self._metrics = services.metrics
         self._record = record
         self._lease = lease
         self._tokens = tokens
@@ -102,6 +105,7 @@ class Generation:
         self._target_error: OutriderError | None = None
         self._failed_targets: list[str] = []
         self._failing_since: float | None = None
+        self._left: tuple[str, str] | None = None
         self._draft: DraftSession | None = None
         self._draft_retry_at = 0.0
         self._draft_is_proved = False
@@ -109,7 +113,7 @@ class Generation:
         self._wake = asyncio.Event()
         self._is_over = False
         self._is_finished = False
-        self._tally = Tally()
+        self._tally = Tally(services.metrics)
         self._end: OutriderError | None = None
         self._renewal = LeaseRenewal(self._store, lease, self._settings.lease_s / 3, self.cancel, self._on_lease_lost)
 
@@ -226,7 +230,8 @@ class Generation:
         append = functools.partial(self._store.append, self._lease, self._committed_len, token_ids, reason, replica)
         try:
             try:
-                committed = await append()
+                with self._metrics.commit_time.time():
+                    committed = await append()
             except DataLoss as error:
                 await self._restore(error)
                 committed = await append()
@@ -328,6 +333,9 @@ class Generation:
         except OutriderError as error:
             self._target_error = error
             return
+        if self._left is not None and self._left[0] != link.address:
+            self._metrics.target_changes.labels(self._left[1]).inc()
+        self._left = None
         self._tally.target(link.info.numerics if link.info else "")
         if self._draft is not None:
             self._draft.on_new_target()
@@ -337,6 +345,7 @@ class Generation:
         """Decides whether another target may go on; raises the error where none may, or none has for too long."""
         self._target_error = None
         if self._target is not None:
+            self._left = self._target.link.address, error.reason
             self._failed_targets.append(self._target.link.address)
             self._target.close(self._committed_len)
             self._target = None

@@ -15,7 +15,7 @@ from orchestrator.output import OutputText
 from orchestrator.quotas import Quotas
 from orchestrator.requests import CheckedRequest, check_id, check_request, prompt_tokens
 from orchestrator.session_tokens import SessionTokens
-from orchestrator.sessions import Begun, NewRequest, SessionRecord
+from orchestrator.sessions import BeginOutcome, Begun, NewRequest, SessionRecord
 from orchestrator.tenants import Tenants
 from orchestrator.tokenizer import Tokenizer
 from outrider import wire
@@ -49,17 +49,22 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         context: grpc.aio.ServicerContext[generation_pb2.GenerateRequest, generation_pb2.GenerateResponse],
     ) -> AsyncIterator[generation_pb2.GenerateResponse]:
         """Streams a continuation."""
-        tenant = self._tenants.of(context.invocation_metadata())
-        checked = check_request(request, tenant.name, self._services.settings)
-        async with self._admission.turn(), self._quotas.stream(tenant, checked.session_id) as usage:
-            link = await self._services.replicas.target("")
-            tokenizer = await self._services.replicas.tokenizer(link)
-            begun = await self._begin(request, checked, tenant.name, link, tokenizer)
-            # Closed here and now, not when the garbage collector finds it: the lease waits for it.
-            async with aclosing(self._stream(begun, checked, link, tokenizer)) as events:
-                async for event in events:
-                    usage.add(len(event.delta.origins))
-                    yield event
+        with self._services.metrics.request() as times:
+            tenant = self._tenants.of(context.invocation_metadata())
+            checked = check_request(request, tenant.name, self._services.settings)
+            async with self._admission.turn(), self._quotas.stream(tenant, checked.session_id) as usage:
+                times.admitted(is_resumed=checked.resume_offset is not None)
+                link = await self._services.replicas.target("")
+                tokenizer = await self._services.replicas.tokenizer(link)
+                begun = await self._begin(request, checked, tenant.name, link, tokenizer)
+                if begun.outcome is BeginOutcome.NEW:
+                    times.begun(begun.record.prompt_len - begun.record.prompt_start)
+                # Closed here and now, not when the garbage collector finds it: the lease waits for it.
+                async with aclosing(self._stream(begun, checked, link, tokenizer)) as events:
+                    async for event in events:
+                        usage.add(len(event.delta.origins))
+                        times.event(event)
+                        yield event
 
     async def CancelGeneration(
         self,

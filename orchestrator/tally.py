@@ -3,14 +3,20 @@
 import time
 from collections import Counter
 
+from orchestrator.metrics import OrchestratorMetrics
 from outrider.statistics import SpeculationStatistics
 from outrider.v1 import generation_pb2, target_pb2
 
 
 class Tally:
-    """Counts and times one request since it was accepted or resumed here."""
+    """Counts and times one request since it was accepted or resumed here.
 
-    def __init__(self) -> None:
+    Args:
+        metrics: of the process, which count fallbacks too.
+    """
+
+    def __init__(self, metrics: OrchestratorMetrics) -> None:
+        self._metrics = metrics
         self._started = time.monotonic()
         self._first_token_s: float | None = None
         self._target_time_s = 0.0
@@ -45,6 +51,7 @@ class Tally:
     def fallback(self, reason: str) -> None:
         """Counts a case of plain decoding in place of speculation."""
         self._fallbacks[reason] += 1
+        self._metrics.fallbacks.labels(reason).inc()
 
     def features(self, num_bytes: int) -> None:
         """Counts features that a target sent for the draft."""

@@ -15,6 +15,7 @@ from outrider.drafters.loading import load_drafter
 from outrider.lm.loading import LoadedModel, LoadOptions, chosen_device, load_model
 from outrider.lm.model import LanguageModel
 from outrider.lm.ranks import Ranks, num_ranks
+from outrider.serving.metrics import new_registry
 from outrider.serving.server import Server, favour_engine, run_process
 from outrider.serving.settings import load_settings
 from outrider.serving.telemetry import configure_logging
@@ -23,6 +24,7 @@ from outrider.v1.worker_pb2_grpc import add_WorkerServiceServicer_to_server
 from target_service.block_store import BlockStore
 from target_service.colocated import ColocatedDraft, check_colocated
 from target_service.engine import Engine
+from target_service.metrics import watch
 from target_service.remote_blocks import RemoteBlocks
 from target_service.servicer import TargetServicer, TargetWorkerServicer
 from target_service.settings import BlockUse, TargetSettings
@@ -88,9 +90,18 @@ async def lead(loaded: LoadedModel, settings: TargetSettings, draft: ColocatedDr
     # Without its engine the process can only hold sessions up: gone at once, they go on elsewhere.
     blocks = remote_blocks(loaded.model, settings)
     engine = Engine(loaded.model, settings, blocks, draft, on_failure=lambda: os._exit(os.EX_SOFTWARE))
+    registry = new_registry("target")
+    watch(registry, engine, loaded.model, settings)
     engine.start()
     target = TargetServicer(engine, hand_over_after_s=_HAND_OVER_SHARE * settings.drain_budget_s)
-    server = Server(settings, name="target", drain=target.drain)
+    server = Server(
+        settings,
+        name="target",
+        drain=target.drain,
+        is_live=lambda: engine.is_alive and engine.busy_s < settings.max_pass_s,
+        is_ready=lambda: engine.num_requests < settings.max_sessions,
+        registry=registry,
+    )
     replica = settings.replica or f"{socket.gethostname()}-{os.getpid()}"
     worker = TargetWorkerServicer(engine, loaded, settings, replica, secrets.token_hex(8))
     server.register(add_TargetServiceServicer_to_server, target, "outrider.v1.TargetService")

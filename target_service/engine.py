@@ -59,6 +59,8 @@ class Engine:
         self._draft = draft
         self._settings = settings
         self._on_failure = on_failure
+        self.on_pass: Callable[[float], object] = lambda seconds: None
+        """Called, in the engine's thread, with the seconds of each pass; set it before `start`."""
         self.max_len = min(model.info.max_session_len, settings.max_session_len, model.kv_usage.max_len)
         """Longest session in tokens: what the model, the settings and the KV cache allow."""
         experience = Experience()
@@ -71,6 +73,7 @@ class Engine:
         self._commands: deque[tuple[Callable[[], None], bool]] = deque()
         self._wake = threading.Condition()
         self._stopping = False
+        self._busy_since: float | None = None
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._restoring = None
         if blocks is not None:
@@ -99,6 +102,12 @@ class Engine:
     def is_alive(self) -> bool:
         """Whether the thread runs."""
         return self._thread.is_alive()
+
+    @property
+    def busy_s(self) -> float:
+        """Seconds that the pass, or whatever the thread does now, has taken; 0 while it waits. From any thread."""
+        since = self._busy_since
+        return 0.0 if since is None else time.monotonic() - since
 
     def submit(self, command: Callable[[], None], *, is_gentle: bool = False) -> None:
         """Has the engine's thread run a command before its next pass. From any thread.
@@ -160,6 +169,7 @@ class Engine:
 
     def _turn_until_stopped(self) -> None:
         while not self._stopping:
+            self._busy_since = time.monotonic()
             self._run_commands()
             if self._draft is not None:
                 self._draft.step(self.requests.open_ones)
@@ -183,9 +193,11 @@ class Engine:
 
     def _sleep(self) -> None:
         """Waits for a command, or for the first wait for a proposal to be over."""
+        self._note_waiting()
         now = time.monotonic()
         until = self._scheduler.next_time(self.requests.open_ones, now)
         timeout = None if until is None else max(0.0, until - now)
+        self._busy_since = None
         with self._wake:
             if not self._commands and not self._stopping:
                 self._wake.wait(timeout)
@@ -200,6 +212,7 @@ class Engine:
             return
         duration_s = time.perf_counter() - started
         self._account(shares, duration_s)
+        self.on_pass(duration_s)
         self._run_commands(only_gentle=True)
         judged = [(share, logits) for share, logits in zip(shares, outputs, strict=True) if share.step.wants_logits]
         results = self._judge(judged)
@@ -246,6 +259,7 @@ class Engine:
         resident.token_ids += result.token_ids
         request.finished = result.finish_reason is not None
         speculation = request.speculation
+        waited = speculation.waits
         now = time.monotonic()
         if not share.is_prefill:
             rest_s = speculation.lasted_s(now) - share.wait_s - share.queue_s - duration_s
@@ -267,6 +281,7 @@ class Engine:
             num_wanted=speculation.num_wanted,
             lookahead_nodes=speculation.terms.lookahead_nodes if speculation.wants_draft else 0,
         )
+        self.load.note_round(result, about, waited=waited, does_without=speculation.does_without)
         request.num_recomputed = speculation.num_proposed = 0
         request.stream.verdict(request.handle, base, result, about)
 
@@ -286,6 +301,10 @@ class Engine:
         if not prefill:
             self._times.observe(duration_s, num_decode)
         self._times.num_sessions = max(1, len(self.requests) - len(prefill))
+        self._note_waiting()
+
+    def _note_waiting(self) -> None:
+        self.load.note_waiting(request.num_uncached for request in self.requests.open_ones if not request.finished)
 
     def _fail(self, shares: list[Share], error: Exception) -> None:
         """Ends the requests of a pass that failed, whose caches can no longer be trusted; the process lives on."""

@@ -44,6 +44,9 @@ class TargetSettings(ServingSettings):
     compile: bool = Field(
         True, description="Compile the model's layers where there is a C++ compiler; the first start takes longer."
     )
+    max_pass_s: float = Field(
+        600.0, gt=0, le=86400, description="Seconds that a pass may take before liveness checks call the engine hung."
+    )
     invariant: bool = Field(
         True,
         description="Compute each position to the same bits in every pass. `false` makes long prompts faster, halves "

@@ -17,6 +17,7 @@ from outrider.client.commands.distill import distill
 from outrider.client.commands.examples import ExampleSection
 from outrider.client.commands.generate import INTERRUPTED, generate
 from outrider.client.commands.info import info
+from outrider.client.commands.plan import plan_command
 from outrider.client.commands.up import up
 from outrider.errors import OutriderError
 
@@ -84,5 +85,5 @@ def main(debug: bool) -> None:
     """Distributed speculative decoding: a draft runs ahead, the target keeps only what it would have said itself."""
 
 
-for command in (up, generate, chat, info, bench, distill, demo):
+for command in (up, generate, chat, info, bench, distill, plan_command, demo):
     main.add_command(command)

@@ -1,6 +1,7 @@
 """One service as a child process: started, awaited, drained, never left behind."""
 
 import asyncio
+import json
 import os
 import subprocess
 import sys
@@ -14,6 +15,7 @@ from outrider.errors import Unavailable
 
 _POLL_S = 0.02
 _TAIL_LINES = 12
+_READY = '{"ready": true'
 # The child may take longer to notice the signal than it allows itself to drain.
 _KILL_SLACK_S = 2.0
 
@@ -62,6 +64,14 @@ class ServiceProcess:
     def is_running(self) -> bool:
         """Whether it has been started and has not ended."""
         return self._process is not None and self._process.poll() is None
+
+    @property
+    def metrics_address(self) -> str:
+        """Where it tells its metrics; empty where it does not, or does not serve yet."""
+        for line in reversed(self.log.read_text(errors="replace").splitlines()):
+            if line.startswith(_READY):
+                return str(json.loads(line).get("metrics_address", ""))
+        return ""
 
     @property
     def exit_code(self) -> int | None:

@@ -83,6 +83,7 @@ class StackOptions:
         target_cores: cores that targets run on, by number; empty for all.
         target_environment: further settings of targets.
         orchestrator_environment: further settings of orchestrators.
+        tells_metrics: whether each process tells Prometheus metrics on a free port; see `ServiceProcess`.
         ready_timeout_s: bound on the start of each process.
         drain_budget_s: bound on the end of each process.
     """
@@ -100,6 +101,7 @@ class StackOptions:
     target_cores: frozenset[int] = frozenset()
     target_environment: Mapping[str, str] = field(default_factory=dict)
     orchestrator_environment: Mapping[str, str] = field(default_factory=dict)
+    tells_metrics: bool = False
     ready_timeout_s: float = 300.0
     drain_budget_s: float = 10.0
 
@@ -164,6 +166,7 @@ class StackOptions:
             "OUTRIDER_ADDRESS": "127.0.0.1:0",
             "OUTRIDER_DRAIN_BUDGET_S": str(self.drain_budget_s),
             "OUTRIDER_LOG_FORMAT": "text",
+            "OUTRIDER_METRICS_ADDRESS": "127.0.0.1:0" if self.tells_metrics else "",
         }
         return ProcessSpec(name, module, {**life, **settings}, self.drain_budget_s)
 

@@ -9,6 +9,7 @@ from typing import Final
 from outrider.drafters.drafter import Drafter, OpenProposal
 from outrider.drafters.step_time import StepTime
 from outrider.errors import OutriderError
+from outrider.pass_times import PassTimes
 from outrider.tokens import Base, ProposalPart
 
 _LOG: Final = logging.getLogger(__name__)
@@ -62,6 +63,8 @@ class Stepper:
         num_passes: steps that went well.
         num_tokens: that they ran.
         model_time_s: seconds of all steps.
+        shared_time_s: seconds of these that a session alone would not have had to wait for: what others added.
+        alone_s: seconds that a step of one of the last step's sessions would take.
     """
 
     def __init__(self, drafter: Drafter) -> None:
@@ -70,6 +73,9 @@ class Stepper:
         self.num_passes = 0
         self.num_tokens = 0
         self.model_time_s = 0.0
+        self.shared_time_s = 0.0
+        self.alone_s = 0.0
+        self._times = PassTimes()
 
     @property
     def step_time_s(self) -> float:
@@ -78,11 +84,21 @@ class Stepper:
 
     def step(self, proposals: Sequence[OpenProposal]) -> None:
         """Brings proposals forward, at least one; those that cannot be are refused, and those alone."""
-        started_s = time.perf_counter()
+        num_before, started_s = self.num_tokens, time.perf_counter()
         self._draft(proposals)
         duration_s = time.perf_counter() - started_s
         self.model_time_s += duration_s
         self._step_time.observe(duration_s)
+        self._share(self.num_tokens - num_before, len(proposals), duration_s)
+
+    def _share(self, num_rows: int, num_sessions: int, duration_s: float) -> None:
+        """Learns what a step took, and how much of it was for others than the session that waits for it."""
+        if num_rows <= 0 or duration_s <= 0:
+            return
+        self._times.observe(duration_s, num_rows)
+        together_s = self._times.pass_s(num_rows)
+        self.alone_s = self._times.pass_s(max(1, num_rows // num_sessions))
+        self.shared_time_s += duration_s * max(0.0, 1 - self.alone_s / together_s)
 
     def _draft(self, proposals: Sequence[OpenProposal]) -> None:
         """Runs one step; where it fails, each session by itself, so that only those that fail are refused."""

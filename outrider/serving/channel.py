@@ -23,6 +23,7 @@ def open_channel(
     max_message_bytes: int = DEFAULT_MAX_MESSAGE_BYTES,
     keepalive_s: float = DEFAULT_KEEPALIVE_S,
     keepalive_timeout_s: float = DEFAULT_KEEPALIVE_TIMEOUT_S,
+    tls_name: str = "",
 ) -> grpc.aio.Channel:
     """Returns a channel of its own connection, which is made with the first call.
 
@@ -32,8 +33,11 @@ def open_channel(
         max_message_bytes: largest message, both ways.
         keepalive_s: seconds of silence after which the peer is pinged; not below the server's `min_ping_interval_s`.
         keepalive_timeout_s: seconds after which a peer that does not answer a ping is given up.
+        tls_name: that the peer's certificate must have, where it is not that of the address.
     """
-    options = _options(max_message_bytes, keepalive_s, keepalive_timeout_s)
+    options: list[tuple[str, int | str]] = [*_options(max_message_bytes, keepalive_s, keepalive_timeout_s)]
+    if tls_name:
+        options.append(("grpc.ssl_target_name_override", tls_name))
     if credentials is None:
         return grpc.aio.insecure_channel(address, options=options)
     return grpc.aio.secure_channel(address, credentials, options=options)

@@ -13,9 +13,11 @@ from typing import Any, Final, TypeVar
 import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
+from prometheus_client import CollectorRegistry
 
 from outrider.errors import OutriderError, Unavailable
 from outrider.serving.interceptor import CallsInFlight, ErrorInterceptor
+from outrider.serving.metrics import MetricsServer, Readings, gauge, new_registry
 from outrider.serving.settings import ServingSettings
 from outrider.serving.tls import TlsFiles
 
@@ -28,8 +30,19 @@ _SWITCH_S: Final = 0.0005
 ServicerT = TypeVar("ServicerT")
 
 
+LIVENESS: Final = "liveness"
+READINESS: Final = "readiness"
+"""Names under which health checks ask whether the process works at all, and whether it should get new work."""
+_HEALTH_S: Final = 0.5
+
+
 async def _nothing_to_drain() -> None:
     """The drain of a service that holds nothing between calls."""
+
+
+def _always() -> bool:
+    """The health of a service of which nothing more is known than that it answers."""
+    return True
 
 
 class Server:
@@ -47,10 +60,16 @@ class Server:
 
     A second signal ends the process at once.
 
+    Health checks may name a service, or `liveness`: whether the process works (its model's thread too), which a drain
+    does not change; or `readiness`: whether it should get new work, which a drain and an overload end.
+
     Args:
         settings: address, limits and the budgets of the drain.
         name: of the service, for the announcement.
         drain: what the service does in step 3.
+        is_live: tells whether the service works; asked twice a second.
+        is_ready: tells whether it should get new work; likewise.
+        registry: its metrics, told where the settings have an address for them; None for those of every process.
     """
 
     def __init__(
@@ -59,18 +78,35 @@ class Server:
         *,
         name: str,
         drain: Callable[[], Awaitable[None]] = _nothing_to_drain,
+        is_live: Callable[[], bool] = _always,
+        is_ready: Callable[[], bool] = _always,
+        registry: CollectorRegistry | None = None,
     ) -> None:
         self._settings = settings
         self._name = name
         self._drain_service = drain
+        self._is_live = is_live
+        self._is_ready = is_ready
+        self._looking: asyncio.Task[None] | None = None
         self._calls = CallsInFlight()
         self._server = grpc.aio.server(interceptors=[ErrorInterceptor(self._calls)], options=_options(settings))
         self._health = health.aio.HealthServicer()
         self._health_server = grpc.aio.server() if settings.health_address else None
+        self._metrics_server: MetricsServer | None = None
+        if settings.metrics_address:
+            registry = registry or new_registry(name)
+            registry.register(Readings(lambda: [gauge("draining", "Whether the drain has begun.", self.draining)]))
+            self._metrics_server = MetricsServer(settings.metrics_address, registry)
         self._names = [health.SERVICE_NAME, reflection.SERVICE_NAME]
         self._stopping = asyncio.Event()
         self._address = ""
         self._health_address = ""
+        self._metrics_address = ""
+
+    @property
+    def metrics_address(self) -> str:
+        """The bound address of the server that tells metrics; empty where there is none."""
+        return self._metrics_address
 
     @property
     def health_address(self) -> str:
@@ -110,8 +146,12 @@ class Server:
             health_pb2_grpc.add_HealthServicer_to_server(self._health, self._health_server)
             self._health_address = _bind(self._health_server, self._settings.health_address, TlsFiles())
             await self._health_server.start()
+        if self._metrics_server is not None:
+            self._metrics_address = self._metrics_server.start()
         for name in self._names:
-            await self._health.set(name, health_pb2.HealthCheckResponse.SERVING)
+            await self._set_health(name, is_well=True)
+        await self._look_at_health()
+        self._looking = asyncio.create_task(self._watch_health())
         self._announce()
         return self._address
 
@@ -140,7 +180,8 @@ class Server:
             self._settings.ready_file.unlink(missing_ok=True)
         try:
             async with asyncio.timeout(max(0.0, self._settings.drain_budget_s - _GRACE_S)):
-                await self._health.enter_graceful_shutdown()
+                for name in ("", READINESS, *self._names):
+                    await self._set_health(name, is_well=False)
                 await asyncio.sleep(self._settings.drain_delay_s)
                 await self._drain_service()
                 await self._calls.wait_idle()
@@ -148,15 +189,34 @@ class Server:
             _LOG.warning("drain budget is spent", extra={"num_calls": self._calls.count})
         except Exception:
             _LOG.exception("drain failed")
+        if self._looking is not None:
+            self._looking.cancel()
         await self._server.stop(_GRACE_S)
         if self._health_server is not None:
             await self._health_server.stop(_GRACE_S)
+        if self._metrics_server is not None:
+            await asyncio.to_thread(self._metrics_server.close)
         _LOG.info("stopped")
+
+    async def _watch_health(self) -> None:
+        while True:
+            await asyncio.sleep(_HEALTH_S)
+            await self._look_at_health()
+
+    async def _look_at_health(self) -> None:
+        await self._set_health(LIVENESS, is_well=self._is_live())
+        await self._set_health(READINESS, is_well=self._is_ready() and not self.draining)
+
+    async def _set_health(self, name: str, *, is_well: bool) -> None:
+        states = health_pb2.HealthCheckResponse
+        await self._health.set(name, states.SERVING if is_well else states.NOT_SERVING)
 
     def _announce(self) -> None:
         line = {"ready": True, "service": self._name, "address": self._address, "pid": os.getpid()}
         if self._health_address:
             line["health_address"] = self._health_address
+        if self._metrics_address:
+            line["metrics_address"] = self._metrics_address
         print(json.dumps(line), flush=True)
         ready_file = self._settings.ready_file
         if ready_file is not None:

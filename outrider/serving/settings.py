@@ -46,6 +46,9 @@ class ServingSettings(BaseSettings):
     health_address: str = Field(
         "", description="Plain address that answers health checks only, for probes that present no certificate."
     )
+    metrics_address: str = Field(
+        "", description="Plain HTTP address that tells Prometheus metrics, at /metrics; empty tells none."
+    )
     ready_file: Path | None = Field(
         None, description="File that gets the bound address once the process is serving, and goes when it drains."
     )

@@ -3,6 +3,9 @@
 from collections.abc import Sequence
 from typing import cast
 
+import pytest
+
+from outrider.drafters import stepping
 from outrider.drafters.drafter import Drafter, DraftTerms, OpenProposal
 from outrider.drafters.stepping import SentProposal, Stepper
 from outrider.parameters import AcceptanceRule, SamplingParameters
@@ -76,3 +79,44 @@ def test_only_sessions_that_fail_are_refused() -> None:
     assert set(drafter.forgotten) == {"a", "b", "c"}, "what a broken pass has cached is not known"
     assert (stepper.num_passes, stepper.num_tokens) == (2, 2)
     assert stepper.model_time_s >= stepper.step_time_s > 0
+
+
+class _Clock:
+    """Time that passes as steps do: 10 ms and 1 ms a row."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def perf_counter(self) -> float:
+        return self.now
+
+
+class _TimedDrafter(_Drafter):
+    """Runs four rows for each session, and lets a clock go on."""
+
+    def __init__(self, clock: _Clock) -> None:
+        super().__init__()
+        self._clock = clock
+
+    def step(self, proposals: Sequence[OpenProposal]) -> int:
+        num_rows = 4 * len(proposals)
+        self._clock.now += 0.010 + 0.001 * num_rows
+        return num_rows
+
+
+def test_what_sessions_add_to_each_others_steps_is_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = _Clock()
+    monkeypatch.setattr(stepping, "time", clock)
+    stepper = Stepper(cast(Drafter, _TimedDrafter(clock)))
+    alone, together = [_proposal("a")], [_proposal(name) for name in "abcdefgh"]
+    for _ in range(20):
+        stepper.step(alone)
+    assert stepper.shared_time_s == pytest.approx(0.0, abs=1e-9)
+    assert stepper.alone_s == pytest.approx(0.014)
+    for _ in range(20):
+        stepper.step(together)
+        stepper.step(alone)
+    before = stepper.shared_time_s
+    stepper.step(together)
+    assert stepper.shared_time_s - before == pytest.approx(0.028, rel=0.1), "42 ms, of which one needs 14"
+    assert stepper.model_time_s == pytest.approx(clock.now)

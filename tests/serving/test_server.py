@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import os
 import signal
 import sys
 import time
@@ -56,6 +57,66 @@ async def test_health_knows_the_process_and_each_service(channel):
     with pytest.raises(grpc.aio.AioRpcError) as caught:
         await health_of(channel, "outrider.v1.TargetService")
     assert caught.value.code() is grpc.StatusCode.NOT_FOUND
+
+
+@asynccontextmanager
+async def watched(**settings):
+    """Yields what a server's health goes by, and a channel to the server."""
+    states = {"live": True, "ready": True}
+    server = Server(
+        ServingSettings(**settings), name="told", is_live=lambda: states["live"], is_ready=lambda: states["ready"]
+    )
+    address = await server.start()
+    try:
+        async with open_channel(server.health_address or address) as channel:
+            yield states, channel
+    finally:
+        await server.stop()
+
+
+async def until_health(channel, name, wanted):
+    async with asyncio.timeout(10):
+        while await health_of(channel, name) != wanted:
+            await asyncio.sleep(0.02)
+
+
+@pytest.mark.parametrize("settings", [{}, {"health_address": "127.0.0.1:0"}])
+async def test_liveness_and_readiness_are_what_the_service_says(settings):
+    async with watched(**settings) as (states, channel):
+        assert await health_of(channel, "liveness") == await health_of(channel, "readiness") == SERVING
+        states["ready"] = False
+        await until_health(channel, "readiness", NOT_SERVING)
+        assert await health_of(channel, "liveness") == await health_of(channel) == SERVING
+        states["live"] = False
+        states["ready"] = True
+        await until_health(channel, "liveness", NOT_SERVING)
+        await until_health(channel, "readiness", SERVING)
+
+
+async def test_a_drain_ends_readiness_and_not_liveness():
+    async with told_process("--drain-s", "1.5") as (process, address), open_channel(address) as channel:
+        process.send_signal(signal.SIGTERM)
+        await until_health(channel, "readiness", NOT_SERVING)
+        await asyncio.sleep(0.8)  # longer than the service's own health is looked at
+        assert await health_of(channel, "readiness") == NOT_SERVING
+        assert await health_of(channel, "liveness") == SERVING
+        await asyncio.wait_for(process.communicate(), 10)
+
+
+async def test_health_can_be_asked_from_the_shell():
+    async with told_process("--drain-s", "1.5") as (process, address):
+
+        async def asked(name):
+            asking = await asyncio.create_subprocess_exec(
+                *(sys.executable, "-m", "outrider.serving", name), env={**os.environ, "OUTRIDER_ADDRESS": address}
+            )
+            return await asyncio.wait_for(asking.wait(), 20)
+
+        assert await asked("readiness") == 0
+        assert await asked("unknown") == 1
+        process.send_signal(signal.SIGTERM)
+        await asyncio.wait_for(process.communicate(), 10)
+        assert await asked("readiness") == 1
 
 
 async def test_reflection_lists_the_services(channel):

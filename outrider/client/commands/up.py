@@ -39,6 +39,7 @@ _CHECK_S = 0.5
 @click.option(
     "--target-threads", type=click.IntRange(0), default=0, help="CPU threads of a target. [default: all cores]"
 )
+@click.option("--metrics", is_flag=True, help="Have each process tell Prometheus metrics on a free port.")
 @click.option("--draft-threads", type=click.IntRange(0), default=1, show_default=True, help="CPU threads of a draft.")
 def up(**values: Any) -> None:
     """Starts an embedded Valkey, targets, drafts and orchestrators, each a process of its own, on free ports.
@@ -48,13 +49,15 @@ def up(**values: Any) -> None:
     """
     extent = {name: values.pop(name) for name in ("num_targets", "num_orchestrators", "target_threads")}
     draft = {"num_replicas": values.pop("num_drafts"), "num_threads": values.pop("draft_threads")}
-    address = values.pop("address")
+    address, metrics = values.pop("address"), values.pop("metrics")
     if address and extent["num_orchestrators"] > 1:
         raise click.UsageError("--address goes with one orchestrator")
     options = take_stack(values)
     drafts = tuple(replace(kind, **draft) for kind in options.drafts)
     orchestrator = {"OUTRIDER_ADDRESS": address} if address else {}
-    asyncio.run(_run(replace(options, drafts=drafts, orchestrator_environment=orchestrator, **extent)))
+    asyncio.run(
+        _run(replace(options, drafts=drafts, orchestrator_environment=orchestrator, tells_metrics=metrics, **extent))
+    )
 
 
 async def _run(options: StackOptions) -> None:
@@ -71,7 +74,8 @@ async def _run(options: StackOptions) -> None:
 def _print_addresses(stack: LocalStack) -> None:
     click.echo(f"{'redis':<20} {stack.redis_url}")
     for process in (*stack.targets, *stack.drafts, *stack.orchestrators):
-        click.echo(f"{process.spec.name:<20} {process.address}")
+        metrics = f"  http://{process.metrics_address}/metrics" if stack.options.tells_metrics else ""
+        click.echo(f"{process.spec.name:<20} {process.address}{metrics}")
     click.echo(f"{'logs':<20} {stack.directory}")
     addresses = " ".join(f"--address {address}" for address in stack.addresses)
     click.echo(f'ready; try: outrider generate "Once upon a time" {addresses}')

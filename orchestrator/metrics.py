@@ -1,0 +1,178 @@
+"""What an orchestrator counts: requests, their times, tokens, fallbacks; and who is in rotation."""
+
+import asyncio
+import time
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Final
+
+from prometheus_client import CollectorRegistry, Counter, Histogram, Metric
+from prometheus_client.core import GaugeMetricFamily
+
+from orchestrator.admission import Admission
+from orchestrator.replicas import Replicas
+from outrider import wire
+from outrider.errors import OutriderError
+from outrider.serving.metrics import LATENCY_BUCKETS_S, PREFIX, STEP_BUCKETS_S, Readings, gauge
+from outrider.v1 import generation_pb2
+
+_CLIENT_GONE: Final = "client_gone"
+_INTERNAL: Final = "INTERNAL"
+
+
+class OrchestratorMetrics:
+    """Counters and histograms of one orchestrator.
+
+    Names and buckets follow vLLM's where both count the same, under our prefix.
+
+    Args:
+        registry: where they are told.
+
+    Attributes:
+        requests: those that have ended, by outcome.
+        prompt_tokens: tokens of prompts.
+        generation_tokens: tokens of output, each counted once.
+        queue_time: seconds until a request was admitted.
+        first_token: seconds from a request's arrival to its first token.
+        between: seconds between a request's messages with tokens.
+        per_token: seconds for each token after the first message, by request.
+        duration: seconds from a request's arrival to its end.
+        fallbacks: cases of plain decoding in place of speculation, by reason.
+        target_changes: times that a request went on at another target, by the reason why it left the one before.
+        resumes: requests that were taken up again at an offset.
+        commit_time: seconds of each commit to Redis.
+    """
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self._registry = registry
+        self.requests = Counter(
+            f"{PREFIX}requests",
+            "Requests that have ended, by finish_reason, reason of the error, or client_gone.",
+            ["outcome"],
+            registry=registry,
+        )
+        self.prompt_tokens = Counter(f"{PREFIX}prompt_tokens", "Tokens of prompts.", registry=registry)
+        self.generation_tokens = Counter(f"{PREFIX}generation_tokens", "Tokens of output.", registry=registry)
+        self.queue_time = _latency("request_queue_time_seconds", "Seconds until a request was admitted.", registry)
+        self.first_token = _latency(
+            "time_to_first_token_seconds", "Seconds from a request's arrival to its first token.", registry
+        )
+        self.between = _latency(
+            "inter_token_latency_seconds", "Seconds between the messages with tokens of a request.", registry
+        )
+        self.per_token = _latency(
+            "request_time_per_output_token_seconds",
+            "Seconds for each token after the first message with tokens, by request.",
+            registry,
+        )
+        self.duration = _latency(
+            "e2e_request_latency_seconds", "Seconds from a request's arrival to its end.", registry
+        )
+        self.fallbacks = Counter(
+            f"{PREFIX}fallbacks", "Cases of plain decoding in place of speculation.", ["reason"], registry=registry
+        )
+        self.target_changes = Counter(
+            f"{PREFIX}target_changes", "Requests that went on at another target.", ["reason"], registry=registry
+        )
+        self.resumes = Counter(f"{PREFIX}resumes", "Requests taken up again at an offset.", registry=registry)
+        self.commit_time = Histogram(
+            f"{PREFIX}commit_seconds", "Seconds of a commit to Redis.", buckets=STEP_BUCKETS_S, registry=registry
+        )
+
+    def watch(self, admission: Admission, replicas: Replicas) -> None:
+        """Has the requests of now, and the workers, told too."""
+        self._registry.register(Readings(lambda: _present(admission, replicas)))
+
+    @contextmanager
+    def request(self) -> Iterator["RequestTimes"]:
+        """Counts and times one request: the block is its life."""
+        times = RequestTimes(self)
+        try:
+            yield times
+        except OutriderError as error:
+            times.outcome = error.reason
+            raise
+        except (asyncio.CancelledError, GeneratorExit):
+            times.outcome = times.outcome or _CLIENT_GONE
+            raise
+        except BaseException:
+            times.outcome = _INTERNAL
+            raise
+        finally:
+            times.end()
+
+
+class RequestTimes:
+    """When what happened to a request.
+
+    Attributes:
+        outcome: how it ended; empty while it runs.
+    """
+
+    def __init__(self, metrics: OrchestratorMetrics) -> None:
+        self._metrics = metrics
+        self._arrived = time.monotonic()
+        self._first = 0.0
+        self._last = 0.0
+        self._num_later = 0
+        self.outcome = ""
+
+    def admitted(self, *, is_resumed: bool) -> None:
+        """Notes that its turn has come; `is_resumed` where a client takes a stream up again."""
+        self._metrics.queue_time.observe(time.monotonic() - self._arrived)
+        if is_resumed:
+            self._metrics.resumes.inc()
+
+    def begun(self, num_prompt_tokens: int) -> None:
+        """Notes that the request is a new one, with a prompt of so many tokens."""
+        self._metrics.prompt_tokens.inc(num_prompt_tokens)
+
+    def event(self, event: generation_pb2.GenerateResponse) -> None:
+        """Notes an event on its way to the client."""
+        match event.WhichOneof("event"):
+            case "delta":
+                self._tokens(len(event.delta.token_ids), len(event.delta.origins))
+            case "finished":
+                reason = wire.finish_from_number(event.finished.finish_reason)
+                self.outcome = reason.value if reason else ""
+
+    def end(self) -> None:
+        """Notes that it is over."""
+        metrics = self._metrics
+        metrics.requests.labels(self.outcome or _INTERNAL).inc()
+        metrics.duration.observe(time.monotonic() - self._arrived)
+        if self._num_later:
+            metrics.per_token.observe((self._last - self._first) / self._num_later)
+
+    def _tokens(self, num: int, num_new: int) -> None:
+        """Counts tokens; those that were only sent again have no origin."""
+        now = time.monotonic()
+        self._metrics.generation_tokens.inc(num_new)
+        if not num_new:
+            return
+        if self._first:
+            self._metrics.between.observe(now - self._last)
+            self._num_later += num
+        else:
+            self._first = now
+            self._metrics.first_token.observe(now - self._arrived)
+        self._last = now
+
+
+def _latency(name: str, about: str, registry: CollectorRegistry) -> Histogram:
+    return Histogram(PREFIX + name, about, buckets=LATENCY_BUCKETS_S, registry=registry)
+
+
+def _present(admission: Admission, replicas: Replicas) -> Iterable[Metric]:
+    yield gauge("num_requests_running", "Requests that generate now.", admission.num_active)
+    yield gauge("num_requests_waiting", "Requests that wait for their turn.", admission.num_queued)
+    num_open = admission.num_active + admission.num_queued
+    yield gauge("requests_open", "Requests that generate or wait.", num_open)
+    yield gauge("max_requests_running", "Requests that may generate at once.", admission.max_active)
+    workers = GaugeMetricFamily(
+        f"{PREFIX}workers", "Workers that this orchestrator knows.", labels=["role", "in_rotation"]
+    )
+    for role, num_in, num_out in replicas.counts():
+        workers.add_metric([role, "true"], num_in)
+        workers.add_metric([role, "false"], num_out)
+    yield workers

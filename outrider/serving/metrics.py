@@ -1,0 +1,162 @@
+"""Prometheus metrics of a process, and the plain HTTP address under which they can be read.
+
+Every name begins with `outrider_`. Labels have few values, which this code names: nothing that a client sends becomes
+one, so that no caller can make a process keep more and more series.
+"""
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterable
+from typing import Final
+from wsgiref.simple_server import WSGIServer
+
+from prometheus_client import (
+    CollectorRegistry,
+    GCCollector,
+    Info,
+    Metric,
+    PlatformCollector,
+    ProcessCollector,
+    disable_created_metrics,
+    start_http_server,
+)
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.registry import Collector
+
+import outrider
+from outrider.errors import InvalidArgument, Unavailable
+
+PREFIX: Final = "outrider_"
+
+LATENCY_BUCKETS_S: Final = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0)
+"""Buckets for what a client waits for: from a token on loopback to a long prompt."""
+RECENT_S: Final = 60.0
+"""Seconds that ratios look back which scaling goes by."""
+STEP_BUCKETS_S: Final = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5)
+"""Buckets for one step of the machinery: a pass, a commit."""
+
+
+def new_registry(service: str) -> CollectorRegistry:
+    """Returns a registry with what every process tells: its version, memory, CPU time, file descriptors and garbage.
+
+    Args:
+        service: name of the service.
+    """
+    # A second series for each counter that says when it began; a restart shows as well in the counter itself.
+    disable_created_metrics()
+    registry = CollectorRegistry()
+    ProcessCollector(registry=registry)
+    PlatformCollector(registry=registry)
+    GCCollector(registry=registry)
+    build = Info(f"{PREFIX}build", "Service and version of this process.", registry=registry)
+    build.info({"service": service, "version": outrider.__version__})
+    return registry
+
+
+class Readings(Collector):
+    """Metrics that are read where they are kept, each time somebody asks for them.
+
+    Args:
+        read: returns them; called in a thread of the metrics server, must not block.
+    """
+
+    def __init__(self, read: Callable[[], Iterable[Metric]]) -> None:
+        self._read = read
+
+    def collect(self) -> Iterable[Metric]:
+        """Returns the metrics as they are now."""
+        return self._read()
+
+
+def counter(name: str, about: str, value: float) -> Metric:
+    """Returns a counter without labels; `_total` is added to its name."""
+    return CounterMetricFamily(PREFIX + name, about, value=value)
+
+
+def gauge(name: str, about: str, value: float) -> Metric:
+    """Returns a gauge without labels."""
+    return GaugeMetricFamily(PREFIX + name, about, value=value)
+
+
+def labelled(
+    kind: type[CounterMetricFamily] | type[GaugeMetricFamily],
+    name: str,
+    about: str,
+    label: str,
+    values: Iterable[tuple[str, float]],
+) -> Metric:
+    """Returns a metric with one label, a sample for each of its values."""
+    family = kind(PREFIX + name, about, labels=[label])
+    for value, number in values:
+        family.add_metric([value], number)
+    return family
+
+
+class RecentRatio:
+    """What a part was of a whole over the last while, of two counts that only grow: the signal that scaling needs.
+
+    Args:
+        counts: returns the part and the whole since the start.
+        window_s: seconds that it looks back, at least; up to a scrape's interval more.
+        clock: gives seconds.
+    """
+
+    def __init__(
+        self,
+        counts: Callable[[], tuple[float, float]],
+        window_s: float = RECENT_S,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._counts = counts
+        self._window_s = window_s
+        self._clock = clock
+        self._seen = deque([(clock(), *counts())])
+        self._lock = threading.Lock()
+
+    def __call__(self) -> float:
+        """Returns the ratio, and notes the counts of now; 0 where the whole has not grown."""
+        with self._lock:
+            return self._ratio(self._clock(), *self._counts())
+
+    def _ratio(self, now: float, part: float, whole: float) -> float:
+        while len(self._seen) > 1 and self._seen[1][0] <= now - self._window_s:
+            self._seen.popleft()
+        _, part_before, whole_before = self._seen[0]
+        self._seen.append((now, part, whole))
+        return (part - part_before) / (whole - whole_before) if whole > whole_before else 0.0
+
+
+class MetricsServer:
+    """Tells a registry's metrics at http://ADDRESS/metrics, from threads of its own, until it is closed.
+
+    Args:
+        address: host:port; port 0 takes a free one.
+        registry: what is told.
+    """
+
+    def __init__(self, address: str, registry: CollectorRegistry) -> None:
+        self._host, _, port = address.rpartition(":")
+        if not self._host or not port.isdecimal():
+            raise InvalidArgument(f"{address!r} is not host:port", "metrics_address")
+        self._port = int(port)
+        self._registry = registry
+        self._server: WSGIServer | None = None
+        self._thread: threading.Thread | None = None
+
+    def start(self) -> str:
+        """Serves; returns the bound address. Raises `Unavailable` when the address cannot be bound."""
+        try:
+            self._server, self._thread = start_http_server(self._port, self._host.strip("[]"), registry=self._registry)
+        except OSError as error:
+            raise Unavailable(f"cannot listen on {self._host}:{self._port} for metrics: {error.strerror}") from None
+        return f"{self._host}:{self._server.server_port}"
+
+    def close(self) -> None:
+        """Stops serving. Blocks for half a second at most."""
+        if self._server is None or self._thread is None:
+            return
+        self._server.shutdown()
+        self._server.server_close()
+        self._thread.join()
+        self._server = self._thread = None

@@ -1,0 +1,121 @@
+"""What a target tells Prometheus: its passes, its rounds and what speculation gave, its queue, its KV cache."""
+
+from collections.abc import Iterable, Iterator
+
+from prometheus_client import CollectorRegistry, Histogram, Metric
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+
+from outrider.lm.model import LanguageModel
+from outrider.serving.metrics import PREFIX, STEP_BUCKETS_S, Readings, counter, gauge, labelled
+from target_service.engine import Engine
+from target_service.remote_blocks import BlockCounters
+from target_service.settings import TargetSettings
+
+
+def watch(registry: CollectorRegistry, engine: Engine, model: LanguageModel, settings: TargetSettings) -> None:
+    """Has an engine's metrics told, before it starts.
+
+    Args:
+        registry: where they are told.
+        engine: a target's.
+        model: what it runs.
+        settings: its limits.
+    """
+    passes = Histogram(f"{PREFIX}target_pass_seconds", "Seconds of a pass.", buckets=STEP_BUCKETS_S, registry=registry)
+    engine.on_pass = passes.observe
+    registry.register(Readings(lambda: _present(engine, model, settings)))
+
+
+def _present(engine: Engine, model: LanguageModel, settings: TargetSettings) -> Iterable[Metric]:
+    yield from _queue(engine, settings)
+    yield from _rounds(engine)
+    yield from _speculation(engine)
+    yield from _kv_cache(model)
+    load = engine.load
+    yield counter("target_stale_messages", "Messages whose base or fencing token was old.", load.num_stale_messages)
+    yield counter("target_invalid_proposals", "Proposals that were no valid tree.", load.num_invalid_proposals)
+    yield counter("target_preemptions", "Sessions that gave their KV cache back to older ones.", load.num_preemptions)
+    yield counter("target_feature_bytes", "Bytes of features that drafts were sent.", load.feature_bytes)
+    if engine.blocks is not None:
+        outcomes = _outcomes(engine.blocks.counters)
+        yield labelled(CounterMetricFamily, "kv_blocks", "KV blocks, by what became of them.", "outcome", outcomes)
+
+
+def _queue(engine: Engine, settings: TargetSettings) -> Iterator[Metric]:
+    load = engine.load
+    yield gauge("target_sessions_running", "Requests that are open.", engine.num_requests)
+    yield gauge("target_session_usage_ratio", "The same, of the limit.", engine.num_requests / settings.max_sessions)
+    yield gauge("target_sessions_waiting", "Of these, those whose prompt is not run yet.", load.num_waiting_sessions)
+    yield gauge("target_max_sessions", "Requests that may be open at once.", settings.max_sessions)
+    yield gauge("target_queued_tokens", "Tokens of prompts that wait to be run.", load.num_queued_tokens)
+
+
+def _rounds(engine: Engine) -> Iterator[Metric]:
+    load = engine.load
+    yield counter("target_rows", "Rows of all passes: tokens of prompts, of texts and of proposals.", load.num_tokens)
+    yield counter("target_rounds", "Rounds: passes times the sessions that got output from them.", load.num_rounds)
+    yield labelled(
+        CounterMetricFamily,
+        "target_round_seconds",
+        "Seconds of all rounds, by what passed them: passes, waiting for drafts, waiting for other sessions' passes.",
+        "cause",
+        (("model", load.round_model_s), ("wait", load.wait_s), ("queue", load.queue_s)),
+    )
+    # In this order: a round between the two readings must not make either go down.
+    num_expired = load.num_expired_waits
+    num_answered = load.num_waits - num_expired
+    yield labelled(
+        CounterMetricFamily,
+        "target_waits",
+        "Rounds that waited for a draft, by whether anything came in time.",
+        "outcome",
+        (("answered", num_answered), ("expired", num_expired)),
+    )
+
+
+def _speculation(engine: Engine) -> Iterator[Metric]:
+    load = engine.load
+    found = load.speculation
+    yield counter("spec_decode_num_drafts", "Rounds that verified a proposal.", found.num_drafts)
+    yield counter("spec_decode_num_draft_tokens", "Tokens of verified main lines.", found.num_draft_tokens)
+    yield counter("spec_decode_num_accepted_tokens", "Proposed tokens that were kept.", found.num_accepted_tokens)
+    # A copy: the engine's thread may add a position meanwhile.
+    positions = [(str(place), num) for place, num in enumerate(list(found.num_accepted_tokens_per_pos))]
+    about = "Proposed tokens that were kept, by position."
+    yield labelled(CounterMetricFamily, "spec_decode_num_accepted_tokens_per_pos", about, "position", positions)
+    yield counter("spec_decode_num_hits", "Rounds whose own last token had been proposed.", load.num_hits)
+    yield counter("spec_decode_num_wanted_tokens", "Tokens that the controller asked for.", load.num_wanted_tokens)
+    yield counter("spec_decode_num_rounds_without", "Rounds that it wanted no proposal for.", load.num_without)
+    yield labelled(
+        CounterMetricFamily,
+        "spec_decode_predicted_seconds",
+        "Seconds of rounds of which the controller expected something: those, and what it expected.",
+        "of",
+        (("expected", load.expected_s), ("measured", load.expected_of_s)),
+    )
+    yield counter("spec_decode_num_proposed_nodes", "Nodes that drafts sent.", load.num_proposed_nodes)
+    yield counter("spec_decode_num_verified_nodes", "Nodes that were verified.", load.num_verified_nodes)
+
+
+def _kv_cache(model: LanguageModel) -> Iterator[Metric]:
+    usage = model.kv_usage
+    states = (
+        ("held", usage.num_held),
+        ("reusable", usage.num_reusable),
+        ("free", max(0, usage.num_pages - usage.num_held - usage.num_reusable)),
+    )
+    sizes = [(state, num * usage.page_bytes) for state, num in states]
+    yield gauge("kv_cache_usage_ratio", "Share of the KV cache that sessions hold.", usage.num_held / usage.num_pages)
+    yield labelled(GaugeMetricFamily, "kv_cache_bytes", "Memory of the KV cache, by state.", "state", sizes)
+    yield counter("prefix_cache_hit_tokens", "Tokens that were found instead of computed.", usage.num_hit_tokens)
+    yield counter("kv_cache_evicted_pages", "Reusable pages that were given to others.", usage.num_evicted_pages)
+
+
+def _outcomes(counters: BlockCounters) -> list[tuple[str, float]]:
+    return [
+        ("written", counters.num_written),
+        ("dropped", counters.num_dropped),
+        ("restored", counters.num_restored),
+        ("refused", counters.num_refused),
+        ("failed", counters.num_failures),
+    ]
