@@ -2,12 +2,14 @@
 
 from orchestrator.admission import Admission
 from orchestrator.generation import Services
+from orchestrator.metrics import OrchestratorMetrics
 from orchestrator.quotas import Quotas
 from orchestrator.replicas import Replicas
 from orchestrator.servicer import GenerationServicer
 from orchestrator.settings import OrchestratorSettings
 from orchestrator.store import SessionStore
 from orchestrator.tenants import Tenants
+from outrider.serving.metrics import new_registry
 from outrider.serving.server import Server, run_process
 from outrider.serving.settings import load_settings
 from outrider.serving.telemetry import configure_logging
@@ -25,13 +27,22 @@ async def serve(settings: OrchestratorSettings) -> None:
     )
     tenants = Tenants(settings.tenants_file)
     replicas = Replicas(settings)
-    replicas.start()
     admission = Admission(settings.max_active_requests, settings.max_queued_requests, settings.max_queue_s)
     quotas = Quotas(store, settings.session_ttl_s)
-    servicer = GenerationServicer(Services(store, replicas, settings), admission, tenants, quotas)
-    server = Server(settings, name="orchestrator", drain=servicer.drain)
+    registry = new_registry("orchestrator")
+    metrics = OrchestratorMetrics(registry)
+    metrics.watch(admission, replicas)
+    servicer = GenerationServicer(Services(store, replicas, settings, metrics), admission, tenants, quotas)
+    server = Server(
+        settings,
+        name="orchestrator",
+        drain=servicer.drain,
+        # Not when it is full: it answers OVERLOADED with the time to come back, which nobody would hear without it.
+        registry=registry,
+    )
     server.register(add_GenerationServiceServicer_to_server, servicer, "outrider.v1.GenerationService")
     try:
+        await replicas.start()
         await server.run()
     finally:
         await servicer.settle()

@@ -8,6 +8,7 @@ from typing import Any, Final, Protocol
 
 import grpc
 
+from orchestrator.discovery.endpoints import Endpoint
 from orchestrator.settings import OrchestratorSettings
 from outrider.errors import OutriderError, Overloaded, Unavailable
 from outrider.serving.channel import open_channel, wait_connected
@@ -20,6 +21,8 @@ _LOG: Final = logging.getLogger(__name__)
 _FIRST_BACKOFF_S: Final = 0.05
 _MAX_BACKOFF_S: Final = 1.0
 _CALL_TIMEOUT_S: Final = 5.0
+_END_S: Final = 5.0
+"""How long a worker that is no longer listed may take to end a stream that has nothing more to say."""
 _MAX_UNANSWERED: Final = 2
 """Looks at the load in a row without an answer, after which a worker is taken for hung: a stopped process keeps its
 connections, and pings notice it later."""
@@ -42,17 +45,20 @@ class StreamKind:
     call: "Callable[[grpc.aio.Channel], Callable[[AsyncIterator[Any]], grpc.aio.StreamStreamCall[Any, Any]]]"
     message: Callable[[Sequence[Any]], Any]
     frame: Callable[..., Any]
+    role: worker_pb2.WorkerRole.ValueType
 
 
 TARGET: Final = StreamKind(
     lambda channel: target_pb2_grpc.TargetServiceStub(channel).Verify,
     lambda frames: target_pb2.VerifyRequest(frames=frames),
     target_pb2.VerifyRequestFrame,
+    worker_pb2.WORKER_ROLE_TARGET,
 )
 DRAFT: Final = StreamKind(
     lambda channel: draft_pb2_grpc.DraftServiceStub(channel).Draft,
     lambda frames: draft_pb2.DraftRequest(frames=frames),
     draft_pb2.DraftRequestFrame,
+    worker_pb2.WORKER_ROLE_DRAFT,
 )
 
 
@@ -83,6 +89,7 @@ class WorkerLink:
         info: what the worker last said of itself; None while it was never reached.
         load: its last known load.
         problem: why there is no stream now; empty while there is one.
+        endpoint: what discovery says of it; None where it is no longer listed.
     """
 
     def __init__(self, address: str, kind: StreamKind, settings: OrchestratorSettings) -> None:
@@ -91,6 +98,7 @@ class WorkerLink:
         self.info: worker_pb2.GetInfoResponse | None = None
         self.load = worker_pb2.GetLoadResponse()
         self.problem = "not connected yet"
+        self.endpoint: Endpoint | None = Endpoint(address)
         self.changed = asyncio.Event()
         self._settings = settings
         self._outbox: FrameOutbox[Any, Any] | None = None
@@ -142,16 +150,25 @@ class WorkerLink:
 
     def forget(self, handle: Handle) -> bool:
         """Ends the delivery of frames to a handle; returns whether it was open."""
-        return self._handles.pop(handle.number, None) is not None
+        was_open = self._handles.pop(handle.number, None) is not None
+        self._end_if_left()
+        return was_open
+
+    def leave(self) -> None:
+        """Learns that the worker is no longer listed: the stream ends with its last session, and `run` with it."""
+        self.endpoint = None
+        self._end_if_left()
 
     async def run(self) -> None:
-        """Connects, serves the stream, and connects again when it breaks, until cancelled."""
+        """Connects, serves the stream, and connects again when it breaks, until cancelled, or left."""
         backoff_s = _FIRST_BACKOFF_S
         while True:
             error = await self._attempt()
             if self.is_up:
                 backoff_s = _FIRST_BACKOFF_S
             self._lose(error)
+            if self.endpoint is None:
+                return
             await asyncio.sleep(backoff_s)
             backoff_s = min(2 * backoff_s, _MAX_BACKOFF_S)
 
@@ -177,6 +194,7 @@ class WorkerLink:
             max_message_bytes=settings.max_message_bytes,
             keepalive_s=settings.keepalive_s,
             keepalive_timeout_s=settings.keepalive_timeout_s,
+            tls_name=settings.draft_tls_name if self.kind is DRAFT else settings.target_tls_name,
         )
         async with channel:
             with peer_errors():
@@ -186,7 +204,26 @@ class WorkerLink:
                 self._channel = channel
                 await self._serve(channel)
 
+    def _end_if_left(self) -> None:
+        if self.endpoint is None and not self._handles:
+            # Later: whoever closes a session has a last frame to send.
+            loop = asyncio.get_running_loop()
+            loop.call_soon(self._end_stream, self._call)
+            loop.call_later(_END_S, self._end_stream, self._call, True)
+
+    def _end_stream(self, call: object, at_once: bool = False) -> None:
+        """Ends the stream of a worker that is still left, behind what is to be sent; or at once, if it is the same."""
+        if self.endpoint is not None or self._handles or self._outbox is None or call is not self._call:
+            return
+        if at_once:
+            self._give_up(Unavailable(f"{self.address} is no longer listed"))
+        else:
+            self._outbox.close()
+
     def _know(self, info: worker_pb2.GetInfoResponse) -> None:
+        if info.role not in (worker_pb2.WORKER_ROLE_UNSPECIFIED, self.kind.role):
+            role = worker_pb2.WorkerRole.Name(info.role)
+            raise Unavailable(f"{self.address} is a {role.removeprefix('WORKER_ROLE_').lower()}")
         if self.info is not None and self.info.incarnation != info.incarnation:
             _LOG.info("worker restarted", extra={"worker": self.address})
         # What was said of the load belongs to the stream before; above all, whoever is back does not drain.

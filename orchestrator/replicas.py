@@ -1,11 +1,14 @@
 """The workers, which of them are in rotation, and which one a session gets."""
 
 import asyncio
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Final
+from weakref import WeakKeyDictionary
 
 from orchestrator.breaker import Breaker
+from orchestrator.discovery.cluster import Cluster
 from orchestrator.links import DRAFT, TARGET, WorkerLink
+from orchestrator.pool import LinkPool
 from orchestrator.settings import OrchestratorSettings
 from orchestrator.tokenizer import Tokenizer, fetch_tokenizer
 from outrider.errors import Unavailable
@@ -25,30 +28,41 @@ class Replicas:
 
     def __init__(self, settings: OrchestratorSettings) -> None:
         self._settings = settings
-        self.targets = [WorkerLink(address, TARGET, settings) for address in settings.targets]
-        self.drafts = [WorkerLink(address, DRAFT, settings) for address in settings.drafts]
+        self._cluster = Cluster(settings.kubeconfig)
+        self._targets = LinkPool(TARGET, settings.targets, "targets", settings, self._cluster)
+        self._drafts = LinkPool(DRAFT, settings.drafts, "drafts", settings, self._cluster)
         self._tokenizers: dict[str, Tokenizer | None] = {}
         self._fetching = asyncio.Lock()
-        self._breakers = {link.address: Breaker(settings.draft_retry_s) for link in self.drafts}
-        self._tasks: list[asyncio.Task[None]] = []
+        self._breakers: WeakKeyDictionary[WorkerLink, Breaker] = WeakKeyDictionary()
 
-    def start(self) -> None:
-        """Begins to connect."""
-        self._tasks = [asyncio.create_task(link.run()) for link in (*self.targets, *self.drafts)]
+    @property
+    def targets(self) -> list[WorkerLink]:
+        """All targets that are known now, in rotation or not."""
+        return self._targets.links
+
+    @property
+    def drafts(self) -> list[WorkerLink]:
+        """All drafts that are known now, in rotation or not."""
+        return self._drafts.links
+
+    async def start(self) -> None:
+        """Begins to look for workers and to connect. Raises `InvalidArgument` where there is no cluster to ask."""
+        await self._targets.start()
+        await self._drafts.start()
 
     async def stop(self) -> None:
         """Ends all links."""
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self._targets.stop()
+        await self._drafts.stop()
+        await self._cluster.close()
 
     def target_problem(self, link: WorkerLink) -> str:
         """Returns why a target is out of rotation; empty when it is in."""
         first = self._first_target()
         if not link.is_up or link.info is None:
             return link.problem
-        if link.load.draining:
-            return "it is draining"
+        if problem := _leaving(link):
+            return problem
         if first and first.info and link.info.model_fingerprint != first.info.model_fingerprint:
             return f"its model {link.info.model_fingerprint} is not {first.info.model_fingerprint}"
         return ""
@@ -58,25 +72,25 @@ class Replicas:
         first = self._first_target()
         if not link.is_up or link.info is None:
             return link.problem
-        if link.load.draining:
-            return "it is draining"
+        if problem := _leaving(link):
+            return problem
         own = link.info.tokenizer_fingerprint
         expected = first.info.tokenizer_fingerprint if first and first.info else ""
         if own and expected and own != expected:
             return f"FAILED_PRECONDITION: its tokenizer {own} is not the target's {expected}"
         if first and first.info and (problem := _feature_problem(link.info, first.info)):
             return f"FAILED_PRECONDITION: {problem}"
-        if self._breakers[link.address].is_open:
+        if self._breaker(link).is_open:
             return "it failed and rests"
         return ""
 
     def failed(self, draft: WorkerLink) -> None:
         """Keeps a draft that failed out of rotation for a while, which grows from failure to failure."""
-        self._breakers[draft.address].fail()
+        self._breaker(draft).fail()
 
     def proved(self, draft: WorkerLink) -> None:
         """Notes that a draft proposes: earlier failures are forgotten."""
-        self._breakers[draft.address].succeed()
+        self._breaker(draft).succeed()
 
     async def target(self, warm: str, avoided: Iterable[str] = ()) -> WorkerLink:
         """Returns the target for a session, waiting for one within the failover bound.
@@ -94,12 +108,13 @@ class Replicas:
                     ready = [link for link in self.targets if not self.target_problem(link)]
                     if ready:
                         return _preferred(ready, warm, set(avoided))
-                    if not self.targets:
+                    if self._targets.is_empty:
                         raise TimeoutError
-                    await self._change(self.targets)
+                    await self._change(self._targets)
         except TimeoutError:
+            none = "none is configured" if self._targets.is_empty else "none was found"
             problems = "; ".join(f"{link.address}: {self.target_problem(link)}" for link in self.targets)
-            raise Unavailable(f"no target is available ({problems or 'none is configured'})") from None
+            raise Unavailable(f"no target is available ({problems or none})") from None
 
     def draft(self, drafter: str, rule: AcceptanceRule) -> WorkerLink | None:
         """Returns the least loaded draft in rotation that suits the request; None where there is none.
@@ -111,10 +126,10 @@ class Replicas:
             rule: the rule that will judge its proposals.
         """
         ready = [link for link in self.drafts if not self.draft_problem(link) and _suits(link, drafter, rule)]
-        permitted = [link for link in ready if self._breakers[link.address].permits]
+        permitted = [link for link in ready if self._breaker(link).permits]
         chosen = min(permitted, key=_load, default=None)
         if chosen is not None:
-            self._breakers[chosen.address].enter()
+            self._breaker(chosen).enter()
         return chosen
 
     async def tokenizer(self, link: WorkerLink) -> Tokenizer | None:
@@ -134,15 +149,30 @@ class Replicas:
             for link, problem in known
         ]
 
+    def counts(self) -> Iterator[tuple[str, int, int]]:
+        """Yields role, number in rotation and number out of it."""
+        for role, links, problem in (
+            ("target", self.targets, self.target_problem),
+            ("draft", self.drafts, self.draft_problem),
+        ):
+            num_out = sum(bool(problem(link)) for link in links)
+            yield role, len(links) - num_out, num_out
+
+    def _breaker(self, draft: WorkerLink) -> Breaker:
+        return self._breakers.setdefault(draft, Breaker(self._settings.draft_retry_s))
+
     def _first_target(self) -> WorkerLink | None:
-        return next((link for link in self.targets if link.is_up and link.info), None)
+        """Returns the target that the others must fit; one that leaves decides for nobody but where all do."""
+        known = [link for link in self.targets if link.is_up and link.info]
+        return next((link for link in known if not _leaving(link)), known[0] if known else None)
 
     @staticmethod
-    async def _change(links: list[WorkerLink]) -> None:
-        """Returns when the stream of one of the links came or went."""
-        for link in links:
-            link.changed.clear()
-        waits = [asyncio.create_task(link.changed.wait()) for link in links]
+    async def _change(pool: LinkPool) -> None:
+        """Returns when a link of the pool came, or the stream of one came or went."""
+        changes = [pool.changed, *(link.changed for link in pool.links)]
+        for change in changes:
+            change.clear()
+        waits = [asyncio.create_task(change.wait()) for change in changes]
         try:
             # Load and draining are polled, so that a change of theirs is noticed too.
             async with asyncio.timeout(_LOOK_S):
@@ -152,6 +182,17 @@ class Replicas:
         finally:
             for wait in waits:
                 wait.cancel()
+
+
+def _leaving(link: WorkerLink) -> str:
+    """Returns why a worker that is reached should get no new sessions; empty where it should."""
+    if link.load.draining:
+        return "it is draining"
+    # Once: metrics are read in another thread.
+    endpoint = link.endpoint
+    if endpoint is None:
+        return "it is no longer listed"
+    return "it is terminating" if endpoint.is_terminating else ""
 
 
 def _feature_problem(draft: worker_pb2.GetInfoResponse, target: worker_pb2.GetInfoResponse) -> str:
@@ -174,13 +215,19 @@ def _suits(link: WorkerLink, drafter: str, rule: AcceptanceRule) -> bool:
     return not info.acceptance_rules or rule.value in info.acceptance_rules
 
 
-def _load(link: WorkerLink) -> tuple[int, int]:
-    return max(link.num_sessions, link.load.num_active_sessions), link.num_sessions
+def _load(link: WorkerLink) -> tuple[bool, int, int]:
+    # One that is not ready, as when it is full, is better than none.
+    return not _is_ready(link), max(link.num_sessions, link.load.num_active_sessions), link.num_sessions
+
+
+def _is_ready(link: WorkerLink) -> bool:
+    endpoint = link.endpoint
+    return endpoint is not None and endpoint.is_ready
 
 
 def _preferred(ready: list[WorkerLink], warm: str, avoided: set[str]) -> WorkerLink:
     fresh = [link for link in ready if link.address not in avoided] or ready
     for link in fresh:
-        if warm and link.info and link.info.replica == warm:
+        if warm and link.info and link.info.replica == warm and _is_ready(link):
             return link
     return min(fresh, key=_load)

@@ -4,7 +4,9 @@ from pathlib import Path
 
 from pydantic import Field, model_validator
 
+from orchestrator.discovery.endpoints import parse_place
 from orchestrator.scripts import Durability, DurabilityLevel
+from outrider.errors import InvalidArgument
 from outrider.parameters import AcceptanceRule
 from outrider.serving.settings import Listed, ServingSettings
 from outrider.serving.tls import TlsFiles
@@ -13,13 +15,29 @@ from outrider.serving.tls import TlsFiles
 class OrchestratorSettings(ServingSettings):
     """The orchestrator service: carries proposals and verdicts, commits to Redis, streams to clients."""
 
-    targets: Listed = Field((), description="Addresses of the targets, as host:port with commas between them.")
-    drafts: Listed = Field((), description="Addresses of the drafts; none means plain decoding.")
+    targets: Listed = Field(
+        (),
+        description="Where the targets are, with commas between several: host:port, dns:///host:port (all addresses of "
+        "a name) or kubernetes://[NAMESPACE]/SERVICE:PORT (a service's pods, as they come and go).",
+    )
+    drafts: Listed = Field((), description="Where the drafts are, likewise; none means plain decoding.")
+    dns_interval_s: float = Field(
+        5.0, ge=0.1, le=3600, description="Seconds between questions for the addresses of dns:/// names."
+    )
+    kubeconfig: Path | None = Field(
+        None, description="Kubeconfig file for kubernetes:// places outside a cluster; unset takes the pod's own."
+    )
     worker_tls_authority: Path | None = Field(
         None,
         description="PEM file with the authorities of the workers' certificates; with it, workers are called over TLS, "
         "and shown this service's own certificate.",
     )
+    target_tls_name: str = Field(
+        "",
+        description="Name that the targets' certificates have, where targets are called by another, as pods are by "
+        "their addresses.",
+    )
+    draft_tls_name: str = Field("", description="Likewise for drafts.")
     tenants_file: Path | None = Field(
         None,
         description="JSON file with tenants, their tokens and limits; with it, callers without a token are refused.",
@@ -63,6 +81,16 @@ class OrchestratorSettings(ServingSettings):
         1.0, gt=0, le=600, description="Seconds until a request that lost its draft asks for another one."
     )
     load_interval_s: float = Field(2.0, gt=0, le=600, description="Seconds between looks at the load of a worker.")
+
+    @model_validator(mode="after")
+    def _check_places(self) -> "OrchestratorSettings":
+        for field in ("targets", "drafts"):
+            for place in getattr(self, field):
+                try:
+                    parse_place(place, field)
+                except InvalidArgument as error:
+                    raise ValueError(error.message) from None
+        return self
 
     @model_validator(mode="after")
     def _check_durability(self) -> "OrchestratorSettings":

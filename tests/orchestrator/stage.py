@@ -5,15 +5,18 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 import grpc
+from prometheus_client import CollectorRegistry
 
 from orchestrator.admission import Admission
 from orchestrator.generation import Services
+from orchestrator.metrics import OrchestratorMetrics
 from orchestrator.quotas import Quotas
 from orchestrator.replicas import Replicas
 from orchestrator.servicer import GenerationServicer
 from orchestrator.settings import OrchestratorSettings
 from orchestrator.store import SessionStore
 from orchestrator.tenants import Tenants
+from outrider.serving.metrics import new_registry
 from outrider.serving.server import Server
 from outrider.serving.status import peer_errors
 from outrider.v1 import generation_pb2 as pb
@@ -27,8 +30,15 @@ class Orchestrator:
     """A running orchestrator, and a stub to call it."""
 
     def __init__(
-        self, replicas: Replicas, store: SessionStore, channel: grpc.aio.Channel, address: str, redis_url: str
+        self,
+        replicas: Replicas,
+        store: SessionStore,
+        channel: grpc.aio.Channel,
+        address: str,
+        redis_url: str,
+        registry: CollectorRegistry,
     ) -> None:
+        self.registry = registry
         self.address = address
         self.redis_url = redis_url
         self.replicas = replicas
@@ -57,9 +67,10 @@ async def orchestrating(
     redis_url: str,
     targets: tuple[ScriptedTarget, ...],
     drafts: tuple[ScriptedDraft, ...] = (),
+    /,
     **more: object,
 ) -> AsyncIterator[Orchestrator]:
-    """Runs an orchestrator whose drafts are connected."""
+    """Runs an orchestrator whose drafts are connected; `more` are further settings, or other places of workers."""
     settings = OrchestratorSettings(
         **{
             "targets": tuple(target.address for target in targets),
@@ -76,18 +87,21 @@ async def orchestrating(
     )
     store = SessionStore(redis_url, lease_s=settings.lease_s, ttl_s=settings.session_ttl_s)
     replicas = Replicas(settings)
-    replicas.start()
+    await replicas.start()
     admission = Admission(settings.max_active_requests, settings.max_queued_requests, settings.max_queue_s)
     tenants, quotas = Tenants(settings.tenants_file), Quotas(store, settings.session_ttl_s)
-    servicer = GenerationServicer(Services(store, replicas, settings), admission, tenants, quotas)
-    server = Server(settings, name="orchestrator", drain=servicer.drain)
+    registry = new_registry("orchestrator")
+    metrics = OrchestratorMetrics(registry)
+    metrics.watch(admission, replicas)
+    servicer = GenerationServicer(Services(store, replicas, settings, metrics), admission, tenants, quotas)
+    server = Server(settings, name="orchestrator", drain=servicer.drain, registry=registry)
     server.register(
         generation_pb2_grpc.add_GenerationServiceServicer_to_server, servicer, "outrider.v1.GenerationService"
     )
     address = await server.start()
     try:
         async with grpc.aio.insecure_channel(address) as channel:
-            orchestrator = Orchestrator(replicas, store, channel, address, redis_url)
+            orchestrator = Orchestrator(replicas, store, channel, address, redis_url, registry)
             fitting = [
                 draft
                 for draft in drafts

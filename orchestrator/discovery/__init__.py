@@ -1,0 +1,1 @@
+"""Where the workers are: fixed addresses, names in DNS, or the endpoints of a Kubernetes service."""

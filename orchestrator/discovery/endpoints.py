@@ -1,0 +1,84 @@
+"""Endpoints, and the settings that say where to look for them."""
+
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Final, Protocol
+
+from outrider.errors import InvalidArgument
+
+_KUBERNETES: Final = re.compile(r"kubernetes://(?P<namespace>[a-z0-9-]*)/(?P<service>[a-z0-9-]+):(?P<port>[a-z0-9-]+)")
+_DNS: Final = re.compile(r"dns:///(?P<host>[A-Za-z0-9._-]+):(?P<port>\d+)")
+_ADDRESS: Final = re.compile(r"(?P<host>[^/\s]+):(?P<port>\d+)|unix:\S+")
+_MAX_PORT: Final = 65535
+
+
+@dataclass(frozen=True, slots=True)
+class Endpoint:
+    """A worker, as discovery knows it.
+
+    Attributes:
+        address: host:port.
+        name: of the pod; empty where none is known.
+        is_ready: whether new sessions may go there.
+        is_terminating: whether it is about to end; sessions that it has go on as long as it lets them.
+    """
+
+    address: str
+    name: str = ""
+    is_ready: bool = True
+    is_terminating: bool = False
+
+
+Found = Callable[[Sequence[Endpoint]], None]
+"""Gets all endpoints of one place, each time that they change."""
+
+
+class Discovery(Protocol):
+    """Looks for the endpoints of one place."""
+
+    async def run(self, found: Found) -> None:
+        """Calls `found` with what there is, and again whenever it changes, until cancelled.
+
+        While the place cannot be looked at, nothing is called: what was found last goes on to count.
+        """
+
+
+@dataclass(frozen=True, slots=True)
+class DnsPlace:
+    """A name whose addresses are all endpoints, such as that of a headless service."""
+
+    host: str
+    port: int
+
+
+@dataclass(frozen=True, slots=True)
+class KubernetesPlace:
+    """A service of a cluster.
+
+    Attributes:
+        namespace: its namespace; empty takes the pod's own.
+        service: its name.
+        port: name of one of its ports, or a number.
+    """
+
+    namespace: str
+    service: str
+    port: str
+
+
+def parse_place(text: str, field: str) -> Endpoint | DnsPlace | KubernetesPlace:
+    """Returns what a setting says: `host:port`, `dns:///host:port` or `kubernetes://[NAMESPACE]/SERVICE:PORT`.
+
+    Raises:
+        InvalidArgument: none of these; it names `field`.
+    """
+    if found := _KUBERNETES.fullmatch(text):
+        return KubernetesPlace(found["namespace"], found["service"], found["port"])
+    if (found := _DNS.fullmatch(text)) and int(found["port"]) <= _MAX_PORT:
+        return DnsPlace(found["host"], int(found["port"]))
+    if _ADDRESS.fullmatch(text) and "://" not in text:
+        return Endpoint(text)
+    raise InvalidArgument(
+        f"{text!r} is none of host:port, dns:///host:port and kubernetes://[NAMESPACE]/SERVICE:PORT", field
+    )
