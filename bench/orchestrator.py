@@ -138,7 +138,11 @@ def _row(number: int, asked: str, measured: _Measured) -> dict[str, Any]:
 @asynccontextmanager
 async def _stage() -> AsyncIterator[tuple[IdleTarget, ServiceProcess]]:
     """Workers in this process, and an orchestrator on a core of its own."""
-    with _spread() as core, tempfile.TemporaryDirectory(prefix="outrider-bench-") as folder, EmbeddedValkey() as server:
+    with (
+        spare_core() as core,
+        tempfile.TemporaryDirectory(prefix="outrider-bench-") as folder,
+        EmbeddedValkey() as server,
+    ):
         async with idle_workers() as (target, target_address, draft_address):
             settings = {
                 "OUTRIDER_ADDRESS": "127.0.0.1:0",
@@ -159,7 +163,7 @@ async def _stage() -> AsyncIterator[tuple[IdleTarget, ServiceProcess]]:
 
 
 @contextmanager
-def _spread() -> Iterator[int | None]:
+def spare_core() -> Iterator[int | None]:
     """Leaves a core to another process: yields it, and keeps this one, and what it starts, away from it."""
     known = os.sched_getaffinity(0)
     if len(known) < 2:
@@ -176,35 +180,38 @@ def _spread() -> Iterator[int | None]:
 async def _run(target: IdleTarget, process: ServiceProcess, number: int, duration_s: float) -> _Measured:
     delays_s: list[float] = []
     async with OutriderClient(process.address) as client:
-        sessions = [asyncio.create_task(_session(client, target, index, delays_s)) for index in range(number)]
+        sessions = [asyncio.create_task(generate_for_ever(client, target, index, delays_s)) for index in range(number)]
         try:
-            await _until_all_run(sessions, target, number)
+            await until_all_run(sessions, [target], number)
             await asyncio.sleep(_WARM_UP_S)
             target.waits_s, target.num_rounds = [], 0
             target.said_s.clear()
             delays_s.clear()
-            began_s, began_processor_s = time.perf_counter(), _processor_s(process.pid)
+            began_s, began_processor_s = time.perf_counter(), processor_s(process.pid)
             await asyncio.sleep(duration_s)
             taken_s, num = time.perf_counter() - began_s, target.num_rounds
-            processor_s = (_processor_s(process.pid) - began_processor_s) / max(1, num)
-            return _Measured(num / taken_s, processor_s, list(target.waits_s), list(delays_s))
+            cost_s = (processor_s(process.pid) - began_processor_s) / max(1, num)
+            return _Measured(num / taken_s, cost_s, list(target.waits_s), list(delays_s))
         finally:
             for session in sessions:
                 session.cancel()
             await asyncio.gather(*sessions, return_exceptions=True)
 
 
-async def _until_all_run(sessions: Sequence["asyncio.Task[None]"], target: IdleTarget, number: int) -> None:
+async def until_all_run(sessions: Sequence["asyncio.Task[None]"], targets: Sequence[IdleTarget], number: int) -> None:
+    """Returns when so many sessions speculate at these targets; raises the error of one that has failed."""
     async with asyncio.timeout(_READY_S):
-        while target.num_speculating < number:
+        while sum(target.num_speculating for target in targets) < number:
             for session in sessions:
                 if session.done():
                     session.result()
             await asyncio.sleep(0.01)
 
 
-async def _session(client: OutriderClient, target: IdleTarget, number: int, delays_s: list[float]) -> None:
-    """Has one session generate for ever; notes how long each verdict took to come here as tokens."""
+async def generate_for_ever(
+    client: OutriderClient, target: IdleTarget | None, number: int, delays_s: list[float]
+) -> None:
+    """Has one session generate for ever; notes how long each verdict of a target took to come here as tokens."""
     prompt = (number, 1, 2, 3)
     parameters = SamplingParameters(max_tokens=_MAX_TOKENS, temperature=0)
     speculation = Speculation(num_speculative_tokens=NUM_SPECULATIVE_TOKENS)
@@ -212,7 +219,7 @@ async def _session(client: OutriderClient, target: IdleTarget, number: int, dela
         request = GenerationRequest(token_ids=prompt, parameters=parameters, speculation=speculation)
         async with aclosing(client.generate(request)) as events:
             async for event in events:
-                if not isinstance(event, Delta):
+                if not isinstance(event, Delta) or target is None:
                     continue
                 # A delta may have the tokens of several verdicts; the last one's time is asked for.
                 with suppress(KeyError):
@@ -220,7 +227,7 @@ async def _session(client: OutriderClient, target: IdleTarget, number: int, dela
                     delays_s.append(time.perf_counter() - said_s)
 
 
-def _processor_s(pid: int) -> float:
+def processor_s(pid: int) -> float:
     """Returns the processor time of a process, in seconds."""
     fields = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")

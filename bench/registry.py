@@ -25,6 +25,8 @@ _MODULES = {
         "capacity",
         "sweep",
         "outage",
+        "rollout",
+        "fleet",
     )
 }
 

@@ -11,10 +11,12 @@ from bench import (
     distance,
     drafts,
     engine,
+    fleet,
     load,
     orchestrator,
     outage,
     registry,
+    rollout,
     sweep,
     takeover,
 )
@@ -176,6 +178,35 @@ async def test_outage(tmp_path: Path) -> None:
     assert all(row["tokens_per_s"] > 0 and row["longest_gap_s"] < 2 for row in result.rows)
     assert set(result.figures) == {"killed_over_plain", "stopped_over_plain", "slow_over_plain", "same_texts"}
     outage.plot(result, tmp_path / "outage.png")
+
+
+async def test_rollout() -> None:
+    timed = "markov:vocabulary=512,order=1,step_s=0.02,row_s=0.0005"
+    options = rollout.Options(
+        num_clients=6, num_tokens=120, num_drafts=1, num_orchestrators=2, drain_budget_s=2.0, model=timed
+    )
+    result = await rollout.measure(options)
+    assert [row["process"] for row in result.rows] == [
+        "target-0",
+        "target-1",
+        "draft-ngram-0",
+        "orchestrator-0",
+        "orchestrator-1",
+    ]
+    assert result.figures["failed_requests"] == result.figures["lost_tokens"] == result.figures["unclean_exits"] == 0
+    assert result.figures["num_requests"] >= 6
+    assert result.figures["new_replica_takes_session_s"] < 5
+
+
+async def test_fleet() -> None:
+    options = fleet.Options(orchestrators="1,2", num_workers=2, sessions_each=4, duration_s=1.0, num_repeats=1)
+    result = await fleet.measure(options)
+    assert [row["orchestrators"] for row in result.rows] == [1, 2]
+    for row in result.rows:
+        assert 20 < row["rounds/s"] < 100
+        assert row["processor ms/round"] > 0
+        assert 1 <= row["redis operations/round"] < 12
+    assert result.figures["redis_operations_spread"] < 1.5
 
 
 def test_a_capacity_lies_between_the_loads_that_get_the_rate_and_those_that_do_not() -> None:

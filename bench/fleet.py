@@ -1,0 +1,160 @@
+"""What a round costs, in processor time and in operations of Redis, with one orchestrator and with several.
+
+Eight targets and eight drafts of zero model time, every orchestrator with a stream to each. Sessions go at a steady
+pace, so many for each orchestrator. Orchestrators share no state but Redis, and no operation of theirs touches more
+than one session; so what a round costs should not depend on how many there are.
+"""
+
+import asyncio
+import os
+import tempfile
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import redis.asyncio
+
+from bench.idle import IdleTarget, idle_workers
+from bench.number_lists import numbers
+from bench.orchestrator import generate_for_ever, processor_s, spare_core, until_all_run
+from bench.progress import progress
+from bench.result import BenchResult, machine, median
+from outrider.client import OutriderClient
+from outrider.client.process import ProcessSpec, ServiceProcess
+from outrider.client.valkey import EmbeddedValkey
+
+_READY_S: Final = 60.0
+_WARM_UP_S: Final = 2.0
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """How much to measure.
+
+    Attributes:
+        orchestrators: numbers of them, with commas between them.
+        num_workers: targets, and drafts.
+        sessions_each: sessions of each orchestrator.
+        rate: rounds a second of a session.
+        duration_s: seconds of a measurement.
+        num_repeats: measurements of each number, in turn, of which the median counts.
+    """
+
+    orchestrators: str = "1,2,4"
+    num_workers: int = 8
+    sessions_each: int = 16
+    rate: float = 10.0
+    duration_s: float = 8.0
+    num_repeats: int = 3
+
+
+@dataclass(frozen=True, slots=True)
+class _Cost:
+    """Rounds a second; and for each round, processor seconds, and operations and bytes of Redis.
+
+    Operations within scripts count too: a commit is one script, of several.
+    """
+
+    rounds_per_s: float
+    processor_s: float
+    operations: float
+    redis_bytes: float
+
+
+async def measure(options: Options) -> BenchResult:
+    """Measures each number of orchestrators in turn."""
+    found: dict[int, list[_Cost]] = {num: [] for num in numbers("orchestrators", options.orchestrators, int, 1)}
+    with progress(len(found) * options.num_repeats) as step:
+        for _ in range(options.num_repeats):
+            for num, costs in found.items():
+                step(f"{num} orchestrators")
+                async with _stage(options, num) as (processes, targets, redis_url):
+                    costs.append(await _run(options, processes, targets, redis_url))
+    rows = [_row(num, costs) for num, costs in found.items()]
+    return BenchResult("fleet", {**machine(), **asdict(options)}, rows, _figures(rows))
+
+
+@asynccontextmanager
+async def _stage(options: Options, num: int) -> AsyncIterator[tuple[list[ServiceProcess], list[IdleTarget], str]]:
+    async with AsyncExitStack() as open_ones:
+        core = open_ones.enter_context(spare_core())
+        folder = Path(open_ones.enter_context(tempfile.TemporaryDirectory(prefix="outrider-bench-")))
+        server = open_ones.enter_context(EmbeddedValkey())
+        workers = [await open_ones.enter_async_context(idle_workers()) for _ in range(options.num_workers)]
+        settings = {
+            "OUTRIDER_ADDRESS": "127.0.0.1:0",
+            "OUTRIDER_REDIS_URL": server.url,
+            "OUTRIDER_TARGETS": ",".join(address for _, address, _ in workers),
+            "OUTRIDER_DRAFTS": ",".join(address for _, _, address in workers),
+        }
+        processes = []
+        for number in range(num):
+            process = ServiceProcess(ProcessSpec(f"orchestrator-{number}", "orchestrator", settings), folder)
+            open_ones.callback(process.kill)
+            process.start()
+            if core is not None:
+                os.sched_setaffinity(process.pid, {core})
+            processes.append(process)
+        for process in processes:
+            await process.wait_ready(_READY_S)
+        targets = [target for target, _, _ in workers]
+        for target in targets:
+            target.pace_s = 1 / options.rate
+        yield processes, targets, server.url
+
+
+async def _run(options: Options, processes: list[ServiceProcess], targets: list[IdleTarget], redis_url: str) -> _Cost:
+    async with AsyncExitStack() as open_ones:
+        sessions = []
+        for place, process in enumerate(processes):
+            client = await open_ones.enter_async_context(OutriderClient(process.address))
+            first = place * options.sessions_each
+            sessions += [
+                asyncio.create_task(generate_for_ever(client, None, first + number, []))
+                for number in range(options.sessions_each)
+            ]
+        store = await open_ones.enter_async_context(redis.asyncio.Redis.from_url(redis_url))
+        try:
+            await until_all_run(sessions, targets, len(sessions))
+            await asyncio.sleep(_WARM_UP_S)
+            before = await _counts(processes, targets, store)
+            await asyncio.sleep(options.duration_s)
+            after = await _counts(processes, targets, store)
+        finally:
+            for session in sessions:
+                session.cancel()
+            await asyncio.gather(*sessions, return_exceptions=True)
+    num, busy_s, operations, num_bytes = (now - then for now, then in zip(after, before, strict=True))
+    return _Cost(num / options.duration_s, busy_s / num, operations / num, num_bytes / num)
+
+
+async def _counts(
+    processes: list[ServiceProcess], targets: list[IdleTarget], store: redis.asyncio.Redis
+) -> tuple[float, float, float, float]:
+    """Returns rounds, processor seconds, and operations and bytes of Redis since the start; a few for the asking."""
+    num = sum(target.num_rounds for target in targets)
+    info: dict[str, Any] = await store.info("stats")
+    num_bytes = info["total_net_input_bytes"] + info["total_net_output_bytes"]
+    return num, sum(processor_s(process.pid) for process in processes), info["total_commands_processed"], num_bytes
+
+
+def _row(num: int, costs: list[_Cost]) -> dict[str, Any]:
+    return {
+        "orchestrators": num,
+        "rounds/s": median(cost.rounds_per_s for cost in costs),
+        "processor ms/round": 1e3 * median(cost.processor_s for cost in costs),
+        "redis operations/round": median(cost.operations for cost in costs),
+        "redis bytes/round": median(cost.redis_bytes for cost in costs),
+    }
+
+
+def _figures(rows: list[dict[str, Any]]) -> dict[str, float]:
+    """Returns how far the costs of a round lie apart: the largest over the smallest."""
+    spreads = {
+        "processor_time_spread": "processor ms/round",
+        "redis_operations_spread": "redis operations/round",
+        "redis_bytes_spread": "redis bytes/round",
+    }
+    return {name: max(row[of] for row in rows) / min(row[of] for row in rows) for name, of in spreads.items()}
