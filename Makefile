@@ -16,10 +16,12 @@ TORCH ?= $(shell command -v nvidia-smi >/dev/null && echo 'torch>=2.8' || echo '
 # Arguments passed to `make demo`, `make exactness` and `make bench`.
 ARGS ?=
 
-.PHONY: help install demo test lint format exactness faults chaos bench clean
+CHECKOV := .venv-checkov/bin/checkov
+
+.PHONY: help install demo test lint format exactness faults chaos bench k8s-config k8s-constraints k8s-check clean
 
 help: ## Shows this list.
-	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / {printf "  make %-16s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 install: $(STAMP) ## Creates .venv with everything needed to run all services on this machine.
 
@@ -69,6 +71,28 @@ chaos: install ## Kills, stops and cuts at random under 200 clients, then under 
 bench: install ## Measures speed, load, memory and acceptance on this machine. Takes 30 minutes.
 	@for name in overhead speed engine context load drafts; do $(BIN)/outrider bench $$name $(ARGS); done
 
+k8s-config: install ## Writes the ConfigMaps' env files and the dashboard of k8s/ from the code.
+	@$(BIN)/python -m k8s.configure
+	@$(BIN)/python -m k8s.dashboard
+
+k8s-constraints: install ## Writes the versions that images are built with.
+	@$(BIN)/python -m k8s.constrain
+
+k8s-check: install $(CHECKOV) ## Renders and validates all manifests, runs their tests and checkov.
+	@$(BIN)/python -m pytest -q tests/k8s $(ARGS)
+	@for name in local production; do \
+	  $(BIN)/kubectl kustomize k8s/overlays/$$name > .checkov-$$name.yaml; \
+	  $(CHECKOV) --config-file k8s/checkov.yaml --file .checkov-$$name.yaml; \
+	  rm .checkov-$$name.yaml; \
+	done
+	@$(CHECKOV) --config-file k8s/checkov.yaml --framework dockerfile --file Dockerfile
+
+# Its pins are at odds with ours, so it has an environment of its own.
+$(CHECKOV):
+	@echo "install: checkov in .venv-checkov"
+	@$(PYTHON) -m venv .venv-checkov
+	@.venv-checkov/bin/python -m pip --disable-pip-version-check --quiet install 'checkov>=3.3,<4'
+
 clean: ## Removes .venv, generated code and caches.
-	@rm -rf $(VENV) outrider/v1 dist build .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .grimp_cache .hypothesis
+	@rm -rf $(VENV) .venv-checkov outrider/v1 dist build .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .grimp_cache .hypothesis
 	@find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,52 @@
+"""The Dockerfile copies what there is, and the images have what the manifests count on."""
+
+import re
+
+from tests.k8s.rendering import K8S, OVERLAYS, SERVICES, container, overlay, pod, workloads
+
+ROOT = K8S.parent
+DOCKERFILE = (ROOT / "Dockerfile").read_text()
+CONSTRAINTS = ROOT / "k8s" / "constraints.txt"
+
+
+def test_what_is_copied_is_there_and_not_ignored() -> None:
+    sources = [
+        source
+        for line in re.findall(r"^COPY (?!--from)(.+)$", DOCKERFILE, re.MULTILINE)
+        for source in line.split()[:-1]
+    ]
+    allowed = {line[1:] for line in (ROOT / ".dockerignore").read_text().splitlines() if line.startswith("!")}
+    assert len(sources) >= 8
+    for source in sources:
+        assert (ROOT / source).exists(), source
+        assert source in allowed, source
+
+
+def test_each_service_is_a_target_with_its_own_entrypoint() -> None:
+    for service, module in zip(SERVICES, ("draft_service", "orchestrator", "target_service"), strict=True):
+        stage = re.search(rf"^FROM \w+ AS {service}\n((?:(?!^FROM).*\n)+)", DOCKERFILE, re.MULTILINE)
+        assert stage is not None, service
+        assert f'ENTRYPOINT ["python", "-m", "{module}"]' in stage[1]
+        for name in OVERLAYS:
+            image = container(workloads(overlay(name))[service])["image"]
+            assert image.rpartition(":")[0].endswith(f"outrider/{service}")
+
+
+def test_images_run_as_who_the_manifests_say() -> None:
+    (user,) = set(re.findall(r"^USER (\d+):\1$", DOCKERFILE, re.MULTILINE))
+    for name in OVERLAYS:
+        for workload in workloads(overlay(name)).values():
+            assert pod(workload)["securityContext"]["runAsUser"] == int(user)
+
+
+def test_the_orchestrators_image_has_no_model_library() -> None:
+    stage = DOCKERFILE.partition("AS orchestrator-environment")[2].partition("FROM")[0]
+    assert "[orchestrator]" in stage
+    assert "torch" not in stage
+
+
+def test_every_version_is_pinned() -> None:
+    lines = [line for line in CONSTRAINTS.read_text().splitlines() if line and not line.startswith("#")]
+    assert all(re.fullmatch(r"[a-z0-9-]+==[^ ;]+", line) for line in lines)
+    pinned = {line.partition("==")[0] for line in lines}
+    assert {"grpcio", "protobuf", "torch", "transformers", "redis", "kubernetes", "prometheus-client"} <= pinned
