@@ -74,6 +74,7 @@ class _Client:
         num_lost: tokens that did not come, or were others.
         num_recomputed: output tokens that were computed again.
         gaps_s: longest time without a token, of each request.
+        problems: the errors that there were.
     """
 
     prompt: tuple[int, ...]
@@ -83,6 +84,7 @@ class _Client:
     num_lost: int = 0
     num_recomputed: int = 0
     gaps_s: list[float] = field(default_factory=list)
+    problems: list[str] = field(default_factory=list)
 
 
 async def measure(options: Options) -> BenchResult:
@@ -102,6 +104,7 @@ async def measure(options: Options) -> BenchResult:
                     step(old.spec.name)
                     rows.append(await _restart(old))
                 num_restored = sum([await _num_restored(target) for target in site.targets.processes])
+    rows += [{"process": "a client", "problem": problem} for item in clients for problem in item.problems]
     return BenchResult("rollout", {**machine(), **asdict(options)}, rows, _figures(rows, clients, num_restored))
 
 
@@ -263,8 +266,9 @@ async def _ask_until(is_over: Callable[[], bool], client: OutriderClient, item: 
                             times.append(time.perf_counter())
                         case Finished():
                             item.num_recomputed += event.statistics.num_recomputed_tokens
-        except OutriderError:
+        except OutriderError as error:
             item.num_failed += 1
+            item.problems.append(f"{error.reason}: {error.message}")
         item.num_lost += _num_lost(token_ids, item.expected)
         item.gaps_s.append(max((after - before for before, after in itertools.pairwise(times)), default=0.0))
 
@@ -308,7 +312,7 @@ async def _num_restored(process: ServiceProcess) -> int:
 
 
 def _figures(rows: list[dict[str, Any]], clients: list[_Client], num_restored: int) -> dict[str, float]:
-    taken = [row["takes_session_s"] for row in rows if row["takes_session_s"] is not None]
+    taken = [row["takes_session_s"] for row in rows if row.get("takes_session_s") is not None]
     gaps = [gap for item in clients for gap in item.gaps_s]
     return {
         "num_requests": sum(item.num_requests for item in clients),
@@ -319,5 +323,5 @@ def _figures(rows: list[dict[str, Any]], clients: list[_Client], num_restored: i
         "recomputed_tokens": sum(item.num_recomputed for item in clients),
         "longest_gap_median_s": median(gaps),
         "longest_gap_p99_s": quantile(gaps, 0.99),
-        "unclean_exits": sum(row["exit_code"] != 0 for row in rows),
+        "unclean_exits": sum(row.get("exit_code", 0) != 0 for row in rows),
     }

@@ -70,7 +70,7 @@ class OutriderClient:
         self._metadata = (*metadata, *_authorization(token))
         self._connect = connect or functools.partial(_connect, tls)
         self._channels: dict[str, aio.Channel] = {}
-        self._round = itertools.cycle(self.addresses)
+        self._firsts = itertools.cycle(range(len(self.addresses)))
 
     async def __aenter__(self) -> Self:
         return self
@@ -106,7 +106,7 @@ class OutriderClient:
             OutriderError: any other refusal, by its reason.
         """
         attempts = Attempts(self.retry, Deadline.after(timeout_s), len(self.addresses))
-        stream = ResumableStream(request, self._next_stub, attempts, self._metadata)
+        stream = ResumableStream(request, self._stubs(), attempts, self._metadata)
         async with aclosing(stream.events()) as events:
             async for event in events:
                 yield event
@@ -142,17 +142,26 @@ class OutriderClient:
     ) -> R:
         """Makes a unary call; each of them may be repeated, so one that got no answer goes to the next address."""
         attempts = Attempts(self.retry, Deadline.after(self.timeout_s), len(self.addresses))
+        next_stub = self._stubs()
         while True:
-            call = method(self._next_stub())
+            call = method(next_stub())
             try:
                 return await call(message, timeout=attempts.deadline.remaining_s, metadata=self._metadata)
             except aio.AioRpcError as rpc_error:
                 error = error_from_rpc(rpc_error)
             await attempts.failed(error, retry=is_transient(error))
 
-    def _next_stub(self) -> GenerationServiceAsyncStub:
-        """Returns a stub for the next address of the round."""
-        address = next(self._round)
+    def _stubs(self) -> Callable[[], GenerationServiceAsyncStub]:
+        """Returns what gives the attempts of one call their stubs.
+
+        It begins at the next address of the round that all calls share, and goes on from there by itself: were later
+        attempts to take what is next for all, some would meet the same dead address again and again.
+        """
+        first = next(self._firsts)
+        addresses = itertools.cycle(self.addresses[first:] + self.addresses[:first])
+        return lambda: self._stub(next(addresses))
+
+    def _stub(self, address: str) -> GenerationServiceAsyncStub:
         if address not in self._channels:
             self._channels[address] = self._connect(address)
         return GenerationServiceStub(self._channels[address])

@@ -107,6 +107,15 @@ async def test_an_address_where_nobody_listens_is_passed_over() -> None:
         assert (await client.complete(request())).text == TEXT
 
 
+async def test_calls_side_by_side_do_not_push_each_other_to_a_dead_address() -> None:
+    service = ScriptedService([whole() for _ in range(40)])
+    policy = RetryPolicy(max_attempts=2, initial_backoff_s=0.01, max_backoff_s=0.02)
+    async with serving(service) as (address,), OutriderClient(["127.0.0.1:1", address], retry=policy) as client:
+        # Each meets the dead one once at most: of two attempts in a row one is at the address that answers.
+        results = await asyncio.gather(*(client.complete(request()) for _ in range(40)))
+    assert {result.text for result in results} == {TEXT}
+
+
 async def test_attempts_are_bounded() -> None:
     service = ScriptedService([[BROKEN]])
     with pytest.raises(Unavailable, match="connection reset"):
