@@ -3,6 +3,9 @@
 Eight targets and eight drafts of zero model time, every orchestrator with a stream to each. Sessions go at a steady
 pace, so many for each orchestrator. Orchestrators share no state but Redis, and no operation of theirs touches more
 than one session; so what a round costs should not depend on how many there are.
+
+Processes that share a core make each other slower, whatever they do. So there are always as many: four fleets of one
+orchestrator, each with workers and a Redis of its own, are held against two fleets of two, and one of four.
 """
 
 import asyncio
@@ -24,6 +27,7 @@ from bench.result import BenchResult, machine, median
 from outrider.client import OutriderClient
 from outrider.client.process import ProcessSpec, ServiceProcess
 from outrider.client.valkey import EmbeddedValkey
+from outrider.errors import InvalidArgument
 
 _READY_S: Final = 60.0
 _WARM_UP_S: Final = 2.0
@@ -34,7 +38,7 @@ class Options:
     """How much to measure.
 
     Attributes:
-        orchestrators: numbers of them, with commas between them.
+        orchestrators: numbers of them in a fleet, with commas between them; each divides the largest.
         num_workers: targets, and drafts.
         sessions_each: sessions of each orchestrator.
         rate: rounds a second of a session.
@@ -48,6 +52,15 @@ class Options:
     rate: float = 10.0
     duration_s: float = 8.0
     num_repeats: int = 3
+
+
+@dataclass(frozen=True, slots=True)
+class _Fleet:
+    """Orchestrators, the targets that they share, and their Redis."""
+
+    orchestrators: list[ServiceProcess]
+    targets: list[IdleTarget]
+    redis_url: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,62 +79,77 @@ class _Cost:
 async def measure(options: Options) -> BenchResult:
     """Measures each number of orchestrators in turn."""
     found: dict[int, list[_Cost]] = {num: [] for num in numbers("orchestrators", options.orchestrators, int, 1)}
+    if any(max(found) % num for num in found):
+        raise InvalidArgument(
+            f"orchestrators is {options.orchestrators!r}, each must divide the largest", "orchestrators"
+        )
     with progress(len(found) * options.num_repeats) as step:
         for _ in range(options.num_repeats):
             for num, costs in found.items():
-                step(f"{num} orchestrators")
-                async with _stage(options, num) as (processes, targets, redis_url):
-                    costs.append(await _run(options, processes, targets, redis_url))
+                step(f"{max(found) // num} times {num} orchestrators")
+                async with _stage(options, num, max(found) // num) as fleets:
+                    costs.append(await _run(options, fleets))
     rows = [_row(num, costs) for num, costs in found.items()]
     return BenchResult("fleet", {**machine(), **asdict(options)}, rows, _figures(rows))
 
 
 @asynccontextmanager
-async def _stage(options: Options, num: int) -> AsyncIterator[tuple[list[ServiceProcess], list[IdleTarget], str]]:
+async def _stage(options: Options, num: int, num_fleets: int) -> AsyncIterator[list[_Fleet]]:
     async with AsyncExitStack() as open_ones:
         core = open_ones.enter_context(spare_core())
         folder = Path(open_ones.enter_context(tempfile.TemporaryDirectory(prefix="outrider-bench-")))
-        server = open_ones.enter_context(EmbeddedValkey())
-        workers = [await open_ones.enter_async_context(idle_workers()) for _ in range(options.num_workers)]
-        settings = {
-            "OUTRIDER_ADDRESS": "127.0.0.1:0",
-            "OUTRIDER_REDIS_URL": server.url,
-            "OUTRIDER_TARGETS": ",".join(address for _, address, _ in workers),
-            "OUTRIDER_DRAFTS": ",".join(address for _, _, address in workers),
-        }
-        processes = []
-        for number in range(num):
-            process = ServiceProcess(ProcessSpec(f"orchestrator-{number}", "orchestrator", settings), folder)
-            open_ones.callback(process.kill)
-            process.start()
-            if core is not None:
-                os.sched_setaffinity(process.pid, {core})
-            processes.append(process)
-        for process in processes:
+        fleets = [await _fleet(options, num, place, folder, core, open_ones) for place in range(num_fleets)]
+        for process in (process for fleet in fleets for process in fleet.orchestrators):
             await process.wait_ready(_READY_S)
-        targets = [target for target, _, _ in workers]
-        for target in targets:
-            target.pace_s = 1 / options.rate
-        yield processes, targets, server.url
+        yield fleets
 
 
-async def _run(options: Options, processes: list[ServiceProcess], targets: list[IdleTarget], redis_url: str) -> _Cost:
+async def _fleet(
+    options: Options, num: int, place: int, folder: Path, core: int | None, open_ones: AsyncExitStack
+) -> _Fleet:
+    """Starts a fleet, whose orchestrators are not ready yet, and whose end is that of the stack."""
+    server = open_ones.enter_context(EmbeddedValkey())
+    workers = [await open_ones.enter_async_context(idle_workers()) for _ in range(options.num_workers)]
+    targets = [target for target, _, _ in workers]
+    for target in targets:
+        target.pace_s = 1 / options.rate
+    settings = {
+        "OUTRIDER_ADDRESS": "127.0.0.1:0",
+        "OUTRIDER_REDIS_URL": server.url,
+        "OUTRIDER_TARGETS": ",".join(address for _, address, _ in workers),
+        "OUTRIDER_DRAFTS": ",".join(address for _, _, address in workers),
+    }
+    specs = [ProcessSpec(f"orchestrator-{place}-{number}", "orchestrator", settings) for number in range(num)]
+    orchestrators = [ServiceProcess(spec, folder) for spec in specs]
+    for process in orchestrators:
+        open_ones.callback(process.kill)
+        process.start()
+        if core is not None:
+            os.sched_setaffinity(process.pid, {core})
+    return _Fleet(orchestrators, targets, server.url)
+
+
+async def _run(options: Options, fleets: list[_Fleet]) -> _Cost:
     async with AsyncExitStack() as open_ones:
         sessions = []
-        for place, process in enumerate(processes):
-            client = await open_ones.enter_async_context(OutriderClient(process.address))
-            first = place * options.sessions_each
-            sessions += [
-                asyncio.create_task(generate_for_ever(client, None, first + number, []))
-                for number in range(options.sessions_each)
-            ]
-        store = await open_ones.enter_async_context(redis.asyncio.Redis.from_url(redis_url))
+        for fleet in fleets:
+            for place, process in enumerate(fleet.orchestrators):
+                client = await open_ones.enter_async_context(OutriderClient(process.address))
+                first = place * options.sessions_each
+                sessions += [
+                    asyncio.create_task(generate_for_ever(client, None, first + number, []))
+                    for number in range(options.sessions_each)
+                ]
+        stores = [
+            await open_ones.enter_async_context(redis.asyncio.Redis.from_url(fleet.redis_url)) for fleet in fleets
+        ]
         try:
+            targets = [target for fleet in fleets for target in fleet.targets]
             await until_all_run(sessions, targets, len(sessions))
             await asyncio.sleep(_WARM_UP_S)
-            before = await _counts(processes, targets, store)
+            before = await _counts(fleets, stores)
             await asyncio.sleep(options.duration_s)
-            after = await _counts(processes, targets, store)
+            after = await _counts(fleets, stores)
         finally:
             for session in sessions:
                 session.cancel()
@@ -130,14 +158,13 @@ async def _run(options: Options, processes: list[ServiceProcess], targets: list[
     return _Cost(num / options.duration_s, busy_s / num, operations / num, num_bytes / num)
 
 
-async def _counts(
-    processes: list[ServiceProcess], targets: list[IdleTarget], store: redis.asyncio.Redis
-) -> tuple[float, float, float, float]:
+async def _counts(fleets: list[_Fleet], stores: list[redis.asyncio.Redis]) -> tuple[float, float, float, float]:
     """Returns rounds, processor seconds, and operations and bytes of Redis since the start; a few for the asking."""
-    num = sum(target.num_rounds for target in targets)
-    info: dict[str, Any] = await store.info("stats")
-    num_bytes = info["total_net_input_bytes"] + info["total_net_output_bytes"]
-    return num, sum(processor_s(process.pid) for process in processes), info["total_commands_processed"], num_bytes
+    num = sum(target.num_rounds for fleet in fleets for target in fleet.targets)
+    busy_s = sum(processor_s(process.pid) for fleet in fleets for process in fleet.orchestrators)
+    found: list[dict[str, Any]] = [await store.info("stats") for store in stores]
+    num_bytes = sum(info["total_net_input_bytes"] + info["total_net_output_bytes"] for info in found)
+    return num, busy_s, sum(info["total_commands_processed"] for info in found), num_bytes
 
 
 def _row(num: int, costs: list[_Cost]) -> dict[str, Any]:

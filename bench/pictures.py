@@ -19,7 +19,8 @@ def bars(path: Path, labels: Sequence[str], series: Mapping[str, Sequence[float]
         axes.bar(places, values, width, label=name)
     axes.set_xticks(range(len(labels)), labels, rotation=30, ha="right")
     axes.set_title(title)
-    axes.legend()
+    # Beside the bars, which it would cover.
+    figure.legend(loc="outside lower center", ncols=min(3, len(series)))
     figure.savefig(path, dpi=120)
     pyplot.close(figure)
 
