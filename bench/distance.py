@@ -4,9 +4,11 @@ Each node of the system is one core of this machine: the target has one, the dra
 takes no model (orchestrator, Redis, the proxy that delays, this bench). A planted pair does the work of real models
 with random weights, and agrees as often as asked for (`outrider.lm.planted`). Measured in turn, so that a machine that
 slows down slows all of them: plain decoding; the draft within the target's process, on the target's core and with both
-cores; the draft on its own core at each round-trip time, synchronous (it waits for each verdict) and streaming.
+cores; the draft on its own core at each round-trip time, synchronous (it waits for each verdict) and streaming. A real
+pair can be measured the same way.
 """
 
+import itertools
 import os
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
@@ -15,7 +17,8 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Final
 
-from bench.models import planted_pair
+from bench.kinds import KINDS
+from bench.models import planted_pair, served_name
 from bench.number_lists import numbers
 from bench.progress import progress
 from bench.proxy import Proxy
@@ -23,7 +26,7 @@ from bench.remote_draft import remote_draft
 from bench.result import BenchResult, machine, median
 from bench.traffic import Prompts, Trace, follow
 from bench.worker import Worker
-from outrider.client import GenerationRequest, LocalStack, OutriderClient, Speculation, StackOptions
+from outrider.client import GenerationRequest, LocalStack, Message, OutriderClient, Speculation, StackOptions
 from outrider.client.events import Statistics
 from outrider.errors import InvalidArgument
 from outrider.parameters import SamplingParameters
@@ -57,6 +60,9 @@ class Options:
         draft: whose passes the draft runs; its vocabulary is as large.
         prompt_len: tokens of the prompt.
         temperature: 0 is greedy.
+        drafter: of a real pair, such as eagle3: then nothing is planted, `model` and `draft` are what they are (`draft`
+            may be empty), prompts are a user's, acceptance is what it is, and modes that need a draft within the
+            target's process are left out where this drafter cannot be.
     """
 
     rtts_ms: str = "0,1,5,10,20,50"
@@ -70,15 +76,26 @@ class Options:
     draft: str = "shape:1b-draft"
     prompt_len: int = 64
     temperature: float = 0.0
+    drafter: str = ""
 
     @property
-    def grid(self) -> dict[float, tuple[float, ...]]:
-        """Round-trip times in milliseconds by acceptance rate."""
+    def alone(self) -> tuple[str, ...]:
+        """Modes without a draft elsewhere."""
+        return _ALONE if self.drafter in ("", "model") else (PLAIN,)
+
+    @property
+    def grid(self) -> dict[float | None, tuple[float, ...]]:
+        """Round-trip times in milliseconds by acceptance rate; None where that is not planted."""
         rtts = numbers("rtts_ms", self.rtts_ms, float, 0.0)
+        if self.drafter:
+            return {None: rtts}
         ends = tuple(dict.fromkeys((rtts[0], rtts[-1])))
-        return dict.fromkeys(numbers("acceptances", self.acceptances, float, 0.0), rtts) | dict.fromkeys(
-            numbers("ends", self.ends, float, 0.0) if self.ends else (), ends
-        )
+        found: dict[float | None, tuple[float, ...]] = {}
+        for acceptance in numbers("acceptances", self.acceptances, float, 0.0):
+            found[acceptance] = rtts
+        for acceptance in numbers("ends", self.ends, float, 0.0) if self.ends else ():
+            found[acceptance] = ends
+        return found
 
 
 @dataclass(slots=True)
@@ -107,15 +124,16 @@ async def measure(options: Options) -> BenchResult:
             async with _Site(options, acceptance, cores) as site:
                 cases: defaultdict[tuple[str, float | None], _Case] = defaultdict(_Case)
                 for _ in range(options.num_repeats):
-                    for mode, rtt_ms in _cases(rtts):
-                        step(f"acceptance {acceptance:g}, {mode}" + ("" if rtt_ms is None else f", {rtt_ms:g} ms"))
+                    for mode, rtt_ms in _cases(options, rtts):
+                        pair = options.drafter if acceptance is None else f"acceptance {acceptance:g}"
+                        step(f"{pair}, {mode}" + ("" if rtt_ms is None else f", {rtt_ms:g} ms"))
                         await site.measure(mode, rtt_ms, cases[mode, rtt_ms])
             rows += [_row(acceptance, mode, rtt_ms, case) for (mode, rtt_ms), case in cases.items()]
     return BenchResult("distance", {**machine(), **asdict(options)}, rows, _figures(rows))
 
 
-def _cases(rtts: tuple[float, ...]) -> Iterator[tuple[str, float | None]]:
-    for mode in _ALONE:
+def _cases(options: Options, rtts: tuple[float, ...]) -> Iterator[tuple[str, float | None]]:
+    for mode in options.alone:
         yield mode, None
     for rtt_ms in rtts:
         for mode in _REMOTE:
@@ -123,7 +141,7 @@ def _cases(rtts: tuple[float, ...]) -> Iterator[tuple[str, float | None]]:
 
 
 def _num_steps(options: Options) -> int:
-    return options.num_repeats * sum(len(list(_cases(rtts))) for rtts in options.grid.values())
+    return options.num_repeats * sum(len(list(_cases(options, rtts))) for rtts in options.grid.values())
 
 
 class _Site:
@@ -131,13 +149,17 @@ class _Site:
 
     Args:
         options: what is measured.
-        acceptance: of the pair.
+        acceptance: of the pair; None for a real one.
         cores: the target's and the draft's.
     """
 
-    def __init__(self, options: Options, acceptance: float, cores: list[int]) -> None:
+    def __init__(self, options: Options, acceptance: float | None, cores: list[int]) -> None:
         self._options = options
-        self._target, self._draft = planted_pair(options.model, options.draft, acceptance)
+        if acceptance is None:
+            self._target, self._draft = served_name(options.model), options.draft and served_name(options.draft)
+        else:
+            self._target, self._draft = planted_pair(options.model, options.draft, acceptance)
+        self._texts = itertools.cycle(text for texts in zip(*KINDS.values(), strict=True) for text in texts)
         self._cores = cores
         self._open = AsyncExitStack()
         self._clients: dict[str, OutriderClient] = {}
@@ -155,23 +177,22 @@ class _Site:
         await self._open.aclose()
 
     async def _start(self) -> None:
-        draft = await self._open.enter_async_context(remote_draft(self._draft))
+        draft = await self._open.enter_async_context(remote_draft(self._draft, self._options.drafter or "model"))
         self._proxy = Proxy(draft.address)
         self._open.push_async_callback(self._proxy.close)
         address = await self._proxy.start()
         own = {"OUTRIDER_COLOCATED_DRAFTER": "model", "OUTRIDER_COLOCATED_MODEL": self._draft}
         one, both = frozenset(self._cores[:1]), frozenset(self._cores)
-        stacks = {
-            PLAIN: await self._stack({}, one, {"OUTRIDER_DRAFTS": address}),
-            COLOCATED: await self._stack(own, one, {}),
-            BOTH_CORES: await self._stack(own, both, {}),
-        }
+        stacks = {PLAIN: await self._stack({}, one, {"OUTRIDER_DRAFTS": address})}
+        if COLOCATED in self._options.alone:
+            stacks[COLOCATED] = await self._stack(own, one, {})
+            stacks[BOTH_CORES] = await self._stack(own, both, {})
         for mode, stack in stacks.items():
             self._clients[mode] = await self._open.enter_async_context(stack.client())
         self._clients |= dict.fromkeys(_REMOTE, self._clients[PLAIN])
         async with Worker(stacks[PLAIN].targets[0]) as worker:
             self._prompts = Prompts((await worker.info()).vocabulary_size)
-        for mode in (*_ALONE, *_REMOTE):
+        for mode in (*self._options.alone, *_REMOTE):
             await self._generate(mode, _WARM_TOKENS)
 
     async def _stack(
@@ -202,6 +223,8 @@ class _Site:
             num_rounds += trace.statistics.num_target_passes
             # From the first delta to the last: what came with the first one is not in this time.
             later = trace.num_tokens - 1
+            if later < 1:
+                continue
             num_tokens += later
             seconds += later / trace.statistics.tokens_per_second
             num_expected += trace.statistics.num_expected_tokens
@@ -216,11 +239,14 @@ class _Site:
         if mode == STREAMING:
             speculation = replace(speculation, lookahead_nodes=options.lookahead_nodes)
         self._seed += 1
+        is_real = bool(options.drafter)
+        parameters = SamplingParameters(
+            temperature=options.temperature, max_tokens=num_tokens, ignore_eos=not is_real, seed=self._seed
+        )
         request = GenerationRequest(
-            token_ids=tuple(self._prompts.draw(options.prompt_len)),
-            parameters=SamplingParameters(
-                temperature=options.temperature, max_tokens=num_tokens, ignore_eos=True, seed=self._seed
-            ),
+            token_ids=None if is_real else tuple(self._prompts.draw(options.prompt_len)),
+            messages=(Message("user", next(self._texts)),) if is_real else None,
+            parameters=parameters,
             speculation=speculation,
         )
         return await follow(self._clients[mode], request, Trace(), _TIMEOUT_S)
@@ -237,7 +263,7 @@ def _pinned(cores: set[int]) -> Iterator[None]:
         os.sched_setaffinity(0, before)
 
 
-def _row(acceptance: float, mode: str, rtt_ms: float | None, case: _Case) -> dict[str, Any]:
+def _row(acceptance: float | None, mode: str, rtt_ms: float | None, case: _Case) -> dict[str, Any]:
     found = case.statistics
     num_passes = sum(item.num_target_passes for item in found)
     duration_s = sum(item.duration_s for item in found)
@@ -271,9 +297,9 @@ def _figures(rows: list[dict[str, Any]]) -> dict[str, float]:
             continue
         streaming = rates[first, STREAMING, rtt_ms]
         figures[f"streaming_over_synchronous_rtt_{rtt_ms:g}ms"] = streaming / rates[first, SYNCHRONOUS, rtt_ms]
-        figures[f"streaming_over_colocated_rtt_{rtt_ms:g}ms"] = streaming / rates[first, COLOCATED, None]
-        figures[f"streaming_over_colocated_both_cores_rtt_{rtt_ms:g}ms"] = streaming / rates[first, BOTH_CORES, None]
-        figures[f"streaming_over_plain_rtt_{rtt_ms:g}ms"] = streaming / rates[first, PLAIN, None]
+        for name, other in (("colocated", COLOCATED), ("colocated_both_cores", BOTH_CORES), ("plain", PLAIN)):
+            if (first, other, None) in rates:
+                figures[f"streaming_over_{name}_rtt_{rtt_ms:g}ms"] = streaming / rates[first, other, None]
     figures["streaming_over_plain_worst"] = min(
         rate / rates[acceptance, PLAIN, None] for (acceptance, mode, _), rate in rates.items() if mode == STREAMING
     )
@@ -291,5 +317,8 @@ def plot(result: BenchResult, path: Path) -> None:
     series = {}
     for mode in (*_ALONE, *_REMOTE):
         found = {row["rtt_ms"]: row["tokens_per_s"] for row in rows if row["mode"] == mode}
+        if not found:
+            continue
         series[mode] = [found[rtt_ms] if rtt_ms in found else found[None] for rtt_ms in rtts]
-    bars(path, [f"{rtt_ms:g} ms" for rtt_ms in rtts], series, f"tokens per second, acceptance rate {first:g}")
+    pair = result.config["drafter"] if first is None else f"acceptance rate {first:g}"
+    bars(path, [f"{rtt_ms:g} ms" for rtt_ms in rtts], series, f"tokens per second, {pair}")

@@ -12,12 +12,17 @@ _TIMEOUT_S: Final = 900.0
 
 
 @asynccontextmanager
-async def remote_draft(model: str) -> AsyncIterator[ServiceProcess]:
-    """Starts a draft that runs on one thread; ends it, whatever has become of it, at the end."""
+async def remote_draft(model: str, drafter: str = "model") -> AsyncIterator[ServiceProcess]:
+    """Starts a draft that runs on one thread; ends it, whatever has become of it, at the end.
+
+    Args:
+        model: that it drafts with; empty for what comes with the drafter.
+        drafter: how it drafts.
+    """
     with tempfile.TemporaryDirectory() as folder:
         settings = {
             "OUTRIDER_ADDRESS": "127.0.0.1:0",
-            "OUTRIDER_DRAFTER": "model",
+            "OUTRIDER_DRAFTER": drafter,
             "OUTRIDER_MODEL": model,
             "OUTRIDER_NUM_THREADS": "1",
             "OUTRIDER_LOG_FORMAT": "text",

@@ -94,7 +94,8 @@ class EndpointSlices:
 
     def _note(self, error: Exception) -> None:
         status = status_of(error)
-        about = {"service": self._place.service, "status": status, "error": type(error).__name__}
+        reason = str(getattr(error, "reason", "")) or type(error).__name__
+        about = {"service": self._place.service, "status": status, "reason": reason}
         if status == _GONE:
             self._version = None
             _LOG.info("endpoints are listed again", extra=about)

@@ -219,6 +219,19 @@ def test_a_capacity_lies_between_the_loads_that_get_the_rate_and_those_that_do_n
         registry.run("capacity", arguments={"sessions": "4,1"})
 
 
+@pytest.mark.embedded
+async def test_distance_of_a_real_pair(tmp_path: Path) -> None:
+    options = distance.Options(
+        rtts_ms="0", num_repeats=1, num_rounds=8, model="embedded", draft="", drafter="eagle3", num_speculative_tokens=2
+    )
+    result = await distance.measure(options)
+    assert [row["mode"] for row in result.rows] == ["plain", "synchronous", "streaming"]
+    assert all(row["acceptance"] is None and row["tokens_per_s"] > 0 for row in result.rows)
+    assert result.figures["streaming_over_plain_rtt_0ms"] > 0
+    assert not any("colocated" in name for name in result.figures)
+    distance.plot(result, tmp_path / "distance.png")
+
+
 def test_there_are_ten_prompts_of_each_kind() -> None:
     assert [len(prompts) for prompts in KINDS.values()] == [10, 10, 10, 10]
     assert len({prompt for prompts in KINDS.values() for prompt in prompts}) == 40
