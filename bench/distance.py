@@ -159,7 +159,7 @@ class _Site:
             self._target, self._draft = served_name(options.model), options.draft and served_name(options.draft)
         else:
             self._target, self._draft = planted_pair(options.model, options.draft, acceptance)
-        self._texts = itertools.cycle(text for texts in zip(*KINDS.values(), strict=True) for text in texts)
+        self._texts: Iterator[str] = iter(())
         self._cores = cores
         self._open = AsyncExitStack()
         self._clients: dict[str, OutriderClient] = {}
@@ -192,6 +192,7 @@ class _Site:
         self._clients |= dict.fromkeys(_REMOTE, self._clients[PLAIN])
         async with Worker(stacks[PLAIN].targets[0]) as worker:
             self._prompts = Prompts((await worker.info()).vocabulary_size)
+        self._texts = itertools.cycle(KINDS["chat"])
         for mode in (*self._options.alone, *_REMOTE):
             await self._generate(mode, _WARM_TOKENS)
 
@@ -214,6 +215,8 @@ class _Site:
 
     async def measure(self, mode: str, rtt_ms: float | None, case: _Case) -> None:
         """Adds a measurement: as many tokens as the rounds give, at the pace of those before."""
+        # All modes get the same prompts.
+        self._texts = itertools.cycle(text for texts in zip(*KINDS.values(), strict=True) for text in texts)
         self._proxy.up.latency_s = self._proxy.down.latency_s = (rtt_ms or 0.0) / 2000
         await self._generate(mode, _WARM_TOKENS)
         num_rounds, seconds, num_tokens = 0, 0.0, 0

@@ -65,7 +65,7 @@ class _Fleet:
 
 @dataclass(frozen=True, slots=True)
 class _Cost:
-    """Rounds a second; and for each round, processor seconds, and operations and bytes of Redis.
+    """Rounds a second; and for each round, processor seconds, and operations, bytes and processor seconds of Redis.
 
     Operations within scripts count too: a commit is one script, of several.
     """
@@ -74,6 +74,7 @@ class _Cost:
     processor_s: float
     operations: float
     redis_bytes: float
+    redis_s: float
 
 
 async def measure(options: Options) -> BenchResult:
@@ -154,17 +155,21 @@ async def _run(options: Options, fleets: list[_Fleet]) -> _Cost:
             for session in sessions:
                 session.cancel()
             await asyncio.gather(*sessions, return_exceptions=True)
-    num, busy_s, operations, num_bytes = (now - then for now, then in zip(after, before, strict=True))
-    return _Cost(num / options.duration_s, busy_s / num, operations / num, num_bytes / num)
+    num, *costs = (now - then for now, then in zip(after, before, strict=True))
+    return _Cost(num / options.duration_s, *(cost / num for cost in costs))
 
 
-async def _counts(fleets: list[_Fleet], stores: list[redis.asyncio.Redis]) -> tuple[float, float, float, float]:
-    """Returns rounds, processor seconds, and operations and bytes of Redis since the start; a few for the asking."""
+async def _counts(fleets: list[_Fleet], stores: list[redis.asyncio.Redis]) -> tuple[float, ...]:
+    """Returns rounds and the costs of `_Cost`, since the start; a few of Redis for the asking."""
     num = sum(target.num_rounds for fleet in fleets for target in fleet.targets)
     busy_s = sum(processor_s(process.pid) for fleet in fleets for process in fleet.orchestrators)
     found: list[dict[str, Any]] = [await store.info("stats") for store in stores]
     num_bytes = sum(info["total_net_input_bytes"] + info["total_net_output_bytes"] for info in found)
-    return num, busy_s, sum(info["total_commands_processed"] for info in found), num_bytes
+    redis_s = 0.0
+    for store in stores:
+        spent: dict[str, Any] = await store.info("cpu")
+        redis_s += spent["used_cpu_user"] + spent["used_cpu_sys"]
+    return num, busy_s, sum(info["total_commands_processed"] for info in found), num_bytes, redis_s
 
 
 def _row(num: int, costs: list[_Cost]) -> dict[str, Any]:
@@ -174,6 +179,7 @@ def _row(num: int, costs: list[_Cost]) -> dict[str, Any]:
         "processor ms/round": 1e3 * median(cost.processor_s for cost in costs),
         "redis operations/round": median(cost.operations for cost in costs),
         "redis bytes/round": median(cost.redis_bytes for cost in costs),
+        "redis processor ms/round": 1e3 * median(cost.redis_s for cost in costs),
     }
 
 
