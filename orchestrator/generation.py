@@ -345,7 +345,8 @@ class Generation:
         """Decides whether another target may go on; raises the error where none may, or none has for too long."""
         self._target_error = None
         if self._target is not None:
-            self._left = self._target.link.address, error.reason
+            # The first one, whoever else refuses before another takes the request.
+            self._left = self._left or (self._target.link.address, error.reason)
             self._failed_targets.append(self._target.link.address)
             self._target.close(self._committed_len)
             self._target = None

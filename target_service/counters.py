@@ -32,8 +32,8 @@ class EngineLoad:
         expected_of_s: seconds that these rounds took.
         num_proposed_nodes: that came.
         num_verified_nodes: of these.
-        num_waits: rounds that waited for a draft.
-        num_expired_waits: of these, those for which nothing came.
+        num_answered_waits: rounds that waited for a draft, and had something to verify.
+        num_expired_waits: rounds that waited, and nothing came.
         round_model_s: seconds of passes, counted for each round.
         wait_s: seconds that rounds waited for drafts.
         queue_s: seconds that rounds waited for other sessions' passes.
@@ -59,7 +59,7 @@ class EngineLoad:
     expected_of_s: float = 0.0
     num_proposed_nodes: int = 0
     num_verified_nodes: int = 0
-    num_waits: int = 0
+    num_answered_waits: int = 0
     num_expired_waits: int = 0
     round_model_s: float = 0.0
     wait_s: float = 0.0
@@ -89,8 +89,8 @@ class EngineLoad:
             self.expected_of_s += about.model_time_s + about.wait_time_s
         self.num_proposed_nodes += about.num_proposed
         self.num_verified_nodes += result.num_nodes
-        self.num_waits += waited
-        self.num_expired_waits += waited and not result.num_nodes
+        self.num_answered_waits += waited and result.num_nodes > 0
+        self.num_expired_waits += waited and result.num_nodes == 0
         self.round_model_s += about.model_time_s
         self.wait_s += about.wait_time_s
         self.queue_s += about.queue_time_s

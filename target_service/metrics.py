@@ -61,15 +61,12 @@ def _rounds(engine: Engine) -> Iterator[Metric]:
         "cause",
         (("model", load.round_model_s), ("wait", load.wait_s), ("queue", load.queue_s)),
     )
-    # In this order: a round between the two readings must not make either go down.
-    num_expired = load.num_expired_waits
-    num_answered = load.num_waits - num_expired
     yield labelled(
         CounterMetricFamily,
         "target_waits",
         "Rounds that waited for a draft, by whether anything came in time.",
         "outcome",
-        (("answered", num_answered), ("expired", num_expired)),
+        (("answered", load.num_answered_waits), ("expired", load.num_expired_waits)),
     )
 
 

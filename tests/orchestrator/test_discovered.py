@@ -1,7 +1,7 @@
 """An orchestrator whose workers come and go as pods of a cluster do."""
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
 import pytest
@@ -45,10 +45,14 @@ async def list_target(server: ApiServer, target: ScriptedTarget, **conditions: b
     await server.put(target.info.replica, pod(target.info.replica, host, **conditions), port=int(port))
 
 
-async def until_links(orchestrator: Orchestrator, *addresses: str) -> None:
+async def until(holds: Callable[[], bool]) -> None:
     async with asyncio.timeout(10):
-        while {link.address for link in orchestrator.replicas.targets if link.is_up} != set(addresses):
+        while not holds():
             await asyncio.sleep(0.01)
+
+
+async def until_links(orchestrator: Orchestrator, *addresses: str) -> None:
+    await until(lambda: {link.address for link in orchestrator.replicas.targets if link.is_up} == set(addresses))
 
 
 async def test_a_new_pod_gets_sessions(server: ApiServer, orchestrator: Orchestrator, target: ScriptedTarget) -> None:
@@ -75,24 +79,20 @@ async def test_a_terminating_pod_keeps_its_sessions_and_gets_no_others(
         other.load.num_active_sessions = 99
         await list_target(server, other)
         await list_target(server, target, ready=False, terminating=True)
-        async with asyncio.timeout(10):
-            while not any(link.endpoint and link.endpoint.is_terminating for link in orchestrator.replicas.targets):
-                await asyncio.sleep(0.01)
+        await until(
+            lambda: any(link.endpoint and link.endpoint.is_terminating for link in orchestrator.replicas.targets)
+        )
         await until_links(orchestrator, target.address, other.address)
         assert tokens_of(await orchestrator.events(asking(plain=True))) == EXPECTED
         assert len(other.opened) == 1
         # Gone from the list: the session that runs there still does not notice.
         await server.remove(target.info.replica)
-        async with asyncio.timeout(10):
-            while all(link.endpoint for link in orchestrator.replicas.targets):
-                await asyncio.sleep(0.01)
+        await until(lambda: not all(link.endpoint for link in orchestrator.replicas.targets))
         target.allow(None)
         assert tokens_of(await running) == EXPECTED
         assert len(other.opened) == 1
         await until_links(orchestrator, other.address)
-        async with asyncio.timeout(10):
-            while len(orchestrator.replicas.targets) > 1:
-                await asyncio.sleep(0.01)
+        await until(lambda: len(orchestrator.replicas.targets) == 1)
 
 
 async def test_without_the_api_server_everything_goes_on(
@@ -112,13 +112,9 @@ async def test_a_pod_that_is_listed_again_before_its_sessions_end_stays(
     running = asyncio.create_task(orchestrator.events(asking(plain=True)))
     await target.saw("open")
     await server.remove(target.info.replica)
-    async with asyncio.timeout(10):
-        while all(link.endpoint for link in orchestrator.replicas.targets):
-            await asyncio.sleep(0.01)
+    await until(lambda: not all(link.endpoint for link in orchestrator.replicas.targets))
     await list_target(server, target)
-    async with asyncio.timeout(10):
-        while not all(link.endpoint for link in orchestrator.replicas.targets):
-            await asyncio.sleep(0.01)
+    await until(lambda: all(link.endpoint for link in orchestrator.replicas.targets))
     target.allow(None)
     assert tokens_of(await running) == EXPECTED
     assert tokens_of(await orchestrator.events(asking(plain=True))) == EXPECTED
@@ -131,9 +127,7 @@ async def test_a_pod_that_is_gone_and_idle_loses_its_link_at_once(
     await list_target(server, target)
     await until_links(orchestrator, target.address)
     await server.remove(target.info.replica)
-    async with asyncio.timeout(10):
-        while orchestrator.replicas.targets:
-            await asyncio.sleep(0.01)
+    await until(lambda: not orchestrator.replicas.targets)
     with pytest.raises(Unavailable, match="none was found"):
         await orchestrator.events(asking(plain=True))
 

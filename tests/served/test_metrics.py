@@ -67,6 +67,8 @@ async def test_metrics_add_up_to_what_clients_were_told() -> None:
     assert target["outrider_target_queued_tokens"] == target["outrider_target_sessions_waiting"] == 0
     assert target["outrider_target_round_seconds_total,cause=model"] > 0
     assert target["outrider_target_sessions_running"] == 0
+    assert target["outrider_target_waits_total,outcome=answered"] > 0
+    assert target["outrider_target_waits_total,outcome=expired"] >= 0
 
     assert draft["outrider_draft_steps_total"] > 0
     assert draft["outrider_draft_busy_seconds_total"] > 0
