@@ -22,7 +22,9 @@ class SystemResolver:
     """
 
     def __init__(self) -> None:
-        self._thread: threading.Thread | None = None
+        # Not whether the thread lives: it does for a moment after it has answered.
+        self._is_answered = threading.Event()
+        self._is_answered.set()
 
     async def __call__(self, host: str, port: int) -> set[str]:
         """Returns the addresses of a name, as host:port.
@@ -30,25 +32,25 @@ class SystemResolver:
         Raises:
             OSError: it has none, or the question before is still open.
         """
-        if self._thread is not None and self._thread.is_alive():
+        if not self._is_answered.is_set():
             raise OSError(f"no answer yet to the last question for {host}")
         loop = asyncio.get_running_loop()
         answer: asyncio.Future[set[str]] = loop.create_future()
-        self._thread = threading.Thread(target=_ask, args=(host, port, loop, answer), name="resolver", daemon=True)
-        self._thread.start()
+        self._is_answered.clear()
+        threading.Thread(target=self._ask, args=(host, port, loop, answer), name="resolver", daemon=True).start()
         return await answer
 
-
-def _ask(host: str, port: int, loop: asyncio.AbstractEventLoop, answer: "asyncio.Future[set[str]]") -> None:
-    result: set[str] | OSError
-    try:
-        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
-        result = {f"{_bracketed(str(place[0]), family)}:{port}" for family, _, _, _, place in found}
-    except OSError as error:
-        result = error
-    # Nobody may be waiting any more.
-    with contextlib.suppress(RuntimeError):
-        loop.call_soon_threadsafe(_settle, answer, result)
+    def _ask(self, host: str, port: int, loop: asyncio.AbstractEventLoop, answer: "asyncio.Future[set[str]]") -> None:
+        result: set[str] | OSError
+        try:
+            found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+            result = {f"{_bracketed(str(place[0]), family)}:{port}" for family, _, _, _, place in found}
+        except OSError as error:
+            result = error
+        self._is_answered.set()
+        # Nobody may be waiting any more.
+        with contextlib.suppress(RuntimeError):
+            loop.call_soon_threadsafe(_settle, answer, result)
 
 
 def _settle(answer: "asyncio.Future[set[str]]", result: set[str] | OSError) -> None:
