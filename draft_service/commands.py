@@ -1,8 +1,9 @@
 """What goes from streams to the engine, and what comes back."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Protocol, TypeAlias
+from typing import Any, Protocol, TypeAlias
 
 from outrider.drafters.drafter import DraftTerms
 from outrider.errors import OutriderError
@@ -75,6 +76,8 @@ class OpenSession:
     session_id: str
     fencing_token: int
     terms: DraftTerms
+    request_id: str = ""
+    traceparent: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,4 +119,12 @@ class BeginDrain:
     """Opens no more sessions from now on."""
 
 
-Command: TypeAlias = OpenSession | AdvanceSession | GiveFeatures | CloseSession | EndStream | BeginDrain
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """Asks a question, which must not fail, in the engine's thread."""
+
+    question: Callable[[], Any]
+    answer: "Future[Any]"
+
+
+Command: TypeAlias = OpenSession | AdvanceSession | GiveFeatures | CloseSession | EndStream | BeginDrain | Ask

@@ -6,11 +6,13 @@ import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable
+from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import Final
+from typing import Final, TypeVar
 
 from draft_service.commands import (
     AdvanceSession,
+    Ask,
     BeginDrain,
     CloseSession,
     Command,
@@ -30,9 +32,12 @@ from draft_service.sessions import Session, Sessions
 from outrider.drafters.drafter import Drafter, OpenProposal
 from outrider.drafters.stepping import SentProposal, Stepper
 from outrider.errors import Draining, Fenced, OutriderError
+from outrider.serving.tracing import NoTracer, SpanKind, Tracer
 
 _LOG: Final = logging.getLogger(__name__)
 _MAX_WAITING_COMMANDS: Final = 4096
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,10 +145,18 @@ class Engine:
         drafter: what drafts; used in that thread only, but for its `info`.
         limits: what the engine may hold.
         on_failure: called, in that thread, when an error that is no session's ends it.
+        tracer: traces requests.
     """
 
-    def __init__(self, drafter: Drafter, limits: EngineLimits, on_failure: Callable[[], object] = lambda: None) -> None:
+    def __init__(
+        self,
+        drafter: Drafter,
+        limits: EngineLimits,
+        on_failure: Callable[[], object] = lambda: None,
+        tracer: Tracer | None = None,
+    ) -> None:
         self._drafter = drafter
+        self._tracer = tracer or NoTracer()
         self._limits = limits
         self._on_failure = on_failure
         self._inbox: Inbox[Command] = Inbox(_MAX_WAITING_COMMANDS)
@@ -197,6 +210,12 @@ class Engine:
         """Hands a command to the thread; waits while too many wait."""
         await self._inbox.put(command)
 
+    async def ask(self, question: Callable[[Sessions], T]) -> T:
+        """Returns what the thread answers to a question about its sessions, which must not fail."""
+        answer: Future[T] = Future()
+        await self.submit(Ask(lambda: question(self._sessions), answer))
+        return await asyncio.wrap_future(answer)
+
     def end_stream(self, stream: ReplyStream) -> None:
         """Ends a stream's sessions at once, however many commands wait."""
         self._inbox.put_now(EndStream(stream))
@@ -240,6 +259,10 @@ class Engine:
                 stream.end()
             case BeginDrain():
                 self._draining = True
+            case Ask(question, answer):
+                # Nobody may be waiting any more.
+                if answer.set_running_or_notify_cancel():
+                    answer.set_result(question())
 
     def _try(self, command: OpenSession | AdvanceSession | GiveFeatures) -> None:
         seat = command.seat
@@ -262,6 +285,10 @@ class Engine:
         if (lost := self._end(command.session_id)) is not None:
             error = Fenced("the session was opened again elsewhere")
             self._replies[lost.seat.stream].append(Refused(lost.seat.handle, error))
+        _end_span(session, Fenced.reason)
+        about = {"request_id": command.request_id, "known_len": len(session.token_ids)}
+        session.num_sent = 0
+        session.span = self._tracer.start("draft", SpanKind.INTERNAL, command.traceparent, **about)
         features_len = self._drafter.resume(session.session_id)
         self._replies[command.seat.stream].append(Opened(command.seat.handle, len(session.token_ids), features_len))
 
@@ -330,6 +357,7 @@ class Engine:
             session = self._sessions.close(seat)
             if session is not None:
                 self._end(session.session_id)
+                _end_span(session)
 
     def _step(self) -> None:
         proposals = [drafting.proposal for drafting in self._draftings.values() if drafting.sent.can_go_on]
@@ -339,7 +367,10 @@ class Engine:
             num_sent = drafting.sent.num_sent
             if (reply := drafting.next_reply(self._stepper.step_time_s)) is not None:
                 self._replies[drafting.seat.stream].append(reply)
-            self._num_sent += drafting.sent.num_sent - num_sent
+            num_sent = drafting.sent.num_sent - num_sent
+            self._num_sent += num_sent
+            if (session := self._sessions.session(drafting.seat)) is not None:
+                session.num_sent += num_sent
             if drafting.proposal.refusal is not None:
                 self._end(drafting.proposal.session_id)
 
@@ -364,3 +395,8 @@ class Engine:
         for stream, replies in self._replies.items():
             stream.post(replies)
         self._replies.clear()
+
+
+def _end_span(session: Session, error: str = "") -> None:
+    """Ends the span of the request that a session was open for, if there is one that has not ended."""
+    session.span.end(error, num_nodes=session.num_sent)

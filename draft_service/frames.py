@@ -91,7 +91,8 @@ def _open(message: draft_pb2.DraftOpen, seat: Seat, info: DrafterInfo) -> OpenSe
     )
     if not 0 <= message.draft_p_min <= 1:
         raise InvalidArgument("must be in [0, 1]", "draft_p_min")
-    return OpenSession(seat, message.session_id, message.fencing_token, terms)
+    about = message.request_id, message.traceparent
+    return OpenSession(seat, message.session_id, message.fencing_token, terms, *about)
 
 
 def _advance(message: draft_pb2.DraftAdvance, seat: Seat, info: DrafterInfo) -> AdvanceSession:

@@ -3,12 +3,13 @@
 import time
 from array import array
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 from draft_service.commands import ReplyStream, Seat
 from outrider.drafters.drafter import DraftTerms
 from outrider.errors import Fenced, InvalidArgument, KVCacheMiss, Overloaded, SessionNotFound
+from outrider.serving.tracing import NoSpan, Span
 from outrider.tokens import TokenSpan
 
 
@@ -24,6 +25,8 @@ class Session:
         terms: what it was opened with last.
         used_at_s: when it was last used, on the registry's clock.
         num_feature_frames: that came since it was opened.
+        span: of the trace of the request that it was opened for last.
+        num_sent: nodes that were sent since it was opened.
     """
 
     session_id: str
@@ -33,6 +36,8 @@ class Session:
     token_ids: "array[int]" = field(default_factory=lambda: array("I"))
     used_at_s: float = 0.0
     num_feature_frames: int = 0
+    span: Span = field(default_factory=NoSpan)
+    num_sent: int = 0
 
     def apply(self, span: TokenSpan) -> int:
         """Makes the span the end of the session's tokens.
@@ -160,6 +165,17 @@ class Sessions:
                 break
             del self._idle[session.session_id]
             self._forget(session.session_id)
+
+    def idle(self) -> list[str]:
+        """Returns the sessions that are known although they are open nowhere, least recently used first."""
+        return list(self._idle)
+
+    def forget_idle(self, session_ids: Iterable[str]) -> int:
+        """Forgets those of the sessions that are idle; returns how many."""
+        found = [session_id for session_id in session_ids if self._idle.pop(session_id, None) is not None]
+        for session_id in found:
+            self._forget(session_id)
+        return len(found)
 
     def next_expiry_s(self) -> float | None:
         """Returns the seconds until an idle session gets too old; None where there is none."""

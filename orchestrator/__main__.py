@@ -1,7 +1,10 @@
 """Starts an orchestrator: `python -m orchestrator --help`."""
 
+import asyncio
+
 from orchestrator.admission import Admission
 from orchestrator.generation import Services
+from orchestrator.housekeeping import Housekeeper
 from orchestrator.metrics import OrchestratorMetrics
 from orchestrator.quotas import Quotas
 from orchestrator.replicas import Replicas
@@ -13,6 +16,7 @@ from outrider.serving.metrics import new_registry
 from outrider.serving.server import Server, run_process
 from outrider.serving.settings import load_settings
 from outrider.serving.telemetry import configure_logging
+from outrider.serving.tracing import new_tracer
 from outrider.v1.generation_pb2_grpc import add_GenerationServiceServicer_to_server
 
 
@@ -32,7 +36,9 @@ async def serve(settings: OrchestratorSettings) -> None:
     registry = new_registry("orchestrator")
     metrics = OrchestratorMetrics(registry)
     metrics.watch(admission, replicas)
-    servicer = GenerationServicer(Services(store, replicas, settings, metrics), admission, tenants, quotas)
+    housekeeper = Housekeeper(store, replicas, settings, metrics)
+    tracer = new_tracer(settings.otlp_endpoint, "orchestrator")
+    servicer = GenerationServicer(Services(store, replicas, settings, metrics, tracer), admission, tenants, quotas)
     server = Server(
         settings,
         name="orchestrator",
@@ -43,11 +49,14 @@ async def serve(settings: OrchestratorSettings) -> None:
     server.register(add_GenerationServiceServicer_to_server, servicer, "outrider.v1.GenerationService")
     try:
         await replicas.start()
+        await housekeeper.start()
         await server.run()
     finally:
+        await housekeeper.stop()
         await servicer.settle()
         await replicas.stop()
         await store.close()
+        await asyncio.to_thread(tracer.close)
 
 
 def main() -> None:

@@ -36,6 +36,7 @@ from outrider.errors import (
 )
 from outrider.parameters import FinishReason
 from outrider.serving.frames import MAX_FRAME_BYTES_PER_MESSAGE
+from outrider.serving.tracing import NoTracer, Span, Tracer
 from outrider.v1 import draft_pb2, generation_pb2, target_pb2, tokens_pb2
 
 _LOG: Final = logging.getLogger(__name__)
@@ -55,6 +56,7 @@ class Services:
     replicas: Replicas
     settings: OrchestratorSettings
     metrics: OrchestratorMetrics
+    tracer: Tracer = field(default_factory=NoTracer)
 
 
 @dataclass(slots=True)
@@ -80,6 +82,7 @@ class Generation:
         output: the output's text, which has absorbed what is committed already.
         choice: how to speculate.
         stop_token_ids: token ids at which the request ends.
+        span: of the request's trace.
     """
 
     def __init__(
@@ -91,6 +94,7 @@ class Generation:
         output: OutputText,
         choice: SpeculationChoice,
         stop_token_ids: tuple[int, ...],
+        span: Span,
     ) -> None:
         self._store, self._replicas, self._settings = services.store, services.replicas, services.settings
         self._metrics = services.metrics
@@ -100,6 +104,9 @@ class Generation:
         self._output = output
         self._choice = choice
         self._stop_token_ids = stop_token_ids
+        self._span = span
+        # For what is logged where a worker's stream is read: there the request's own fields are not known.
+        self._ids = {"request_id": record.request_id, "session_id": record.session_id}
         self._committed_len = record.committed_len
         self._target: TargetSession | None = None
         self._target_error: OutriderError | None = None
@@ -249,6 +256,7 @@ class Generation:
         known = self._tokens.until(self._committed_len)
         await self._store.restore(self._record, self._lease, known.start, known.token_ids)
         self._tally.fallback("session_restored")
+        self._span.event("session_restored")
         _LOG.warning("the session store had lost a session, which was written again")
 
     # What workers say; called in the event loop, never waits.
@@ -310,6 +318,9 @@ class Generation:
 
     def _on_draft_lost(self, draft: DraftSession, error: OutriderError) -> None:
         self._tally.fallback(f"draft_{error.reason.lower()}")
+        self._span.event("draft_lost", address=draft.link.address, reason=error.reason)
+        about = {**self._ids, "worker": draft.link.address, "reason": error.reason}
+        _LOG.info("draft lost, going on without", extra=about)
         if not isinstance(error, Fenced):
             self._replicas.failed(draft.link)
         self._draft = None
@@ -336,6 +347,7 @@ class Generation:
         if self._left is not None and self._left[0] != link.address:
             self._metrics.target_changes.labels(self._left[1]).inc()
         self._left = None
+        self._span.event("target", address=link.address)
         self._tally.target(link.info.numerics if link.info else "")
         if self._draft is not None:
             self._draft.on_new_target()
@@ -354,6 +366,7 @@ class Generation:
         self._failing_since = self._failing_since or now
         if isinstance(error, _FINAL) or now - self._failing_since > self._settings.failover_timeout_s:
             raise error
+        self._span.event("target_lost", reason=error.reason)
         _LOG.warning("target lost, going on elsewhere", extra={"reason": error.reason})
 
     def _verify_open(self) -> target_pb2.VerifyOpen:
@@ -370,6 +383,8 @@ class Generation:
             window_end=self._tokens.end + self._settings.window,
             cache_salt=self._record.cache_salt,
             feature_layers=self._draft.feature_layers if self._draft else (),
+            request_id=self._record.request_id,
+            traceparent=self._span.traceparent,
         )
 
     def _speculation_settings(self, *, is_ready: bool) -> target_pb2.SpeculationSettings:
@@ -416,6 +431,7 @@ class Generation:
             self._tally.fallback("no_draft")
             return
         self._draft, self._draft_is_proved = draft, False
+        self._span.event("draft", address=link.address)
 
     def _draft_open(self) -> draft_pb2.DraftOpen:
         target = self._target.link.info if self._target else None
@@ -430,6 +446,8 @@ class Generation:
             stop_token_ids=self._stop_token_ids,
             cache_salt=self._record.cache_salt,
             draft_p_min=self._choice.draft_p_min,
+            request_id=self._record.request_id,
+            traceparent=self._span.traceparent,
         )
 
     # What clients see.

@@ -1,12 +1,13 @@
 """What an orchestrator counts: requests, their times, tokens, fallbacks; and who is in rotation."""
 
 import asyncio
+import logging
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Final
 
-from prometheus_client import CollectorRegistry, Counter, Histogram, Metric
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Metric
 from prometheus_client.core import GaugeMetricFamily
 
 from orchestrator.admission import Admission
@@ -14,8 +15,10 @@ from orchestrator.replicas import Replicas
 from outrider import wire
 from outrider.errors import OutriderError
 from outrider.serving.metrics import LATENCY_BUCKETS_S, PREFIX, STEP_BUCKETS_S, Readings, gauge
+from outrider.serving.tracing import NoSpan, Span
 from outrider.v1 import generation_pb2
 
+_LOG: Final = logging.getLogger(__name__)
 _CLIENT_GONE: Final = "client_gone"
 _INTERNAL: Final = "INTERNAL"
 
@@ -41,6 +44,8 @@ class OrchestratorMetrics:
         target_changes: times that a request went on at another target, by the reason why it left the one before.
         resumes: requests that were taken up again at an offset.
         commit_time: seconds of each commit to Redis.
+        forgotten: sessions that workers were told to forget, each counted once a worker.
+        is_housekeeper: 1 while this orchestrator is the one that keeps house.
     """
 
     def __init__(self, registry: CollectorRegistry) -> None:
@@ -78,53 +83,68 @@ class OrchestratorMetrics:
         self.commit_time = Histogram(
             f"{PREFIX}commit_seconds", "Seconds of a commit to Redis.", buckets=STEP_BUCKETS_S, registry=registry
         )
+        self.forgotten = Counter(
+            f"{PREFIX}sessions_forgotten",
+            "Sessions that workers were told to forget because they had expired or were deleted.",
+            registry=registry,
+        )
+        self.is_housekeeper = Gauge(
+            f"{PREFIX}is_housekeeper", "1 while this orchestrator is the one that keeps house.", registry=registry
+        )
 
     def watch(self, admission: Admission, replicas: Replicas) -> None:
         """Has the requests of now, and the workers, told too."""
         self._registry.register(Readings(lambda: _present(admission, replicas)))
 
     @contextmanager
-    def request(self) -> Iterator["RequestTimes"]:
-        """Counts and times one request: the block is its life."""
-        times = RequestTimes(self)
+    def request(self, span: Span | None = None) -> Iterator["RequestTimes"]:
+        """Counts and times one request: the block is its life. `span` is of its trace, and ends with it."""
+        times = RequestTimes(self, span or NoSpan())
         try:
             yield times
         except OutriderError as error:
-            times.outcome = error.reason
+            times.outcome, times.is_refused = error.reason, True
             raise
         except (asyncio.CancelledError, GeneratorExit):
             times.outcome = times.outcome or _CLIENT_GONE
             raise
         except BaseException:
-            times.outcome = _INTERNAL
+            times.outcome, times.is_refused = _INTERNAL, True
             raise
         finally:
             times.end()
 
 
 class RequestTimes:
-    """When what happened to a request.
+    """When what happened to a request: for the metrics, for its trace, and for its line in the log.
 
     Attributes:
         outcome: how it ended; empty while it runs.
+        is_refused: whether an error ended it.
+        span: of its trace.
     """
 
-    def __init__(self, metrics: OrchestratorMetrics) -> None:
+    def __init__(self, metrics: OrchestratorMetrics, span: Span) -> None:
         self._metrics = metrics
+        self.span = span
+        self.is_refused = False
         self._arrived = time.monotonic()
         self._first = 0.0
         self._last = 0.0
         self._num_later = 0
+        self._num_prompt = self._num_output = 0
         self.outcome = ""
 
     def admitted(self, *, is_resumed: bool) -> None:
         """Notes that its turn has come; `is_resumed` where a client takes a stream up again."""
         self._metrics.queue_time.observe(time.monotonic() - self._arrived)
+        self.span.event("admitted", is_resumed=is_resumed)
         if is_resumed:
             self._metrics.resumes.inc()
 
     def begun(self, num_prompt_tokens: int) -> None:
         """Notes that the request is a new one, with a prompt of so many tokens."""
+        self._num_prompt = num_prompt_tokens
         self._metrics.prompt_tokens.inc(num_prompt_tokens)
 
     def event(self, event: generation_pb2.GenerateResponse) -> None:
@@ -138,16 +158,21 @@ class RequestTimes:
 
     def end(self) -> None:
         """Notes that it is over."""
-        metrics = self._metrics
-        metrics.requests.labels(self.outcome or _INTERNAL).inc()
-        metrics.duration.observe(time.monotonic() - self._arrived)
+        metrics, duration_s = self._metrics, time.monotonic() - self._arrived
+        outcome = self.outcome or _INTERNAL
+        metrics.requests.labels(outcome).inc()
+        metrics.duration.observe(duration_s)
         if self._num_later:
             metrics.per_token.observe((self._last - self._first) / self._num_later)
+        counts = {"num_prompt_tokens": self._num_prompt, "num_output_tokens": self._num_output}
+        self.span.end(outcome if self.is_refused else "", outcome=outcome, **counts)
+        _LOG.info("request ended", extra={"outcome": outcome, "duration_s": round(duration_s, 3), **counts})
 
     def _tokens(self, num: int, num_new: int) -> None:
         """Counts tokens; those that were only sent again have no origin."""
         now = time.monotonic()
         self._metrics.generation_tokens.inc(num_new)
+        self._num_output += num_new
         if not num_new:
             return
         if self._first:
@@ -156,6 +181,7 @@ class RequestTimes:
         else:
             self._first = now
             self._metrics.first_token.observe(now - self._arrived)
+            self.span.event("first_token")
         self._last = now
 
 

@@ -28,9 +28,10 @@ class Replicas:
 
     def __init__(self, settings: OrchestratorSettings) -> None:
         self._settings = settings
-        self._cluster = Cluster(settings.kubeconfig)
-        self._targets = LinkPool(TARGET, settings.targets, "targets", settings, self._cluster)
-        self._drafts = LinkPool(DRAFT, settings.drafts, "drafts", settings, self._cluster)
+        self.cluster = Cluster(settings.kubeconfig)
+        """The cluster that is asked for workers; closed with the links."""
+        self._targets = LinkPool(TARGET, settings.targets, "targets", settings, self.cluster)
+        self._drafts = LinkPool(DRAFT, settings.drafts, "drafts", settings, self.cluster)
         self._tokenizers: dict[str, Tokenizer | None] = {}
         self._fetching = asyncio.Lock()
         self._breakers: WeakKeyDictionary[WorkerLink, Breaker] = WeakKeyDictionary()
@@ -54,7 +55,7 @@ class Replicas:
         """Ends all links."""
         await self._targets.stop()
         await self._drafts.stop()
-        await self._cluster.close()
+        await self.cluster.close()
 
     def target_problem(self, link: WorkerLink) -> str:
         """Returns why a target is out of rotation; empty when it is in."""

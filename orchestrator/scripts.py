@@ -6,17 +6,19 @@ third of the time that a call for each would.
 
 import asyncio
 import logging
-from collections.abc import Collection, Sequence
+from collections.abc import Awaitable, Collection, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from importlib import resources
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 import redis.asyncio
 from redis import exceptions
 
 _LOG: Final = logging.getLogger(__name__)
 _MAX_BATCH: Final = 64
+
+T = TypeVar("T")
 
 Call = tuple[str, Sequence[str], Sequence[Any]]
 """A script's name, its KEYS and its ARGV."""
@@ -67,6 +69,19 @@ class NotDurable(exceptions.RedisError):
     """A write was taken, but is not where it must be in time; it may count later."""
 
 
+async def uninterrupted(call: Awaitable[T]) -> T:
+    """Returns what a call gives; when cancelled, lets the call come to its end, which must be bounded, before that.
+
+    redis-py leaves a connection open that is cancelled while it is being made.
+    """
+    task = asyncio.ensure_future(call)
+    try:
+        return await asyncio.shield(task)
+    except asyncio.CancelledError:
+        await asyncio.gather(task, return_exceptions=True)
+        raise
+
+
 class Scripts:
     """Runs scripts by their hashes, and loads them where the server does not know them.
 
@@ -106,6 +121,12 @@ class Scripts:
             loop.call_soon(self._start)
         self._pending.append(((name, keys, arguments), future))
         return await future
+
+    async def settle(self) -> None:
+        """Returns when no script runs any more: a connection must not be closed under one, which would open another."""
+        while self._pending or self._running:
+            await asyncio.gather(*self._running, return_exceptions=True)
+            await asyncio.sleep(0)
 
     def _start(self) -> None:
         pending, self._pending = self._pending, []

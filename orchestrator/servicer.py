@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator, Iterable
 from contextlib import aclosing
 
 import grpc
@@ -20,6 +20,8 @@ from orchestrator.tenants import Tenants
 from orchestrator.tokenizer import Tokenizer
 from outrider import wire
 from outrider.errors import DataLoss, InvalidArgument, SessionNotFound, Unavailable
+from outrider.serving.telemetry import add_log_fields
+from outrider.serving.tracing import Span, SpanKind, log_fields
 from outrider.v1 import generation_pb2, generation_pb2_grpc, worker_pb2
 
 
@@ -49,9 +51,15 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         context: grpc.aio.ServicerContext[generation_pb2.GenerateRequest, generation_pb2.GenerateResponse],
     ) -> AsyncIterator[generation_pb2.GenerateResponse]:
         """Streams a continuation."""
-        with self._services.metrics.request() as times:
-            tenant = self._tenants.of(context.invocation_metadata())
+        metadata = context.invocation_metadata()
+        span = self._services.tracer.start("generate", SpanKind.SERVER, _traceparent(metadata))
+        add_log_fields(**log_fields(span.traceparent))
+        with self._services.metrics.request(span) as times:
+            tenant = self._tenants.of(metadata)
             checked = check_request(request, tenant.name, self._services.settings)
+            ids = {"request_id": checked.request_id, "session_id": checked.session_id, "tenant": tenant.name}
+            add_log_fields(**ids)
+            span.set(**ids)
             async with self._admission.turn(), self._quotas.stream(tenant, checked.session_id) as usage:
                 times.admitted(is_resumed=checked.resume_offset is not None)
                 link = await self._services.replicas.target("")
@@ -60,7 +68,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
                 if begun.outcome is BeginOutcome.NEW:
                     times.begun(begun.record.prompt_len - begun.record.prompt_start)
                 # Closed here and now, not when the garbage collector finds it: the lease waits for it.
-                async with aclosing(self._stream(begun, checked, link, tokenizer)) as events:
+                async with aclosing(self._stream(begun, checked, link, tokenizer, span)) as events:
                     async for event in events:
                         usage.add(len(event.delta.origins))
                         times.event(event)
@@ -184,7 +192,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         return tokens[0] if tokens else None
 
     async def _stream(
-        self, begun: Begun, checked: CheckedRequest, link: WorkerLink, tokenizer: Tokenizer | None
+        self, begun: Begun, checked: CheckedRequest, link: WorkerLink, tokenizer: Tokenizer | None, span: Span
     ) -> AsyncGenerator[generation_pb2.GenerateResponse, None]:
         record = begun.record
         generation: Generation | None = None
@@ -208,6 +216,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
                     output,
                     checked.speculation,
                     _stop_token_ids(record, _info(link)),
+                    span,
                 )
             yield _accepted(record)
             stopped, delta = _replayed(output, replay, offset)
@@ -237,6 +246,11 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         if task is not None:
             self._releases.add(task)
             task.add_done_callback(self._releases.discard)
+
+
+def _traceparent(metadata: Iterable[tuple[str, str | bytes]] | None) -> str:
+    """Returns the trace context that a call came with; empty where it came with none."""
+    return next((str(value) for key, value in metadata or () if key == "traceparent"), "")
 
 
 def _info(link: WorkerLink) -> worker_pb2.GetInfoResponse:

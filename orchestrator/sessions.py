@@ -2,12 +2,15 @@
 
 import hashlib
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any
+from typing import Any, Final
 
 from outrider.parameters import AcceptanceRule, FinishReason, SamplingParameters
+
+_WORKER_KEY: Final = re.compile(r"(?P<tag>[0-9a-f]{64})\.(?P<created>[0-9]{1,20})")
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +58,7 @@ class SessionRecord:
     @property
     def worker_key(self) -> str:
         """The name under which workers know the session: unique over tenants, and over sessions of the same name."""
-        return hashlib.sha256(f"{self.tenant}\0{self.session_id}\0{self.created}".encode()).hexdigest()
+        return f"{session_tag(self.tenant, self.session_id)}.{self.created}"
 
     @property
     def cache_salt(self) -> bytes:
@@ -174,6 +177,18 @@ class Committed:
 
     length: int
     cancelled: bool
+
+
+def session_tag(tenant: str, session_id: str) -> str:
+    """Returns what stands for a session in the keys of Redis, and at workers: no other pair of ids has the same."""
+    # With the length in front, no other pair has the same text.
+    return hashlib.sha256(f"{len(tenant)}:{tenant}{session_id}".encode()).hexdigest()
+
+
+def parse_worker_key(key: str) -> tuple[str, int] | None:
+    """Returns the tag and the creation of a `SessionRecord.worker_key`; None of what is none."""
+    found = _WORKER_KEY.fullmatch(key)
+    return (found["tag"], int(found["created"])) if found else None
 
 
 def derived_session_id(tenant: str, request_id: str) -> str:

@@ -5,10 +5,9 @@ number of times. Both keys of a session share a hash tag, so Redis Cluster works
 keys.
 """
 
-import hashlib
 import secrets
 import struct
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Sequence
 from typing import Any, Final, NoReturn, TypeVar, cast
 
 import redis.asyncio
@@ -16,7 +15,7 @@ from redis import exceptions
 from redis.asyncio.retry import Retry
 from redis.backoff import ExponentialBackoff
 
-from orchestrator.scripts import Durability, NotDurable, Scripts
+from orchestrator.scripts import Durability, NotDurable, Scripts, uninterrupted
 from orchestrator.sessions import (
     BeginOutcome,
     Begun,
@@ -25,6 +24,8 @@ from orchestrator.sessions import (
     NewRequest,
     SessionRecord,
     parameters_to_json,
+    parse_worker_key,
+    session_tag,
 )
 from outrider.errors import (
     DataLoss,
@@ -97,13 +98,19 @@ class SessionStore:
         bound_s = (_RETRIES + 1) * (2 * timeout_s + wait_s) + timeout_s
         self._scripts = Scripts(self._redis, _SCRIPTS, durability, _DURABLE, bound_s)
 
+    @property
+    def client(self) -> "redis.asyncio.Redis":
+        """The connections, for what is no session's; its errors are redis's own."""
+        return self._redis
+
     async def close(self) -> None:
-        """Closes all connections."""
+        """Closes all connections, once what was asked of them is answered."""
+        await self._scripts.settle()
         await self._redis.aclose()
 
     async def ping(self) -> None:
         """Returns when Redis answers; raises `Unavailable` when it does not."""
-        await _bounded(self._redis.ping)
+        await _bounded(self._redis.ping())
 
     async def begin(self, request: NewRequest) -> Begun:
         """Leases the session and begins the request, or goes on with the same request; see lua/begin.lua.
@@ -245,18 +252,33 @@ class SessionStore:
     async def get(self, tenant: str, session_id: str) -> SessionRecord | None:
         """Returns the session's record; None where there is none."""
         key = _keys(tenant, session_id)[0]
-        fields = await _bounded(lambda: cast("Awaitable[dict[bytes, bytes]]", self._redis.hgetall(key)))
+        fields = await _bounded(cast("Awaitable[dict[bytes, bytes]]", self._redis.hgetall(key)))
         return SessionRecord.from_hash(fields) if fields else None
 
     async def is_leased(self, record: SessionRecord) -> bool:
         """Returns whether somebody holds a live lease, by Redis's clock."""
-        seconds, micros = await _bounded(self._redis.time)
+        seconds, micros = await _bounded(self._redis.time())
         return record.deadline > seconds * 1_000_000 + micros
+
+    async def gone(self, worker_keys: Sequence[str]) -> list[str]:
+        """Returns those names that workers have for sessions which are there no more: expired, deleted, made anew.
+
+        Names that are of another form are nobody's to judge, and left out. Raises `Unavailable`.
+        """
+        known = [(key, parsed) for key in worker_keys if (parsed := parse_worker_key(key)) is not None]
+        created = await _bounded(self._created([tag for _, (tag, _) in known]))
+        return [key for (key, (_, wanted)), found in zip(known, created, strict=True) if found != wanted]
+
+    async def _created(self, tags: Sequence[str]) -> list[int | None]:
+        async with self._redis.pipeline(transaction=False) as pipeline:
+            for tag in tags:
+                pipeline.hget(_session_key(tag), "created")
+            return [None if created is None else int(created) for created in await pipeline.execute()]
 
     async def expires_in_s(self, tenant: str, session_id: str) -> float:
         """Returns the seconds until the session is gone unless used."""
         key = _keys(tenant, session_id)[0]
-        milliseconds: int = await _bounded(lambda: self._redis.pttl(key))
+        milliseconds: int = await _bounded(self._redis.pttl(key))
         return max(0, milliseconds) / 1e3
 
     async def read_tokens(self, tenant: str, session_id: str, start: int, end: int) -> list[int]:
@@ -269,9 +291,8 @@ class SessionStore:
         if end <= start:
             return []
         key = _keys(tenant, session_id)[1]
-        read = lambda: cast("Awaitable[bytes]", self._redis.getrange(key, 4 * start, 4 * end - 1))  # noqa: E731
-        data = await _bounded(read)
-        if not data and not await _bounded(lambda: self._redis.exists(key)):
+        data = await _bounded(cast("Awaitable[bytes]", self._redis.getrange(key, 4 * start, 4 * end - 1)))
+        if not data and not await _bounded(self._redis.exists(key)):
             return []
         if len(data) != 4 * (end - start):
             raise DataLoss("the token log is not what was committed")
@@ -284,13 +305,18 @@ class SessionStore:
             Overloaded: Redis is out of memory.
             Unavailable: Redis does not answer within the bound.
         """
-        return await _bounded(lambda: self._scripts.run(name, keys, *arguments))
+        return await _named(self._scripts.run(name, keys, *arguments))
 
 
-async def _bounded(call: Callable[[], Awaitable[T]]) -> T:
+async def _bounded(call: Awaitable[T]) -> T:
     """Makes a call whose time and attempts the connection bounds, and names what goes wrong."""
+    return await _named(uninterrupted(call))
+
+
+async def _named(call: Awaitable[T]) -> T:
+    """Returns what a call gives, and names what goes wrong."""
     try:
-        return await call()
+        return await call
     except exceptions.OutOfMemoryError as error:
         raise Overloaded("the session store is out of memory", retry_after_s=5.0) from error
     except NotDurable as error:
@@ -307,9 +333,12 @@ async def _bounded(call: Callable[[], Awaitable[T]]) -> T:
 
 
 def _keys(tenant: str, session_id: str) -> tuple[str, str, str]:
-    # With the length in front, no other pair of ids has the same text.
-    tag = hashlib.sha256(f"{len(tenant)}:{tenant}{session_id}".encode()).hexdigest()
-    return f"outrider:{{{tag}}}:session", f"outrider:{{{tag}}}:log", f"outrider:{{{tag}}}:deleted"
+    tag = session_tag(tenant, session_id)
+    return _session_key(tag), f"outrider:{{{tag}}}:log", f"outrider:{{{tag}}}:deleted"
+
+
+def _session_key(tag: str) -> str:
+    return f"outrider:{{{tag}}}:session"
 
 
 def _packed(token_ids: Sequence[int]) -> bytes:

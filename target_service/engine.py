@@ -11,7 +11,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from typing import Final
+from typing import Final, TypeVar
 
 import torch
 
@@ -19,6 +19,7 @@ from outrider.errors import Draining, OutriderError
 from outrider.experience import Experience
 from outrider.lm.model import LanguageModel
 from outrider.pass_times import PassTimes
+from outrider.serving.tracing import NoTracer, Tracer
 from target_service.colocated import ColocatedDraft
 from target_service.counters import EngineLoad
 from target_service.features import FeatureSender
@@ -34,6 +35,8 @@ from target_service.settings import TargetSettings
 _LOG: Final = logging.getLogger(__name__)
 _FLUSH_S: Final = 2.0
 
+T = TypeVar("T")
+
 
 class Engine:
     """Runs the model for all sessions of this process; see the module.
@@ -44,6 +47,7 @@ class Engine:
         blocks: its KV blocks in Redis; None where there are none.
         draft: drafts within this process; None where none does.
         on_failure: called, in the engine's thread, when an error that is no session's ends it.
+        tracer: traces requests.
     """
 
     def __init__(
@@ -53,6 +57,7 @@ class Engine:
         blocks: RemoteBlocks | None = None,
         draft: ColocatedDraft | None = None,
         on_failure: Callable[[], object] = lambda: None,
+        tracer: Tracer | None = None,
     ) -> None:
         self._model = model
         self._blocks = blocks
@@ -82,7 +87,16 @@ class Engine:
             )
         self.load = EngineLoad()
         self._features = FeatureSender(model, self.load)
-        self.requests = Requests(model, settings, experience, self.load, self._features, self._restore, self.max_len)
+        self.requests = Requests(
+            model,
+            settings,
+            experience,
+            self.load,
+            self._features,
+            self._restore,
+            self.max_len,
+            tracer or NoTracer(),
+        )
 
     def start(self) -> None:
         """Starts the thread; before that measures what prompts take, where KV blocks are compared with it."""
@@ -117,6 +131,18 @@ class Engine:
         with self._wake:
             self._commands.append((command, is_gentle))
             self._wake.notify()
+
+    def ask(self, question: Callable[[], T]) -> Future[T]:
+        """Has the engine's thread answer a question, which must not fail, before its next pass. From any thread."""
+        answer: Future[T] = Future()
+
+        def reply() -> None:
+            # Nobody may be waiting any more.
+            if answer.set_running_or_notify_cancel():
+                answer.set_result(question())
+
+        self.submit(reply)
+        return answer
 
     @property
     def drafter(self) -> str:
@@ -282,6 +308,9 @@ class Engine:
             lookahead_nodes=speculation.terms.lookahead_nodes if speculation.wants_draft else 0,
         )
         self.load.note_round(result, about, waited=waited, does_without=speculation.does_without)
+        if not request.sums.num_rounds:
+            request.span.event("first_token")
+        request.sums.add(result, about)
         request.num_recomputed = speculation.num_proposed = 0
         request.stream.verdict(request.handle, base, result, about)
 
@@ -308,6 +337,7 @@ class Engine:
 
     def _fail(self, shares: list[Share], error: Exception) -> None:
         """Ends the requests of a pass that failed, whose caches can no longer be trusted; the process lives on."""
-        _LOG.error("a pass failed", exc_info=error)
+        about = {"request_ids": [share.request.request_id for share in shares]}
+        _LOG.error("a pass failed", exc_info=error, extra=about)
         for share in shares:
             self.requests.abandon(share.request, OutriderError("the pass failed"))

@@ -11,6 +11,7 @@ from outrider.errors import Draining, Fenced, InvalidArgument, ModelUnsupported,
 from outrider.experience import Experience
 from outrider.lm.model import LanguageModel
 from outrider.randomness import KeyedSource
+from outrider.serving.tracing import SpanKind, Tracer
 from outrider.tokens import ProposalNode, ProposalPart, TokenSpan
 from target_service.counters import EngineLoad
 from target_service.features import FeatureSender
@@ -20,6 +21,7 @@ from target_service.speculation import Speculation, SpeculationTerms
 from target_service.stream import OpenCommand, Stream
 
 _LOG: Final = logging.getLogger(__name__)
+_STREAM_ENDED: Final = "STREAM_ENDED"
 
 
 class Requests:
@@ -33,6 +35,7 @@ class Requests:
         features: sends what drafts ask for.
         restore: has what is missing of a request's KV cache fetched, if that pays.
         max_len: longest session, in tokens.
+        tracer: traces requests.
 
     Attributes:
         is_draining: whether new requests are refused. From any thread.
@@ -48,6 +51,7 @@ class Requests:
         features: FeatureSender,
         restore: Callable[[Request], None],
         max_len: int,
+        tracer: Tracer,
     ) -> None:
         self._model = model
         self._settings = settings
@@ -56,6 +60,7 @@ class Requests:
         self._features = features
         self._restore = restore
         self._max_len = max_len
+        self._tracer = tracer
         self._residents = Residents(settings.max_cached_sessions)
         self._fencing = FencingTokens()
         self._requests: dict[tuple[int, int], Request] = {}
@@ -96,6 +101,7 @@ class Requests:
             with contextlib.suppress(ModelUnsupported):
                 self._features.keep(command.feature_layers)
         resident = self._take_over(command.session_id, command.cache_salt)
+        cached_len = min(len(resident.token_ids), max(0, command.committed_len - 1))
         self._num_opened += 1
         self._requests[stream.key, handle] = Request(
             number=self._num_opened,
@@ -118,8 +124,12 @@ class Requests:
                 adapts=self._settings.adaptive_speculation,
             ),
             cache_salt=command.cache_salt,
+            request_id=command.request_id,
+            span=self._tracer.start(
+                "verify", SpanKind.INTERNAL, command.traceparent, request_id=command.request_id, cached_len=cached_len
+            ),
         )
-        stream.opened(handle, min(len(resident.token_ids), max(0, command.committed_len - 1)))
+        stream.opened(handle, cached_len)
 
     def span(self, stream: Stream, handle: int, span: TokenSpan) -> None:
         """Adds tokens to a request's session."""
@@ -148,9 +158,9 @@ class Requests:
 
     def refuse_proposal(self, stream: Stream, handle: int, error: Exception) -> None:
         """Drops an invalid proposal: the session goes on without it."""
-        _LOG.warning("proposal refused", extra={"problem": str(error)})
         self._load.num_invalid_proposals += 1
         request = self._request(stream, handle)
+        _LOG.warning("proposal refused", extra={"problem": str(error), **_log_fields(request)})
         if request is not None:
             request.speculation.refuse(len(request.resident.token_ids))
 
@@ -194,8 +204,9 @@ class Requests:
 
     def refuse_features(self, stream: Stream, handle: int, error: Exception) -> None:
         """Sends no features: the session goes on, with whatever its draft makes of that."""
-        _LOG.warning("features refused", extra={"problem": str(error)})
-        if (request := self._request(stream, handle)) is not None:
+        request = self._request(stream, handle)
+        _LOG.warning("features refused", extra={"problem": str(error), **_log_fields(request)})
+        if request is not None:
             request.feature_layers = ()
 
     def close(self, stream: Stream, handle: int, committed_len: int, *, drop: bool) -> None:
@@ -203,6 +214,7 @@ class Requests:
         request = self._requests.pop((stream.key, handle), None)
         if request is None:
             return
+        request.end()
         request.resident.rest(committed_len)
         if drop:
             self._residents.drop(request.resident.session_id)
@@ -213,6 +225,7 @@ class Requests:
         """Ends all requests of a stream that has ended."""
         for key in [key for key in self._requests if key[0] == stream.key]:
             request = self._requests.pop(key)
+            request.end(_STREAM_ENDED)
             request.resident.rest(request.resident.committed_len)
         self._residents.evict(self._busy())
         self.notice_idle()
@@ -222,6 +235,7 @@ class Requests:
         if error.reason != "KV_CACHE_MISS":
             request = self._requests.pop((stream.key, handle), None)
             if request is not None:
+                request.end(error.reason)
                 request.resident.rest(request.resident.committed_len)
             self.notice_idle()
         stream.refused(handle, error)
@@ -235,6 +249,17 @@ class Requests:
         """Ends a request whose KV cache can no longer be trusted."""
         self._residents.drop(request.resident.session_id)
         self.refuse(request.stream, request.handle, error)
+
+    def idle_sessions(self) -> list[str]:
+        """Returns the sessions that are here although no request is open on them."""
+        return self._residents.idle(self._busy())
+
+    def forget(self, session_ids: Collection[str]) -> int:
+        """Forgets those of the sessions that are idle; returns how many."""
+        busy = self._busy()
+        num = sum(self._residents.drop(session_id) for session_id in session_ids if session_id not in busy)
+        self._load.num_cached_sessions = len(self._residents)
+        return num
 
     def notice_idle(self) -> None:
         """Completes `idle` where a drain has nothing to wait for any more."""
@@ -267,3 +292,7 @@ class Requests:
         token_ids = (node.token_id, *(law.token_ids if law else ()))
         if max(token_ids) >= self._model.info.vocabulary_size:
             raise InvalidArgument("token_id is outside the vocabulary", "proposal")
+
+
+def _log_fields(request: Request | None) -> dict[str, str]:
+    return request.log_fields if request is not None else {}

@@ -8,7 +8,7 @@ import logging
 import math
 import time
 from collections.abc import AsyncIterator, Callable, Mapping
-from typing import Final
+from typing import Final, TypeVar
 
 import grpc
 
@@ -27,6 +27,9 @@ from target_service.stream import OpenCommand, Stream
 _LOG: Final = logging.getLogger(__name__)
 _CHUNK_BYTES: Final = 1 << 20
 _MAX_WAIT_S: Final = 60.0
+
+T = TypeVar("T")
+
 _GENTLE: Final[Mapping[str | None, Callable[[Requests, Stream, int, Exception], None]]] = {
     "proposal": Requests.refuse_proposal,
     "features": Requests.refuse_features,
@@ -155,6 +158,8 @@ def _open_command(message: target_pb2.VerifyOpen) -> OpenCommand:
         speculation=_terms(message.speculation),
         cache_salt=message.cache_salt,
         feature_layers=tuple(message.feature_layers),
+        request_id=message.request_id,
+        traceparent=message.traceparent,
     )
 
 
@@ -261,3 +266,24 @@ class TargetWorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
         for name, content in self._loaded.tokenizer.files.items():
             for start in range(0, len(content), _CHUNK_BYTES):
                 yield worker_pb2.GetTokenizerResponse(name=name, content=content[start : start + _CHUNK_BYTES])
+
+    async def ListIdleSessions(
+        self,
+        request: worker_pb2.ListIdleSessionsRequest,
+        context: grpc.aio.ServicerContext[worker_pb2.ListIdleSessionsRequest, worker_pb2.ListIdleSessionsResponse],
+    ) -> AsyncIterator[worker_pb2.ListIdleSessionsResponse]:
+        """Streams the names of idle sessions."""
+        for part in wire.idle_session_parts(await self._ask(self._engine.requests.idle_sessions)):
+            yield part
+
+    async def ForgetSessions(
+        self,
+        request: worker_pb2.ForgetSessionsRequest,
+        context: grpc.aio.ServicerContext[worker_pb2.ForgetSessionsRequest, worker_pb2.ForgetSessionsResponse],
+    ) -> worker_pb2.ForgetSessionsResponse:
+        """Forgets idle sessions."""
+        forget = functools.partial(self._engine.requests.forget, list(request.session_ids))
+        return worker_pb2.ForgetSessionsResponse(num_forgotten=await self._ask(forget))
+
+    async def _ask(self, question: Callable[[], T]) -> T:
+        return await asyncio.wrap_future(self._engine.ask(question))

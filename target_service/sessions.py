@@ -1,5 +1,6 @@
 """What a target knows of its sessions: resident tokens and KV caches, and the requests that run on them."""
 
+import dataclasses
 import time
 from collections import OrderedDict
 from dataclasses import dataclass, field
@@ -8,7 +9,9 @@ from outrider.errors import Fenced, InvalidArgument, KVCacheMiss
 from outrider.lm.model import KVCache
 from outrider.parameters import AcceptanceRule, SamplingParameters
 from outrider.randomness import KeyedSource
+from outrider.serving.tracing import NoSpan, Span
 from outrider.tokens import Base, TokenSpan
+from target_service.results import RoundAbout, RoundResult
 from target_service.speculation import Speculation
 from target_service.stream import Stream
 
@@ -62,6 +65,36 @@ class Resident:
         self.cache.release()
 
 
+@dataclass(slots=True)
+class RoundSums:
+    """What the rounds of a request came to.
+
+    Attributes:
+        num_rounds: so far.
+        num_draft_tokens: of verified main lines.
+        num_accepted: proposed tokens that were kept.
+        model_s: seconds of their passes.
+        wait_s: seconds that they waited for proposals.
+        queue_s: seconds that they were ready before their passes began.
+    """
+
+    num_rounds: int = 0
+    num_draft_tokens: int = 0
+    num_accepted: int = 0
+    model_s: float = 0.0
+    wait_s: float = 0.0
+    queue_s: float = 0.0
+
+    def add(self, result: RoundResult, about: RoundAbout) -> None:
+        """Adds a round."""
+        self.num_rounds += 1
+        self.num_draft_tokens += result.num_draft_tokens
+        self.num_accepted += result.num_accepted
+        self.model_s += about.model_time_s
+        self.wait_s += about.wait_time_s
+        self.queue_s += about.queue_time_s
+
+
 @dataclass(slots=True, eq=False)
 class Request:
     """A request that runs on a resident session, from `open` to `close`.
@@ -80,6 +113,9 @@ class Request:
             the span would take back what was output behind it.
         is_restoring: whether blocks of its KV cache are on their way.
         num_recomputed: see `Verdict`.
+        request_id: the orchestrator's name for it, for logs.
+        span: of its trace.
+        sums: what its rounds came to.
     """
 
     number: int
@@ -103,6 +139,9 @@ class Request:
     is_restoring: bool = False
     num_recomputed: int = 0
     finished: bool = False
+    request_id: str = ""
+    span: Span = field(default_factory=NoSpan)
+    sums: RoundSums = field(default_factory=RoundSums)
 
     @property
     def base(self) -> Base:
@@ -125,6 +164,15 @@ class Request:
         length = len(self.resident.token_ids)
         is_wanted = self.has_start and length < self.window_end and self.num_uncached > 0
         return is_wanted and not self.finished and not self.is_restoring
+
+    @property
+    def log_fields(self) -> dict[str, str]:
+        """What records that are about it have."""
+        return {"request_id": self.request_id, "session": self.resident.session_id}
+
+    def end(self, error: str = "") -> None:
+        """Ends its span: it runs no more, because of `error` where that is not empty."""
+        self.span.end(error, num_output_tokens=self.num_output, **dataclasses.asdict(self.sums))
 
     @property
     def room(self) -> int:
@@ -182,15 +230,19 @@ class Residents:
         """Takes a new session in."""
         self._residents[resident.session_id] = resident
 
-    def drop(self, session_id: str) -> None:
-        """Forgets a session and gives back the memory of its KV cache."""
+    def drop(self, session_id: str) -> bool:
+        """Forgets a session and gives back the memory of its KV cache; returns whether it was here."""
         resident = self._residents.pop(session_id, None)
         if resident is not None:
             resident.cache.release()
+        return resident is not None
+
+    def idle(self, busy: set[str]) -> list[str]:
+        """Returns the sessions that are not busy, least recently used first."""
+        return [session_id for session_id in self._residents if session_id not in busy]
 
     def evict(self, busy: set[str]) -> None:
         """Forgets idle sessions, least recently used first, until the number holds."""
         excess = len(self._residents) - self._max_residents
-        idle = [session_id for session_id in self._residents if session_id not in busy]
-        for session_id in idle[: max(0, excess)]:
+        for session_id in self.idle(busy)[: max(0, excess)]:
             self.drop(session_id)

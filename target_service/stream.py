@@ -32,6 +32,8 @@ class OpenCommand:
     speculation: SpeculationTerms
     cache_salt: bytes = b""
     feature_layers: tuple[int, ...] = ()
+    request_id: str = ""
+    traceparent: str = ""
 
 
 class Stream:

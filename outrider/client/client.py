@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import AsyncGenerator, Callable, Sequence
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
+from contextlib import aclosing, contextmanager
 from types import TracebackType
 from typing import TYPE_CHECKING, Self, TypeVar
 
@@ -15,10 +15,11 @@ from outrider.client.events import Event, Generation
 from outrider.client.request import GenerationRequest
 from outrider.client.retry import Attempts, Deadline, RetryPolicy, is_transient
 from outrider.client.stream import ResumableStream
-from outrider.errors import InvalidArgument
+from outrider.errors import InvalidArgument, OutriderError
 from outrider.serving.channel import open_channel
 from outrider.serving.status import error_from_rpc
 from outrider.serving.tls import TlsFiles
+from outrider.serving.tracing import Span, SpanKind, ambient_tracer
 from outrider.v1 import generation_pb2 as pb
 from outrider.v1.generation_pb2_grpc import GenerationServiceStub
 
@@ -106,10 +107,12 @@ class OutriderClient:
             OutriderError: any other refusal, by its reason.
         """
         attempts = Attempts(self.retry, Deadline.after(timeout_s), len(self.addresses))
-        stream = ResumableStream(request, self._stubs(), attempts, self._metadata)
-        async with aclosing(stream.events()) as events:
-            async for event in events:
-                yield event
+        with _traced() as span:
+            metadata = (*self._metadata, *_trace_context(span))
+            stream = ResumableStream(request, self._stubs(), attempts, metadata, span)
+            async with aclosing(stream.events()) as events:
+                async for event in events:
+                    yield event
 
     async def complete(self, request: GenerationRequest, *, timeout_s: float | None = None) -> Generation:
         """Returns the whole generation; arguments and errors as for `generate`."""
@@ -171,6 +174,23 @@ def _connect(tls: TlsFiles | None, address: str) -> aio.Channel:
     """Opens a channel that notices within 15 s that an orchestrator hangs, and at once that one has ended."""
     credentials = None if tls is None else tls.channel_credentials()
     return open_channel(address, credentials=credentials, keepalive_s=_KEEPALIVE_S)
+
+
+@contextmanager
+def _traced() -> Iterator[Span]:
+    """Makes the block a span of the trace that the program is in, where it traces at all."""
+    span = ambient_tracer().start("outrider.generate", SpanKind.CLIENT)
+    try:
+        yield span
+    except OutriderError as error:
+        span.end(error.reason)
+        raise
+    finally:
+        span.end()
+
+
+def _trace_context(span: Span) -> tuple[tuple[str, str], ...]:
+    return (("traceparent", span.traceparent),) if span.traceparent else ()
 
 
 def _authorization(token: str) -> tuple[tuple[str, str], ...]:

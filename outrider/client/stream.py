@@ -13,6 +13,7 @@ from outrider.client.request import GenerationRequest
 from outrider.client.retry import Attempts, is_transient
 from outrider.errors import DataLoss, OutriderError, RequestNotFound, SessionBusy, SessionNotFound, Unavailable
 from outrider.serving.status import error_from_rpc
+from outrider.serving.tracing import Span
 
 if TYPE_CHECKING:
     from outrider.v1.generation_pb2_grpc import GenerationServiceAsyncStub
@@ -31,11 +32,13 @@ class ResumableStream:
         next_stub: Callable[[], GenerationServiceAsyncStub],
         attempts: Attempts,
         metadata: tuple[tuple[str, str], ...],
+        span: Span,
     ) -> None:
         self._message = request.to_message()
         self._next_stub = next_stub
         self._attempts = attempts
         self._metadata = metadata
+        self._span = span
         self._accepted: Accepted | None = None
         self._num_tokens = request.resume_offset or 0
         self._is_ambiguous = False
@@ -97,6 +100,7 @@ class ResumableStream:
     async def _recover(self, error: OutriderError) -> None:
         may_be_ours = self._accepted is None and self._is_ambiguous and self._reinterpret(error)
         await self._attempts.failed(error, retry=may_be_ours or is_transient(error))
+        self._span.event("retry", reason=error.reason, num_tokens=self._num_tokens)
         self._is_ambiguous = True
 
     def _reinterpret(self, error: OutriderError) -> bool:

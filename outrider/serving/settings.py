@@ -49,6 +49,12 @@ class ServingSettings(BaseSettings):
     metrics_address: str = Field(
         "", description="Plain HTTP address that tells Prometheus metrics, at /metrics; empty tells none."
     )
+    otlp_endpoint: str = Field(
+        "",
+        pattern=r"^(https?://\S+)?$",
+        description="Address of an OpenTelemetry collector that gets a span of each request by OTLP over gRPC, such as "
+        "http://collector:4317; needs the extra `tracing`. Empty traces nothing.",
+    )
     ready_file: Path | None = Field(
         None, description="File that gets the bound address once the process is serving, and goes when it drains."
     )

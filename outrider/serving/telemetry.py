@@ -9,12 +9,14 @@ import logging
 import re
 import sys
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from contextvars import ContextVar
 from datetime import UTC, datetime
 from typing import Final, Literal
 
 _STANDARD: Final = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName"}
 # C0 and C1 controls, and the separators that some viewers break lines at.
+_FIELDS: ContextVar[Mapping[str, object]] = ContextVar("log_fields")
 _CONTROLS: Final = re.compile("[\x00-\x1f\x7f-\x9f\u2028\u2029]")
 
 
@@ -36,6 +38,14 @@ def configure_logging(
     stream.setFormatter(formatter(service, with_messages=level == "debug"))
     logging.basicConfig(handlers=[stream], level=level.upper(), force=True)
     logging.captureWarnings(True)
+
+
+def add_log_fields(**fields: object) -> None:
+    """Adds fields to every record that the running task logs from now on, and the tasks that it begins.
+
+    For ids: a caller's text has no place here either.
+    """
+    _FIELDS.set({**_FIELDS.get({}), **fields})
 
 
 class JsonFormatter(logging.Formatter):
@@ -88,7 +98,8 @@ def _time(record: logging.LogRecord) -> str:
 
 
 def _extra(record: logging.LogRecord) -> dict[str, object]:
-    return {name: value for name, value in vars(record).items() if name not in _STANDARD}
+    given = {name: value for name, value in vars(record).items() if name not in _STANDARD}
+    return {**_FIELDS.get({}), **given}
 
 
 def _failure(record: logging.LogRecord, with_messages: bool) -> str | None:

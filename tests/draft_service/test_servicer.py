@@ -261,3 +261,28 @@ async def test_an_engine_that_fails_says_so_and_does_not_keep_a_drain_waiting() 
         await failed.wait()
         await engine.drain(patience_s=60)
     engine.stop()
+
+
+async def test_idle_sessions_can_be_forgotten_and_open_ones_cannot(ngram_draft: RunningDraft) -> None:
+    client = ngram_draft.stream()
+    for session_id in ("a", "b", "c"):
+        handle, _ = await client.open(session_id)
+        await client.drafted(handle, [1, 2, 3, 1])
+        await client.send(close_frame(handle))
+    await client.open("b", fencing_token=2)
+    assert await listed(ngram_draft) == ["a", "c"]
+    forgotten = await ngram_draft.worker.ForgetSessions(
+        worker_pb2.ForgetSessionsRequest(session_ids=["c", "b", "nobody", "c"])
+    )
+    assert forgotten.num_forgotten == 1
+    assert await listed(ngram_draft) == ["a"]
+    _, opened = await client.open("c", fencing_token=2)
+    assert opened.opened.cached_len == 0
+    _, opened = await client.open("a", fencing_token=2)
+    assert opened.opened.cached_len == 4
+
+
+async def listed(draft: RunningDraft) -> list[str]:
+    """Returns the idle sessions, as the draft lists them."""
+    parts = draft.worker.ListIdleSessions(worker_pb2.ListIdleSessionsRequest())
+    return [session_id async for part in parts for session_id in part.session_ids]

@@ -41,7 +41,7 @@ def test_images_run_as_who_the_manifests_say() -> None:
 
 def test_the_orchestrators_image_has_no_model_library() -> None:
     stage = DOCKERFILE.partition("AS orchestrator-environment")[2].partition("FROM")[0]
-    assert "[orchestrator]" in stage
+    assert "[orchestrator,tracing]" in stage
     assert "torch" not in stage
 
 

@@ -120,6 +120,15 @@ def test_both_ways_to_scale_have_the_same_thresholds() -> None:
             assert float(trigger["metadata"]["threshold"]) == thresholds[name]
 
 
+def test_both_ways_to_scale_take_the_same_time() -> None:
+    behaviors = {
+        name: item["spec"]["behavior"] for name, item in of(overlay("production"), "HorizontalPodAutoscaler").items()
+    }
+    for item in yaml.safe_load_all(KEDA.read_text()):
+        own = item["spec"]["advanced"]["horizontalPodAutoscalerConfig"]["behavior"]
+        assert own == behaviors[item["metadata"]["name"]]
+
+
 def test_the_dashboard_is_current() -> None:
     assert json.loads(dashboard.PATH.read_text()) == dashboard.dashboard(), "`make k8s-config` writes it"
 

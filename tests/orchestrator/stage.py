@@ -31,18 +31,16 @@ class Orchestrator:
 
     def __init__(
         self,
-        replicas: Replicas,
-        store: SessionStore,
         channel: grpc.aio.Channel,
         address: str,
-        redis_url: str,
+        services: Services,
         registry: CollectorRegistry,
     ) -> None:
         self.registry = registry
+        self.settings, self.metrics = services.settings, services.metrics
         self.address = address
-        self.redis_url = redis_url
-        self.replicas = replicas
-        self.store = store
+        self.redis_url = services.settings.redis_url
+        self.replicas, self.store = services.replicas, services.store
         self.stub = generation_pb2_grpc.GenerationServiceStub(channel)
 
     async def events(self, request: pb.GenerateRequest) -> list[pb.GenerateResponse]:
@@ -93,7 +91,8 @@ async def orchestrating(
     registry = new_registry("orchestrator")
     metrics = OrchestratorMetrics(registry)
     metrics.watch(admission, replicas)
-    servicer = GenerationServicer(Services(store, replicas, settings, metrics), admission, tenants, quotas)
+    services = Services(store, replicas, settings, metrics)
+    servicer = GenerationServicer(services, admission, tenants, quotas)
     server = Server(settings, name="orchestrator", drain=servicer.drain, registry=registry)
     server.register(
         generation_pb2_grpc.add_GenerationServiceServicer_to_server, servicer, "outrider.v1.GenerationService"
@@ -101,7 +100,7 @@ async def orchestrating(
     address = await server.start()
     try:
         async with grpc.aio.insecure_channel(address) as channel:
-            orchestrator = Orchestrator(replicas, store, channel, address, redis_url, registry)
+            orchestrator = Orchestrator(channel, address, services, registry)
             fitting = [
                 draft
                 for draft in drafts

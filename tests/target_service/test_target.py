@@ -149,6 +149,31 @@ async def test_a_session_continues_where_it_was_closed() -> None:
         assert warm == await caller.plain(3, longer, parameters, session="cold", stop_token_ids=())
 
 
+async def test_idle_sessions_can_be_forgotten_and_running_ones_cannot() -> None:
+    async with target() as (engine, caller):
+        for handle, session in enumerate(("a", "b", "c"), start=1):
+            await caller.plain(handle, PROMPT, SAMPLED, session=session, stop_token_ids=())
+        await caller.open(4, PROMPT, SAMPLED, session="b", fencing_token=2)
+        ask = lambda question: asyncio.wrap_future(engine.ask(question))  # noqa: E731
+        assert await ask(engine.requests.idle_sessions) == ["a", "c"]
+        assert await ask(lambda: engine.requests.forget(["c", "b", "nobody", "c"])) == 1
+        assert await ask(engine.requests.idle_sessions) == ["a"]
+        assert engine.load.num_cached_sessions == 2
+        opened = await caller.open(5, [*PROMPT, 1], SAMPLED, session="c", fencing_token=2)
+        assert opened.opened.cached_len == 0
+        opened = await caller.open(6, [*PROMPT, 1], SAMPLED, session="a", fencing_token=2)
+        assert opened.opened.cached_len == len(PROMPT)
+
+
+async def test_whoever_asks_the_engine_may_lose_patience() -> None:
+    async with target() as (engine, caller):
+        answers = [engine.ask(engine.requests.idle_sessions) for _ in range(100)]
+        for answer in answers:
+            answer.cancel()
+        assert len(await caller.plain(1, PROMPT, GREEDY, stop_token_ids=())) == 40
+        assert engine.is_alive
+
+
 async def test_nothing_is_said_before_the_span_has_come() -> None:
     """Where a session is warm the target has all tokens as soon as it is opened; its callers count from the span on."""
     async with target() as (_, caller):

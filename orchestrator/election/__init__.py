@@ -1,0 +1,1 @@
+"""Which of the orchestrators does what only one of them should."""

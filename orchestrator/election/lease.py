@@ -1,0 +1,138 @@
+"""An election held by a Lease of the cluster, with the election of the `kubernetes` package.
+
+Import this module only where there is a cluster: it takes a second, and memory.
+"""
+
+import asyncio
+import logging
+from typing import Any, Final
+
+from kubernetes.aio import client
+from kubernetes.aio.client.exceptions import ApiException
+from kubernetes.aio.leaderelection.electionconfig import Config
+from kubernetes.aio.leaderelection.leaderelection import LeaderElection
+from kubernetes.aio.leaderelection.leaderelectionrecord import LeaderElectionRecord
+from kubernetes.aio.leaderelection.resourcelock.leaselock import LeaseLock
+
+from orchestrator.discovery.api import API_ERRORS
+from orchestrator.election.election import Work
+
+_LOG: Final = logging.getLogger(__name__)
+_LEASE_S: Final = 30.0
+_RENEW_SHARE: Final = 2 / 3
+_RETRY_SHARE: Final = 2 / 15
+"""Of the lease: for how long its holder tries to renew it, and how often. What is left, a fifth of it, is more than the
+calls of a last try may take, so that the holder stops before another one begins."""
+
+# It tells of each try that fails, with a traceback. What matters of it is told here.
+logging.getLogger("kubernetes.aio.leaderelection").setLevel(logging.CRITICAL)
+
+
+class LeaseElection:
+    """See `orchestrator.election.election.Election`.
+
+    Args:
+        api: client of the API server (`kubernetes.aio.client.ApiClient`), which stays the caller's.
+        namespace: of the Lease.
+        name: of the Lease, which is made where it is missing.
+        identity: of this process; no other one may have the same.
+        lease_s: seconds that the Lease lasts unless renewed, at least 8.
+    """
+
+    def __init__(self, api: Any, namespace: str, name: str, identity: str, lease_s: float = _LEASE_S) -> None:
+        self._lease_s = lease_s
+        self._retry_s = lease_s * _RETRY_SHARE
+        # A try is two calls.
+        self._lock = _Lock(name, namespace, identity, api, timeout_s=self._retry_s / 2)
+
+    async def run(self, work: Work) -> None:
+        """See `Election`."""
+        while True:
+            leading = _Leading(work)
+            election = LeaderElection(
+                Config(
+                    self._lock,
+                    # An integer in the API, and one that the library writes as it is given.
+                    lease_duration=int(self._lease_s),
+                    renew_deadline=self._lease_s * _RENEW_SHARE,
+                    retry_period=self._retry_s,
+                    onstarted_leading=leading.run,
+                    onstopped_leading=None,
+                )
+            )
+            try:
+                await election.run()
+            finally:
+                # Not left to the library, which cancels the work only where it has noticed the end itself.
+                await leading.stop()
+                await self._lock.release()
+            _LOG.warning("no longer elected", extra={"lease": self._lock.name})
+
+
+class _Leading:
+    """The work of a time in office, however it ends."""
+
+    def __init__(self, work: Work) -> None:
+        self._work = work
+        self._task: asyncio.Task[Any] | None = None
+
+    async def run(self) -> None:
+        self._task = asyncio.current_task()
+        _LOG.info("elected")
+        await self._work()
+
+    async def stop(self) -> None:
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+
+
+class _Lock(LeaseLock):
+    """A Lease whose calls end in time, and fail as the library expects: it knows of no other error than a status."""
+
+    def __init__(self, name: str, namespace: str, identity: str, api: Any, timeout_s: float) -> None:
+        super().__init__(name, namespace, identity, api)
+        self._timeout_s = timeout_s
+
+    async def get(self, name: str, namespace: str) -> Any:
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                return await super().get(name, namespace)
+        except API_ERRORS as error:
+            _LOG.warning("lease not read", extra={"lease": name, "problem": type(error).__name__})
+            return False, ApiException(status=0, reason=type(error).__name__)
+
+    async def create(self, name: str, namespace: str, election_record: LeaderElectionRecord) -> bool:
+        # The library's own asks for a pretty answer in a way that its client refuses (kubernetes 37).
+        lease = client.V1Lease(metadata=client.V1ObjectMeta(name=name), spec=self.update_lease(election_record))
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                await self.api_instance.create_namespaced_lease(namespace, lease)
+        except API_ERRORS as error:
+            return self._failed("made", error)
+        return True
+
+    async def update(self, name: str, namespace: str, updated_record: LeaderElectionRecord) -> bool:
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                return await super().update(name, namespace, updated_record)
+        except API_ERRORS as error:
+            return self._failed("renewed", error)
+
+    async def release(self) -> None:
+        """Gives the Lease up, where it is held; where that fails it expires by itself."""
+        is_read, record = await self.get(self.name, self.namespace)
+        if not is_read or record.holder_identity != self.identity or self.lease_reference is None:
+            return
+        self.lease_reference.spec.holder_identity = None
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                await self.api_instance.replace_namespaced_lease(
+                    name=self.name, namespace=self.namespace, body=self.lease_reference
+                )
+        except API_ERRORS as error:
+            self._failed("given back", error)
+
+    def _failed(self, what: str, error: Exception) -> bool:
+        _LOG.warning(f"lease not {what}", extra={"lease": self.name, "problem": type(error).__name__})
+        return False
