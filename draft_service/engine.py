@@ -286,9 +286,14 @@ class Engine:
             error = Fenced("the session was opened again elsewhere")
             self._replies[lost.seat.stream].append(Refused(lost.seat.handle, error))
         _end_span(session, Fenced.reason)
-        about = {"request_id": command.request_id, "known_len": len(session.token_ids)}
         session.num_sent = 0
-        session.span = self._tracer.start("draft", SpanKind.INTERNAL, command.traceparent, **about)
+        session.span = self._tracer.start(
+            "draft",
+            SpanKind.INTERNAL,
+            command.traceparent,
+            request_id=command.request_id,
+            known_len=len(session.token_ids),
+        )
         features_len = self._drafter.resume(session.session_id)
         self._replies[command.seat.stream].append(Opened(command.seat.handle, len(session.token_ids), features_len))
 

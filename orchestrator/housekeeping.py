@@ -12,7 +12,7 @@ import logging
 import socket
 import uuid
 from collections.abc import Sequence
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from orchestrator.election.election import Election, parse_lease
 from orchestrator.election.redis_lock import RedisElection
@@ -25,6 +25,9 @@ from outrider.errors import OutriderError
 from outrider.serving.status import peer_errors
 from outrider.v1 import worker_pb2
 from outrider.v1.worker_pb2_grpc import WorkerServiceStub
+
+if TYPE_CHECKING:
+    from outrider.v1.worker_pb2_grpc import WorkerServiceAsyncStub
 
 _LOG: Final = logging.getLogger(__name__)
 _KEY: Final = "outrider:housekeeping"
@@ -119,9 +122,9 @@ class Housekeeper:
             _LOG.info("sessions forgotten", extra={"worker": link.address, "num_sessions": num_forgotten})
         return num_forgotten
 
-    async def _forget(self, worker: "WorkerServiceStub", session_ids: Sequence[str]) -> int:
+    async def _forget(self, worker: "WorkerServiceAsyncStub", session_ids: Sequence[str]) -> int:
         gone = await self._store.gone(session_ids)
         if not gone:
             return 0
         answer = await worker.ForgetSessions(worker_pb2.ForgetSessionsRequest(session_ids=gone), timeout=_CALL_S)
-        return int(answer.num_forgotten)
+        return answer.num_forgotten

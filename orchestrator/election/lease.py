@@ -57,7 +57,7 @@ class LeaseElection:
                     renew_deadline=self._lease_s * _RENEW_SHARE,
                     retry_period=self._retry_s,
                     onstarted_leading=leading.run,
-                    onstopped_leading=None,
+                    onstopped_leading=_nothing,
                 )
             )
             try:
@@ -67,6 +67,10 @@ class LeaseElection:
                 await leading.stop()
                 await self._lock.release()
             _LOG.warning("no longer elected", extra={"lease": self._lock.name})
+
+
+async def _nothing() -> None:
+    """What is left to do when the library has noticed an end: `run` sees to all of it."""
 
 
 class _Leading:
@@ -122,13 +126,14 @@ class _Lock(LeaseLock):
     async def release(self) -> None:
         """Gives the Lease up, where it is held; where that fails it expires by itself."""
         is_read, record = await self.get(self.name, self.namespace)
-        if not is_read or record.holder_identity != self.identity or self.lease_reference is None:
+        lease = self.lease_reference
+        if not is_read or record.holder_identity != self.identity or lease is None or lease.spec is None:
             return
-        self.lease_reference.spec.holder_identity = None
+        lease.spec.holder_identity = None
         try:
             async with asyncio.timeout(self._timeout_s):
                 await self.api_instance.replace_namespaced_lease(
-                    name=self.name, namespace=self.namespace, body=self.lease_reference
+                    name=self.name, namespace=self.namespace, body=lease
                 )
         except API_ERRORS as error:
             self._failed("given back", error)
