@@ -27,6 +27,7 @@ _MODULES = {
         "outage",
         "rollout",
         "fleet",
+        "autoscale",
     )
 }
 
