@@ -132,9 +132,7 @@ class _Lock(LeaseLock):
         lease.spec.holder_identity = None
         try:
             async with asyncio.timeout(self._timeout_s):
-                await self.api_instance.replace_namespaced_lease(
-                    name=self.name, namespace=self.namespace, body=lease
-                )
+                await self.api_instance.replace_namespaced_lease(name=self.name, namespace=self.namespace, body=lease)
         except API_ERRORS as error:
             self._failed("given back", error)
 
