@@ -87,7 +87,7 @@ k8s-check: install $(CHECKOV) ## Renders and validates all manifests, runs their
 	done
 	@$(CHECKOV) --config-file k8s/checkov.yaml --framework dockerfile --file Dockerfile
 
-kube-apiserver: install ## Builds a kube-apiserver (Debian 12 only, 10 minutes, once), then tests what talks to one. Takes 2 minutes.
+kube-apiserver: install ## Builds a kube-apiserver (once, 5 minutes, Debian 12 only) and tests what talks to one. Takes 2 minutes.
 	@tests/kube/build.sh .cache/kube-apiserver
 	@$(BIN)/python -m pytest -q tests/kube -m kube $(ARGS)
 
@@ -98,5 +98,5 @@ $(CHECKOV):
 	@.venv-checkov/bin/python -m pip --disable-pip-version-check --quiet install 'checkov>=3.3,<4'
 
 clean: ## Removes .venv, generated code and caches.
-	@rm -rf $(VENV) .venv-checkov outrider/v1 dist build .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .grimp_cache .hypothesis
+	@rm -rf $(VENV) .venv-checkov outrider/v1 dist build .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .grimp_cache .hypothesis .cache
 	@find . -name __pycache__ -type d -prune -exec rm -rf {} +

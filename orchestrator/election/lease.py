@@ -19,10 +19,11 @@ from orchestrator.election.election import Work
 
 _LOG: Final = logging.getLogger(__name__)
 _LEASE_S: Final = 30.0
-_RENEW_SHARE: Final = 2 / 3
+_RENEW_SHARE: Final = 8 / 15
 _RETRY_SHARE: Final = 2 / 15
-"""Of the lease: for how long its holder tries to renew it, and how often. What is left, a fifth of it, is more than the
-calls of a last try may take, so that the holder stops before another one begins."""
+"""Of the lease: for how long its holder tries to renew it, and how often. Before that the library sleeps for one retry
+period, a last try may take as long again, and so does the sleep behind it: together 14/15. What is left is for an
+answer to the last success that came late. So the holder stops before another one begins."""
 
 # It tells of each try that fails, with a traceback. What matters of it is told here.
 logging.getLogger("kubernetes.aio.leaderelection").setLevel(logging.CRITICAL)
