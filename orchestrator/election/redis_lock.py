@@ -35,9 +35,12 @@ class RedisElection:
         while True:
             lock = Lock(self._client, self._name, timeout=self._lease_s, thread_local=False)
             until = time.monotonic() + self._lease_s
-            if await self._is_acquired(lock):
-                _LOG.info("elected", extra={"lease": self._name})
-                await self._lead(lock, until, work)
+            try:
+                if await self._is_acquired(lock):
+                    _LOG.info("elected", extra={"lease": self._name})
+                    await self._lead(lock, until, work)
+            finally:
+                await self._give_back(lock)
             await asyncio.sleep(self._lease_s / 3)
 
     async def _is_acquired(self, lock: Lock) -> bool:
@@ -54,11 +57,16 @@ class RedisElection:
         finally:
             working.cancel()
             await asyncio.gather(working, return_exceptions=True)
-            try:
-                await uninterrupted(lock.release())
-            except (LockError, RedisError, OSError):
-                # It is another one's by now, or expires by itself.
-                _LOG.debug("lease not given back", extra={"lease": self._name})
+
+    async def _give_back(self, lock: Lock) -> None:
+        try:
+            await uninterrupted(lock.release())
+        except LockError:
+            # It was never held, or is another one's by now.
+            return
+        except (RedisError, OSError) as error:
+            # It expires by itself.
+            _LOG.info("lease not given back", extra={"lease": self._name, "problem": type(error).__name__})
 
     async def _hold(self, lock: Lock, until: float, working: "asyncio.Task[None]") -> None:
         """Renews the key until it is another one's, or may be."""

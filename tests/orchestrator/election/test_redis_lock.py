@@ -1,5 +1,6 @@
 """Elections in a real Valkey."""
 
+import asyncio
 import uuid
 from collections.abc import AsyncIterator
 
@@ -76,3 +77,13 @@ async def test_who_cannot_renew_stops_when_its_lease_may_be_over(name: str) -> N
         await until(lambda: not candidate.is_leading)
         await candidate.stop()
         await store.close()
+
+
+async def test_who_gives_up_while_it_is_elected_leaves_nothing(store: SessionStore, name: str) -> None:
+    await store.ping()
+    for num_steps in range(1, 12):
+        candidate = Candidate(RedisElection(store.client, name, LEASE_S))
+        for _ in range(num_steps):
+            await asyncio.sleep(0)
+        await candidate.stop()
+        assert not await store.client.exists(name), f"after {num_steps} steps"
