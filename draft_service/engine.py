@@ -36,6 +36,7 @@ from outrider.serving.tracing import NoTracer, SpanKind, Tracer
 
 _LOG: Final = logging.getLogger(__name__)
 _MAX_WAITING_COMMANDS: Final = 4096
+_STREAM_ENDED: Final = "STREAM_ENDED"
 
 T = TypeVar("T")
 
@@ -229,6 +230,9 @@ class Engine:
         try:
             while not self._inbox.closed:
                 self._turn()
+            # Streams that were cut at the end still have sessions to end.
+            for command in self._inbox.take(wait=False):
+                self._apply(command)
         except Exception:
             _LOG.exception("the draft engine failed")
             self._on_failure()
@@ -254,7 +258,7 @@ class Engine:
             case CloseSession(seat):
                 self._close([seat])
             case EndStream(stream):
-                self._close(self._sessions.seats_of(stream))
+                self._close(self._sessions.seats_of(stream), _STREAM_ENDED)
                 self._send_replies()
                 stream.end()
             case BeginDrain():
@@ -357,12 +361,12 @@ class Engine:
             terms.prompt_len + terms.parameters.max_tokens - command.base.len,
         )
 
-    def _close(self, seats: Iterable[Seat]) -> None:
+    def _close(self, seats: Iterable[Seat], error: str = "") -> None:
         for seat in seats:
             session = self._sessions.close(seat)
             if session is not None:
                 self._end(session.session_id)
-                _end_span(session)
+                _end_span(session, error)
 
     def _step(self) -> None:
         proposals = [drafting.proposal for drafting in self._draftings.values() if drafting.sent.can_go_on]

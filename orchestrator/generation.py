@@ -36,7 +36,7 @@ from outrider.errors import (
 )
 from outrider.parameters import FinishReason
 from outrider.serving.frames import MAX_FRAME_BYTES_PER_MESSAGE
-from outrider.serving.tracing import NoTracer, Span, Tracer
+from outrider.serving.tracing import NoTracer, Span, Tracer, log_fields
 from outrider.v1 import draft_pb2, generation_pb2, target_pb2, tokens_pb2
 
 _LOG: Final = logging.getLogger(__name__)
@@ -106,7 +106,8 @@ class Generation:
         self._stop_token_ids = stop_token_ids
         self._span = span
         # For what is logged where a worker's stream is read: there the request's own fields are not known.
-        self._ids = {"request_id": record.request_id, "session_id": record.session_id}
+        ids = {"request_id": record.request_id, "session_id": record.session_id, "tenant": record.tenant}
+        self._ids = {**ids, **log_fields(span.traceparent)}
         self._committed_len = record.committed_len
         self._target: TargetSession | None = None
         self._target_error: OutriderError | None = None

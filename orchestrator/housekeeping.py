@@ -107,6 +107,7 @@ class Housekeeper:
     async def _visit(self, link: WorkerLink) -> int:
         """Has one worker forget what is gone; one that does not answer, or is too old to know how, is left alone."""
         num_forgotten = 0
+        error: BaseException | None = None
         try:
             async with asyncio.timeout(_WORKER_S):
                 with peer_errors():
@@ -114,8 +115,16 @@ class Housekeeper:
                     call = worker.ListIdleSessions(worker_pb2.ListIdleSessionsRequest(), timeout=_WORKER_S)
                     async for part in call:
                         num_forgotten += await self._forget(worker, part.session_ids)
-        except (OutriderError, TimeoutError) as error:
-            about = {"worker": link.address, "reason": getattr(error, "reason", "TIMEOUT")}
+        except (OutriderError, TimeoutError) as problem:
+            error = problem
+        except asyncio.CancelledError as problem:
+            # Raised too where the link has ended, and closed its channel under the call.
+            task = asyncio.current_task()
+            if task is None or task.cancelling():
+                raise
+            error = problem
+        if error is not None:
+            about = {"worker": link.address, "reason": getattr(error, "reason", type(error).__name__)}
             _LOG.info("a worker's sessions were not looked at", extra=about)
         if num_forgotten:
             self._metrics.forgotten.inc(num_forgotten)

@@ -121,30 +121,29 @@ class RequestTimes:
     Attributes:
         outcome: how it ended; empty while it runs.
         is_refused: whether an error ended it.
-        span: of its trace.
     """
 
     def __init__(self, metrics: OrchestratorMetrics, span: Span) -> None:
-        self._metrics = metrics
-        self.span = span
+        self.outcome = ""
         self.is_refused = False
+        self._metrics = metrics
+        self._span = span
         self._arrived = time.monotonic()
         self._first = 0.0
         self._last = 0.0
         self._num_later = 0
-        self._num_prompt = self._num_output = 0
-        self.outcome = ""
+        self._counts: dict[str, int] = {"num_output_tokens": 0}
 
     def admitted(self, *, is_resumed: bool) -> None:
         """Notes that its turn has come; `is_resumed` where a client takes a stream up again."""
         self._metrics.queue_time.observe(time.monotonic() - self._arrived)
-        self.span.event("admitted", is_resumed=is_resumed)
+        self._span.event("admitted", is_resumed=is_resumed)
         if is_resumed:
             self._metrics.resumes.inc()
 
     def begun(self, num_prompt_tokens: int) -> None:
         """Notes that the request is a new one, with a prompt of so many tokens."""
-        self._num_prompt = num_prompt_tokens
+        self._counts["num_prompt_tokens"] = num_prompt_tokens
         self._metrics.prompt_tokens.inc(num_prompt_tokens)
 
     def event(self, event: generation_pb2.GenerateResponse) -> None:
@@ -164,15 +163,14 @@ class RequestTimes:
         metrics.duration.observe(duration_s)
         if self._num_later:
             metrics.per_token.observe((self._last - self._first) / self._num_later)
-        counts = {"num_prompt_tokens": self._num_prompt, "num_output_tokens": self._num_output}
-        self.span.end(outcome if self.is_refused else "", outcome=outcome, **counts)
-        _LOG.info("request ended", extra={"outcome": outcome, "duration_s": round(duration_s, 3), **counts})
+        self._span.end(outcome if self.is_refused else "", outcome=outcome, **self._counts)
+        _LOG.info("request ended", extra={"outcome": outcome, "duration_s": round(duration_s, 3), **self._counts})
 
     def _tokens(self, num: int, num_new: int) -> None:
         """Counts tokens; those that were only sent again have no origin."""
         now = time.monotonic()
         self._metrics.generation_tokens.inc(num_new)
-        self._num_output += num_new
+        self._counts["num_output_tokens"] += num_new
         if not num_new:
             return
         if self._first:
@@ -181,7 +179,7 @@ class RequestTimes:
         else:
             self._first = now
             self._metrics.first_token.observe(now - self._arrived)
-            self.span.event("first_token")
+            self._span.event("first_token")
         self._last = now
 
 

@@ -5,6 +5,8 @@ third of the time that a call for each would.
 """
 
 import asyncio
+import contextlib
+import contextvars
 import logging
 from collections.abc import Awaitable, Collection, Sequence
 from dataclasses import dataclass
@@ -78,7 +80,11 @@ async def uninterrupted(call: Awaitable[T]) -> T:
     try:
         return await asyncio.shield(task)
     except asyncio.CancelledError:
-        await asyncio.gather(task, return_exceptions=True)
+        while not task.done():
+            with contextlib.suppress(asyncio.CancelledError):
+                await asyncio.wait((task,))
+        if not task.cancelled():
+            task.exception()
         raise
 
 
@@ -118,7 +124,8 @@ class Scripts:
         loop = asyncio.get_running_loop()
         future: asyncio.Future[Any] = loop.create_future()
         if not self._pending:
-            loop.call_soon(self._start)
+            # In no request's context: what is logged of a batch is not about the first of its callers.
+            loop.call_soon(self._start, context=contextvars.Context())
         self._pending.append(((name, keys, arguments), future))
         return await future
 
@@ -131,11 +138,11 @@ class Scripts:
     def _start(self) -> None:
         pending, self._pending = self._pending, []
         for first in range(0, len(pending), _MAX_BATCH):
-            task = asyncio.create_task(self._settle(pending[first : first + _MAX_BATCH]))
+            task = asyncio.create_task(self._run_batch(pending[first : first + _MAX_BATCH]))
             self._running.add(task)
             task.add_done_callback(self._running.discard)
 
-    async def _settle(self, batch: list[tuple[Call, asyncio.Future[Any]]]) -> None:
+    async def _run_batch(self, batch: list[tuple[Call, asyncio.Future[Any]]]) -> None:
         """Runs calls and settles their futures, within the bound: whatever happens, no caller waits for ever."""
         try:
             async with asyncio.timeout(self._bound_s):

@@ -108,11 +108,13 @@ async def lead(loaded: LoadedModel, settings: TargetSettings, draft: ColocatedDr
     worker = TargetWorkerServicer(engine, loaded, settings, replica, secrets.token_hex(8))
     server.register(add_TargetServiceServicer_to_server, target, "outrider.v1.TargetService")
     server.register(add_WorkerServiceServicer_to_server, worker, "outrider.v1.WorkerService")
-    await server.run()
-    engine.stop()
-    await asyncio.to_thread(tracer.close)
-    if blocks is not None:
-        blocks.close()
+    try:
+        await server.run()
+    finally:
+        engine.stop()
+        await asyncio.to_thread(tracer.close)
+        if blocks is not None:
+            blocks.close()
 
 
 def remote_blocks(model: LanguageModel, settings: TargetSettings) -> RemoteBlocks | None:

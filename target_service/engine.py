@@ -208,6 +208,8 @@ class Engine:
                 self._run_pass(shares)
             else:
                 self._sleep()
+        # Streams that were cut at the end still have requests to end.
+        self._run_commands()
 
     def _run_commands(self, *, only_gentle: bool = False) -> None:
         while True:

@@ -9,6 +9,7 @@ from outrider.errors import Fenced, InvalidArgument, KVCacheMiss
 from outrider.lm.model import KVCache
 from outrider.parameters import AcceptanceRule, SamplingParameters
 from outrider.randomness import KeyedSource
+from outrider.serving import tracing
 from outrider.serving.tracing import NoSpan, Span
 from outrider.tokens import Base, TokenSpan
 from target_service.results import RoundAbout, RoundResult
@@ -71,6 +72,7 @@ class RoundSums:
 
     Attributes:
         num_rounds: so far.
+        num_output_tokens: that they gave.
         num_draft_tokens: of verified main lines.
         num_accepted: proposed tokens that were kept.
         model_s: seconds of their passes.
@@ -79,6 +81,7 @@ class RoundSums:
     """
 
     num_rounds: int = 0
+    num_output_tokens: int = 0
     num_draft_tokens: int = 0
     num_accepted: int = 0
     model_s: float = 0.0
@@ -88,6 +91,7 @@ class RoundSums:
     def add(self, result: RoundResult, about: RoundAbout) -> None:
         """Adds a round."""
         self.num_rounds += 1
+        self.num_output_tokens += len(result.token_ids)
         self.num_draft_tokens += result.num_draft_tokens
         self.num_accepted += result.num_accepted
         self.model_s += about.model_time_s
@@ -168,11 +172,12 @@ class Request:
     @property
     def log_fields(self) -> dict[str, str]:
         """What records that are about it have."""
-        return {"request_id": self.request_id, "session": self.resident.session_id}
+        ids = {"request_id": self.request_id, "session": self.resident.session_id}
+        return {**ids, **tracing.log_fields(self.span.traceparent)}
 
     def end(self, error: str = "") -> None:
         """Ends its span: it runs no more, because of `error` where that is not empty."""
-        self.span.end(error, num_output_tokens=self.num_output, **dataclasses.asdict(self.sums))
+        self.span.end(error, **dataclasses.asdict(self.sums))
 
     @property
     def room(self) -> int:

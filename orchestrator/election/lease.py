@@ -14,16 +14,18 @@ from kubernetes.aio.leaderelection.leaderelection import LeaderElection
 from kubernetes.aio.leaderelection.leaderelectionrecord import LeaderElectionRecord
 from kubernetes.aio.leaderelection.resourcelock.leaselock import LeaseLock
 
-from orchestrator.discovery.api import API_ERRORS
+from orchestrator.discovery.api import API_ERRORS, status_of
 from orchestrator.election.election import Work
 
 _LOG: Final = logging.getLogger(__name__)
 _LEASE_S: Final = 30.0
+_NOT_FOUND: Final = 404
+_CONFLICT: Final = 409
 _RENEW_SHARE: Final = 8 / 15
 _RETRY_SHARE: Final = 2 / 15
 """Of the lease: for how long its holder tries to renew it, and how often. Before that the library sleeps for one retry
 period, a last try may take as long again, and so does the sleep behind it: together 14/15. What is left is for an
-answer to the last success that came late. So the holder stops before another one begins."""
+answer to the last success that came late. So the work is told to end before another one's begins."""
 
 # It tells of each try that fails, with a traceback. What matters of it is told here.
 logging.getLogger("kubernetes.aio.leaderelection").setLevel(logging.CRITICAL)
@@ -61,13 +63,21 @@ class LeaseElection:
                     onstopped_leading=_nothing,
                 )
             )
+            standing = asyncio.create_task(election.run())
+            over = asyncio.create_task(leading.is_over.wait())
             try:
-                await election.run()
+                # The library does not notice that the work has ended, and cancels it only where the election has.
+                await asyncio.wait((standing, over), return_when=asyncio.FIRST_COMPLETED)
             finally:
-                # Not left to the library, which cancels the work only where it has noticed the end itself.
+                for task in (standing, over):
+                    task.cancel()
+                await asyncio.gather(standing, over, return_exceptions=True)
                 await leading.stop()
                 await self._lock.release()
+            if not standing.cancelled():
+                standing.result()
             _LOG.warning("no longer elected", extra={"lease": self._lock.name})
+            await asyncio.sleep(self._retry_s)
 
 
 async def _nothing() -> None:
@@ -80,11 +90,15 @@ class _Leading:
     def __init__(self, work: Work) -> None:
         self._work = work
         self._task: asyncio.Task[Any] | None = None
+        self.is_over = asyncio.Event()
 
     async def run(self) -> None:
         self._task = asyncio.current_task()
         _LOG.info("elected")
-        await self._work()
+        try:
+            await self._work()
+        finally:
+            self.is_over.set()
 
     async def stop(self) -> None:
         if self._task is not None:
@@ -102,10 +116,12 @@ class _Lock(LeaseLock):
     async def get(self, name: str, namespace: str) -> Any:
         try:
             async with asyncio.timeout(self._timeout_s):
-                return await super().get(name, namespace)
+                is_read, found = await super().get(name, namespace)
         except API_ERRORS as error:
-            _LOG.warning("lease not read", extra={"lease": name, "problem": type(error).__name__})
-            return False, ApiException(status=0, reason=type(error).__name__)
+            is_read, found = False, ApiException(status=0, reason=type(error).__name__)
+        if isinstance(found, Exception) and status_of(found) != _NOT_FOUND:
+            self._failed("read", found)
+        return is_read, found
 
     async def create(self, name: str, namespace: str, election_record: LeaderElectionRecord) -> bool:
         # The library's own asks for a pretty answer in a way that its client refuses (kubernetes 37).
@@ -118,11 +134,12 @@ class _Lock(LeaseLock):
         return True
 
     async def update(self, name: str, namespace: str, updated_record: LeaderElectionRecord) -> bool:
-        try:
-            async with asyncio.timeout(self._timeout_s):
-                return await super().update(name, namespace, updated_record)
-        except API_ERRORS as error:
-            return self._failed("renewed", error)
+        # Not the library's own, which keeps from its caller why it failed.
+        lease = self.lease_reference
+        if lease is None:
+            return False
+        lease.spec = self.update_lease(updated_record, lease.spec)
+        return await self._replace(lease, "renewed")
 
     async def release(self) -> None:
         """Gives the Lease up, where it is held; where that fails it expires by itself."""
@@ -131,12 +148,19 @@ class _Lock(LeaseLock):
         if not is_read or record.holder_identity != self.identity or lease is None or lease.spec is None:
             return
         lease.spec.holder_identity = None
+        await self._replace(lease, "given back")
+
+    async def _replace(self, lease: client.V1Lease, what: str) -> bool:
         try:
             async with asyncio.timeout(self._timeout_s):
-                await self.api_instance.replace_namespaced_lease(name=self.name, namespace=self.namespace, body=lease)
+                await self.api_instance.replace_namespaced_lease(self.name, self.namespace, lease)
         except API_ERRORS as error:
-            self._failed("given back", error)
+            return self._failed(what, error)
+        return True
 
     def _failed(self, what: str, error: Exception) -> bool:
-        _LOG.warning(f"lease not {what}", extra={"lease": self.name, "problem": type(error).__name__})
+        """Tells of a call that failed; returns False. That another one was quicker is the way of elections."""
+        status = status_of(error)
+        about = {"lease": self.name, "status": status, "problem": getattr(error, "reason", "") or type(error).__name__}
+        _LOG.log(logging.DEBUG if status == _CONFLICT else logging.WARNING, f"lease not {what}", extra=about)
         return False

@@ -15,8 +15,8 @@ from datetime import UTC, datetime
 from typing import Final, Literal
 
 _STANDARD: Final = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName"}
-# C0 and C1 controls, and the separators that some viewers break lines at.
 _FIELDS: ContextVar[Mapping[str, object]] = ContextVar("log_fields")
+# C0 and C1 controls, and the separators that some viewers break lines at.
 _CONTROLS: Final = re.compile("[\x00-\x1f\x7f-\x9f\u2028\u2029]")
 
 

@@ -42,6 +42,7 @@ class ScriptedWorker(worker_pb2_grpc.WorkerServiceServicer):
     Attributes:
         idle: names of the sessions that it says it keeps; None does not know of such a question.
         num_looks: times that it was asked for them.
+        is_asked_in_vain: whether it never answers that.
     """
 
     def __init__(self, name: str, role: worker_pb2.WorkerRole.ValueType) -> None:
@@ -65,6 +66,7 @@ class ScriptedWorker(worker_pb2_grpc.WorkerServiceServicer):
         self.answers_load = True
         self.idle: list[str] | None = []
         self.num_looks = 0
+        self.is_asked_in_vain = False
         self.changed = asyncio.Condition()
         self._outboxes: list[FrameOutbox[Any, Any]] = []
         self._server: grpc.aio.Server | None = None
@@ -95,6 +97,8 @@ class ScriptedWorker(worker_pb2_grpc.WorkerServiceServicer):
         self, request: worker_pb2.ListIdleSessionsRequest, context: grpc.aio.ServicerContext
     ) -> AsyncIterator[worker_pb2.ListIdleSessionsResponse]:
         self.num_looks += 1
+        if self.is_asked_in_vain:
+            await asyncio.Event().wait()
         if self.idle is None:
             await context.abort(grpc.StatusCode.UNIMPLEMENTED, "not known here")
         for session_id in list(self.idle):

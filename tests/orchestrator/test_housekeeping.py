@@ -1,5 +1,6 @@
 """Housekeeping with a real store and scripted workers that have a real list of sessions."""
 
+import asyncio
 import uuid
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -85,3 +86,23 @@ async def worker_key(orchestrator: Orchestrator, session_id: str) -> str:
     record = await orchestrator.store.get("default", session_id)
     assert record is not None
     return record.worker_key
+
+
+async def test_a_worker_that_goes_while_it_is_asked_ends_nothing(
+    session_store_url: str, target: ScriptedTarget
+) -> None:
+    target.is_asked_in_vain = True
+    async with orchestrating(session_store_url, (target,)) as orchestrator:
+        housekeeper = Housekeeper(
+            orchestrator.store, orchestrator.replicas, orchestrator.settings, orchestrator.metrics
+        )
+        await until(lambda: orchestrator.replicas.targets[0].is_up)
+        asked = asyncio.create_task(housekeeper.round())
+        await until(lambda: target.num_looks == 1)
+        target.break_streams()
+        assert await asked == 0
+        target.is_asked_in_vain = False
+        await until(lambda: orchestrator.replicas.targets[0].is_up)
+        target.idle = ["named-by-somebody-else"]
+        assert await housekeeper.round() == 0
+        assert target.num_looks == 2

@@ -1,9 +1,10 @@
 """Whole stacks for the tests: real processes, a real Redis-protocol server, real sockets."""
 
+import asyncio
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from outrider.client import DraftOptions, StackOptions
+from outrider.client import DraftOptions, LocalStack, OutriderClient, StackOptions
 from outrider.client.process import ProcessSpec
 
 TARGET = "markov:vocabulary=5,order=2,seed=11,scale=1.2"
@@ -32,3 +33,11 @@ class WrongStackOptions(StackOptions):
         """Yields the targets, started from another module."""
         for spec in super(WrongStackOptions, self).target_specs(kv_blocks_url):
             yield replace(spec, module="tests.served.wrong_target")
+
+
+async def until_all_in_rotation(stack: LocalStack) -> None:
+    """Returns once every orchestrator has all workers in rotation."""
+    for orchestrator in stack.orchestrators:
+        async with OutriderClient((orchestrator.address,)) as client, asyncio.timeout(30):
+            while not all(worker.in_rotation for worker in (await client.list_models()).workers):
+                await asyncio.sleep(0.05)

@@ -1,6 +1,5 @@
 """Crashes of whole processes under a running stream: the text goes on, unchanged, no token twice and none missing."""
 
-import asyncio
 import itertools
 from collections.abc import AsyncIterator, Callable
 
@@ -21,6 +20,7 @@ from outrider.client import (
 )
 from outrider.client.process import ServiceProcess
 from outrider.parameters import AcceptanceRule, SamplingParameters
+from tests.served.stacks import until_all_in_rotation
 
 TARGET = "markov:vocabulary=16,order=2,seed=5,step_s=0.004"
 PARAMETERS = SamplingParameters(seed=9, max_tokens=150)
@@ -49,19 +49,12 @@ async def stack(shared_stack: LocalStack) -> AsyncIterator[LocalStack]:
     for process in shared_stack.processes:
         if not process.is_running:
             await _restart(process)
-    await _until_all_in_rotation(shared_stack)
+    await until_all_in_rotation(shared_stack)
 
 
 async def _restart(process: ServiceProcess) -> None:
     process.restart()
     await process.wait_ready(60)
-
-
-async def _until_all_in_rotation(stack: LocalStack) -> None:
-    for orchestrator in stack.orchestrators:
-        async with OutriderClient((orchestrator.address,)) as client, asyncio.timeout(30):
-            while not all(worker.in_rotation for worker in (await client.list_models()).workers):
-                await asyncio.sleep(0.05)
 
 
 def _request(speculation: Speculation | None = None) -> GenerationRequest:
@@ -126,7 +119,7 @@ async def test_a_killed_draft_changes_nothing(stack: LocalStack) -> None:
 async def test_a_restarted_draft_is_used_again(stack: LocalStack) -> None:
     stack.drafts[0].kill()
     await _restart(stack.drafts[0])
-    await _until_all_in_rotation(stack)
+    await until_all_in_rotation(stack)
     async with stack.client() as client:
         generation = await client.complete(_request(), timeout_s=30)
         assert generation.statistics.num_proposed_nodes > 0
@@ -148,7 +141,7 @@ async def test_a_killed_target_is_replaced_by_another(stack: LocalStack) -> None
             assert token_ids == expected
             assert await _log(client, events) == expected
             await _restart(stack.targets[index])
-            await _until_all_in_rotation(stack)
+            await until_all_in_rotation(stack)
 
 
 async def test_resuming_by_hand_gives_the_rest(stack: LocalStack) -> None:

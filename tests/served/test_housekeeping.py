@@ -10,9 +10,9 @@ from outrider.client import GenerationRequest, LocalStack
 from outrider.parameters import SamplingParameters
 from outrider.v1 import worker_pb2
 from outrider.v1.worker_pb2_grpc import WorkerServiceStub
-from tests.served.stacks import markov_stack
+from tests.served.stacks import markov_stack, until_all_in_rotation
 
-TTL_S = 5
+TTL_S = 10
 ENVIRONMENT = {"OUTRIDER_SESSION_TTL_S": str(TTL_S), "OUTRIDER_HOUSEKEEPING_INTERVAL_S": "0.2"}
 
 
@@ -21,7 +21,8 @@ async def test_workers_forget_sessions_that_have_expired() -> None:
     environment = {**options.orchestrator_environment, **ENVIRONMENT}
     stack = LocalStack(replace(options, orchestrator_environment=environment))
     async with stack, stack.client() as client:
-        parameters = SamplingParameters(seed=1, max_tokens=8, ignore_eos=True)
+        await until_all_in_rotation(stack)
+        parameters = SamplingParameters(seed=1, max_tokens=200, ignore_eos=True)
         requests = [GenerationRequest(token_ids=(1, 2, 3), parameters=parameters) for _ in range(3)]
         await asyncio.gather(*(client.complete(request) for request in requests))
         addresses = [process.address for process in (*stack.targets, *stack.drafts)]
@@ -32,7 +33,7 @@ async def test_workers_forget_sessions_that_have_expired() -> None:
 
 async def until(addresses: list[str], holds: Callable[[list[set[str]]], bool]) -> list[set[str]]:
     """Returns the idle sessions of all workers once something holds for them."""
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(30):
         while True:
             seen = await asyncio.gather(*map(idle_sessions, addresses))
             if holds(seen):

@@ -12,10 +12,11 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 
 from outrider.client import Generation, GenerationRequest, LocalStack
 from outrider.parameters import SamplingParameters
-from tests.served.stacks import markov_stack
+from tests.served.stacks import markov_stack, until_all_in_rotation
 from tests.serving.collector import Collector, collecting, values
 
-NUM_TOKENS = 24
+NUM_TOKENS = 300
+"""More than the window, so that the target cannot be done before the draft has proposed."""
 SERVICES = ("outrider-orchestrator", "outrider-target", "outrider-draft")
 
 
@@ -33,6 +34,7 @@ async def test_a_request_is_one_trace(client_spans: InMemorySpanExporter, monkey
         monkeypatch.setenv("OUTRIDER_OTLP_ENDPOINT", collector.endpoint)
         monkeypatch.setenv("OTEL_BSP_SCHEDULE_DELAY", "100")
         async with LocalStack(markov_stack()) as stack, stack.client() as client:
+            await until_all_in_rotation(stack)
             done = await client.complete(request())
             await collector.until(lambda found: all(found.spans.get(service) for service in SERVICES))
     (whole,) = client_spans.get_finished_spans()

@@ -1,5 +1,6 @@
 """Elections by a Lease, held by a fake API server; `make kube-apiserver` has them held by a real one."""
 
+import asyncio
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -52,11 +53,18 @@ async def test_one_leads_and_another_follows_when_it_gives_up(server: ApiServer,
     await second.stop()
 
 
-async def test_who_cannot_renew_stops_before_another_one_may_begin(server: ApiServer, api: Any) -> None:
+async def test_who_cannot_renew_stops_before_another_one_may_begin(
+    server: ApiServer, api: Any, caplog: pytest.LogCaptureFixture
+) -> None:
     leader = candidate(api, "leader")
     await until(lambda: leader.is_leading)
+    renewed = server.leases[NAME]["spec"]["renewTime"]
+    await until(lambda: server.leases[NAME]["spec"]["renewTime"] != renewed)
     server.refusal = 500
+    # From its last renewal on, which is just over.
     await until(lambda: not leader.is_leading, LEASE_S)
+    assert "lease not read" in caplog.text
+    assert "no longer elected" in caplog.text
     server.refusal = 0
     await until(lambda: leader.is_leading)
     assert leader.num_times == 2, "it stands again"
@@ -86,3 +94,20 @@ async def test_who_finds_another_one_elected_stops(server: ApiServer, api: Any) 
     await until(lambda: not leader.is_leading, LEASE_S)
     await leader.stop()
     assert holder(server) == "another", "which it leaves alone"
+
+
+async def test_work_that_ends_gives_the_lease_up(server: ApiServer, api: Any) -> None:
+    num_times = 0
+
+    async def work() -> None:
+        nonlocal num_times
+        num_times += 1
+        if num_times == 1:
+            raise asyncio.CancelledError
+        await asyncio.Event().wait()
+
+    standing = asyncio.create_task(LeaseElection(api, NAMESPACE, NAME, "one", LEASE_S).run(work))
+    await until(lambda: num_times == 2)
+    standing.cancel()
+    await asyncio.gather(standing, return_exceptions=True)
+    assert holder(server) is None

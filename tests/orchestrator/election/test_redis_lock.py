@@ -11,7 +11,7 @@ from orchestrator.store import SessionStore
 from outrider.client.valkey import EmbeddedValkey
 from tests.orchestrator.election.candidate import Candidate, until
 
-LEASE_S = 0.6
+LEASE_S = 2.0
 
 
 @pytest.fixture
