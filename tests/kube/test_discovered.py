@@ -6,26 +6,19 @@ from pathlib import Path
 
 import pytest
 
-from bench.api_server import NAMESPACE, pod
+from bench.api_server import pod
 from tests.kube.control_plane import ControlPlane
 from tests.orchestrator.election.candidate import until
 from tests.orchestrator.scripted import ScriptedDraft, ScriptedTarget
-from tests.orchestrator.stage import Orchestrator, asking, orchestrating, tokens_of
-from tests.orchestrator.test_discovered import EXPECTED, list_target, until_links
+from tests.orchestrator.stage import Orchestrator, asking, tokens_of
+from tests.orchestrator.test_discovered import EXPECTED, finding, list_target, until_links
 
 pytestmark = pytest.mark.kube
 
 
 @pytest.fixture
 async def orchestrator(server: ControlPlane, session_store_url: str, tmp_path: Path) -> AsyncIterator[Orchestrator]:
-    async with orchestrating(
-        session_store_url,
-        (),
-        (),
-        targets=(f"kubernetes://{NAMESPACE}/target:grpc",),
-        drafts=(f"kubernetes://{NAMESPACE}/draft:grpc",),
-        kubeconfig=server.kubeconfig(tmp_path),
-    ) as running:
+    async with finding(server.kubeconfig(tmp_path), session_store_url) as running:
         yield running
 
 

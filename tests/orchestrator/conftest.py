@@ -4,6 +4,7 @@ from collections.abc import AsyncIterator, Iterator
 
 import pytest
 
+from bench.api_server import ApiServer
 from outrider.client.valkey import EmbeddedValkey
 from tests.orchestrator.scripted import ScriptedDraft, ScriptedTarget
 
@@ -13,6 +14,14 @@ def session_store_url() -> Iterator[str]:
     """One Valkey for all tests: they differ in their session ids."""
     with EmbeddedValkey(durable=False) as valkey:
         yield valkey.url
+
+
+@pytest.fixture
+async def server() -> AsyncIterator[ApiServer]:
+    fake = ApiServer()
+    await fake.start()
+    yield fake
+    await fake.stop()
 
 
 @pytest.fixture

@@ -1,7 +1,8 @@
 """An orchestrator whose workers come and go as pods of a cluster do."""
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
+from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ from orchestrator.links import DRAFT, TARGET
 from orchestrator.pool import LinkPool
 from orchestrator.settings import OrchestratorSettings
 from outrider.errors import Unavailable
+from tests.orchestrator.election.candidate import until
 from tests.orchestrator.scripted import ScriptedDraft, ScriptedTarget, continuation
 from tests.orchestrator.stage import PROMPT, Orchestrator, asking, orchestrating, tokens_of
 
@@ -19,36 +21,26 @@ EXPECTED = continuation(PROMPT, 20)
 
 
 @pytest.fixture
-async def server() -> AsyncIterator[ApiServer]:
-    fake = ApiServer()
-    await fake.start()
-    yield fake
-    await fake.stop()
-
-
-@pytest.fixture
 async def orchestrator(server: ApiServer, session_store_url: str, tmp_path: Path) -> AsyncIterator[Orchestrator]:
-    async with orchestrating(
-        session_store_url,
-        (),
+    async with finding(server.kubeconfig(tmp_path), session_store_url) as running:
+        yield running
+
+
+def finding(kubeconfig: Path, redis_url: str) -> AbstractAsyncContextManager[Orchestrator]:
+    """Runs an orchestrator that asks a cluster for its workers."""
+    return orchestrating(
+        redis_url,
         (),
         targets=(f"kubernetes://{NAMESPACE}/target:grpc",),
         drafts=(f"kubernetes://{NAMESPACE}/draft:grpc",),
-        kubeconfig=server.kubeconfig(tmp_path),
-    ) as running:
-        yield running
+        kubeconfig=kubeconfig,
+    )
 
 
 async def list_target(server: ApiServer, target: ScriptedTarget, **conditions: bool) -> None:
     """Has the API server list a target, or say something new of it."""
     host, _, port = target.address.rpartition(":")
     await server.put(target.info.replica, pod(target.info.replica, host, **conditions), port=int(port))
-
-
-async def until(holds: Callable[[], bool]) -> None:
-    async with asyncio.timeout(10):
-        while not holds():
-            await asyncio.sleep(0.01)
 
 
 async def until_links(orchestrator: Orchestrator, *addresses: str) -> None:

@@ -18,14 +18,6 @@ from outrider.errors import InvalidArgument
 PLACE = KubernetesPlace(NAMESPACE, "target", "grpc")
 
 
-@pytest.fixture
-async def server() -> AsyncIterator[ApiServer]:
-    fake = ApiServer()
-    await fake.start()
-    yield fake
-    await fake.stop()
-
-
 class Told:
     """What discovery has told so far."""
 

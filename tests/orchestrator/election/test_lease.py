@@ -17,14 +17,6 @@ LEASE_S = 8.0
 
 
 @pytest.fixture
-async def server() -> AsyncIterator[ApiServer]:
-    fake = ApiServer()
-    await fake.start()
-    yield fake
-    await fake.stop()
-
-
-@pytest.fixture
 async def api(server: ApiServer, tmp_path: Path) -> AsyncIterator[Any]:
     client = await connect(server.kubeconfig(tmp_path))
     yield client
