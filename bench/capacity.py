@@ -49,7 +49,7 @@ class Options:
     num_tokens: int = 96
     num_repeats: int = 1
     num_speculative_tokens: int = 4
-    lookahead_nodes: int = 32
+    lookahead_nodes: int = 64
     acceptance: float = 0.8
     model: str = "markov:vocabulary=512;order=1;step_s=0.08;row_s=0.001;padding=4"
     draft: str = "markov:vocabulary=512;order=1;step_s=0.012;row_s=0.0002"

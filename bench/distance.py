@@ -71,7 +71,7 @@ class Options:
     num_repeats: int = 5
     num_rounds: int = 250
     num_speculative_tokens: int = 7
-    lookahead_nodes: int = 48
+    lookahead_nodes: int = 64
     model: str = "shape:1b"
     draft: str = "shape:1b-draft"
     prompt_len: int = 64

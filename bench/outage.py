@@ -51,7 +51,7 @@ class Options:
     num_before: int = 80
     num_repeats: int = 3
     num_speculative_tokens: int = 5
-    lookahead_nodes: int = 32
+    lookahead_nodes: int = 64
     acceptance: float = 0.8
     model: str = "markov:vocabulary=512;order=1;step_s=0.04;row_s=0.001;padding=4"
     draft: str = "markov:vocabulary=512;order=1;step_s=0.004;row_s=0.0001"

@@ -48,7 +48,7 @@ class Options:
     num_tokens: int = 96
     num_repeats: int = 5
     num_speculative_tokens: int = 4
-    lookahead_nodes: int = 32
+    lookahead_nodes: int = 64
     acceptance: float = 0.8
     model: str = "markov:vocabulary=512;order=1;step_s=0.04;row_s=0.002;padding=4"
     draft: str = "markov:vocabulary=512;order=1;step_s=0.006;row_s=0.0001"

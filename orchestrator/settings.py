@@ -58,7 +58,7 @@ class OrchestratorSettings(ServingSettings):
         5, ge=0, le=64, description="Tokens of a proposal's main line that a round verifies, at most."
     )
     lookahead_nodes: int = Field(
-        32,
+        64,
         ge=0,
         le=1024,
         description="Nodes that a draft may propose ahead of the target's verdicts, at most; 0 has drafts wait for "

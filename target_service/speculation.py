@@ -74,6 +74,7 @@ class Speculation:
         self._expected_waits_s: Sequence[float] = ()
         self._wait_until = 0.0
         self._ready_from = 0.0
+        self._news_at = 0.0
         self._reached_at: float | None = None
         self._ready_at: float | None = None
         self._ready_again = DecayingMean(_FADING, 0.5, 1)
@@ -156,7 +157,7 @@ class Speculation:
         self.num_proposed += len(part.nodes)
         if part.complete:
             self._whole_len = part.known_len
-        self._has_news = True
+        self._has_news, self._news_at = True, now
         if self._reached_at is None and (part.complete or self._depth() >= self._plan.depth):
             self._reached_at = now
         self._is_answering = self._is_answering or part.known_len == len(token_ids)
@@ -180,6 +181,8 @@ class Speculation:
         self._decide(now)
         self._waits = self._plan.wait_s > 0
         self._begun_depth = self._depth()
+        if self._begun_depth >= self._plan.depth:
+            self._reached_at = now
         self._expected_waits_s = self._arrivals_s() if self._waits else ()
 
     def _decide(self, now: float) -> None:
@@ -216,9 +219,15 @@ class Speculation:
         if not is_here and now < self._wait_until:
             self._ready_at = None
         elif self._ready_at is None:
-            came_at = self._started if self._reached_at is None else self._reached_at
-            self._ready_at = min(now, came_at if is_here else now, max(self._started, self._wait_until))
+            self._ready_at = min(now, self._came_at(now) if is_here else now, max(self._started, self._wait_until))
         return self._ready_at is not None
+
+    def _came_at(self, now: float) -> float:
+        """Returns when what the round waits for was here."""
+        if self._reached_at is not None:
+            return self._reached_at
+        # Less was enough once the last nodes had come.
+        return self._news_at if self._news_at > self._started else now
 
     def entrant(self, now: float) -> Entrant:
         """Returns the round as one that could take part in the next pass."""

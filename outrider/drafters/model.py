@@ -4,6 +4,7 @@ The second (self-speculation, drafter `layers`) is the same drafter on a checkpo
 layers, the final norm and the head are loaded.
 """
 
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -15,13 +16,16 @@ from outrider.drafters.choice import ChoiceOptions, choose
 from outrider.drafters.drafter import Drafter, DrafterInfo, OpenProposal
 from outrider.drafters.growth import Growth, GrowthOptions, new_growth, num_nodes
 from outrider.drafters.options import DrafterOptions
-from outrider.drafters.running import RunningTree
+from outrider.drafters.running import MAX_WIDTH, RunningTree
 from outrider.drafters.shares import share_rows
 from outrider.drafters.states import BoundedStates
 from outrider.errors import Overloaded
 from outrider.lm.heads.vocabulary import DraftVocabulary
 from outrider.lm.loading import LoadOptions, load_model
 from outrider.lm.model import LanguageModel, SessionStep
+from outrider.lookahead import Candidate
+from outrider.pass_times import PassTimes
+from outrider.policy import allocate
 from outrider.tokens import ROOT, NodeKind, ProposalNode, ProposalTree, TokenSpan
 
 
@@ -72,7 +76,7 @@ class _Pending:
     proposal: OpenProposal
     caches: SessionCaches
     missing: range
-    frontier: Sequence[int] = ()
+    frontier: Sequence[Candidate] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,6 +107,7 @@ class ModelDrafter(Drafter):
         size = model.info.vocabulary_size
         self._vocabulary = DraftVocabulary(torch.arange(size), size)
         self._trees: dict[OpenProposal, _Tree] = {}
+        self._times = PassTimes()
 
     @property
     def info(self) -> DrafterInfo:
@@ -117,15 +122,17 @@ class ModelDrafter(Drafter):
     def step(self, proposals: Sequence[OpenProposal]) -> int:
         """Runs one pass: a chunk of what each proposal's cache is missing, and a node where nothing is missing then.
 
-        A proposal that runs ahead gets nodes behind up to eight of its nodes at once.
+        Proposals that run ahead get more nodes, of whichever session, for as long as what these are worth grows faster
+        than the pass: many where rows cost little, the main line alone where they are dear or sessions many.
         """
         active = set(proposals)
         self._trees = {item: tree for item, tree in self._trees.items() if item in active}
         pending = [part for proposal in self._admit(proposals) if (part := self._pending(proposal)) is not None]
         shares = share_rows([len(part.missing) for part in pending], self._options.prefill_chunk_len)
-        rows = [row for part, share in zip(pending, shares, strict=True) for row in self._rows(part, share)]
+        rows = [row for part, share in zip(pending, shares, strict=True) for row in self._text_rows(part, share)]
+        rows += self._branch_rows([part for part in pending if part.frontier], rows)
         if rows:
-            self._run(rows)
+            self._run_timed(rows)
         for proposal in proposals:
             self._settle(proposal)
         return sum(row.step.num_rows for row in rows)
@@ -182,10 +189,8 @@ class ModelDrafter(Drafter):
             return _Pending(proposal, caches, caches.text.missing(proposal, len(proposal.token_ids)))
         return _Pending(proposal, caches, range(0), tree.frontier())
 
-    def _rows(self, part: _Pending, share: int) -> list[_Row]:
-        """Returns the steps of a pass for one proposal, whose text may have so many rows."""
-        if part.frontier:
-            return self._branch_rows(part)
+    def _text_rows(self, part: _Pending, share: int) -> list[_Row]:
+        """Returns the step of a pass that runs one proposal's text, of so many rows at most."""
         if not part.missing:
             return []
         proposal, start = part.proposal, part.missing.start
@@ -194,14 +199,22 @@ class ModelDrafter(Drafter):
         tree = ProposalTree() if proposal.lookahead_nodes else self._tree_to_run(proposal, span)
         return [_Row(part, SessionStep(part.caches.text.kv_cache, span, tree, is_end), part.caches.text)]
 
-    def _branch_rows(self, part: _Pending) -> list[_Row]:
-        """Returns a step for each node of the frontier for which there is memory."""
+    def _branch_rows(self, parts: Sequence[_Pending], others: Sequence[_Row]) -> list[_Row]:
+        """Returns the steps for nodes of proposals that run ahead, in a pass that has these other steps."""
+        num_rows = sum(row.step.num_rows for row in others)
+        max_rows = max(self._options.prefill_chunk_len, num_rows + len(parts))
+        frontiers = [part.frontier for part in parts]
+        chosen = allocate(frontiers, float(len(others)), num_rows, max_rows, self._times)
+        return [row for part, numbers in zip(parts, chosen, strict=True) for row in self._rows_of(part, numbers)]
+
+    def _rows_of(self, part: _Pending, numbers: Sequence[int]) -> list[_Row]:
+        """Returns a step for each of one proposal's nodes for which there is memory."""
         caches, tree = part.caches, part.caches.tree
         assert tree is not None
         rows: list[_Row] = []
         beside = []
         # Branches go on before others leave them: where memory is short, the main line has it.
-        for number in part.frontier:
+        for number in numbers:
             cached = caches.enter(number, tree.parent(number), tree.position(number))
             if cached is None:
                 beside.append(number)
@@ -219,6 +232,13 @@ class ModelDrafter(Drafter):
         else:
             part.caches.leave(number)
             tree.give_up(number)
+
+    def _run_timed(self, rows: Sequence[_Row]) -> None:
+        """Runs a pass, and learns what it took where it is like those that make nodes."""
+        started_s = time.perf_counter()
+        self._run(rows)
+        if all(len(row.step.span.token_ids) <= MAX_WIDTH for row in rows):
+            self._times.observe(time.perf_counter() - started_s, sum(row.step.num_rows for row in rows))
 
     def _run(self, rows: Sequence[_Row]) -> None:
         outputs = self._model.forward([row.step for row in rows])

@@ -23,16 +23,16 @@ from outrider.drafters.choice import keep_top, sparse
 from outrider.drafters.drafter import OpenProposal
 from outrider.drafters.growth import GrowthOptions, NoisyRanking, history_of, spread
 from outrider.lm.heads.vocabulary import DraftVocabulary
-from outrider.lookahead import Lookahead
+from outrider.lookahead import Candidate, Lookahead
 from outrider.parameters import AcceptanceRule
 from outrider.randomness import KeyedSource
 from outrider.sampling import TokenHistory, target_distribution
 from outrider.tokens import ROOT, NodeKind, ProposalNode, SparseDistribution
 from outrider.verification import draft_rejection
 
-MAX_WIDTH: Final = 4
-"""Nodes of one session that are run in a step: passes are padded to a multiple of as many rows."""
-URGENCY: Final = 0.8
+MAX_WIDTH: Final = 16
+"""Nodes of one session that are run in a step, at most; how many are depends on what rows cost."""
+URGENCY: Final = 0.9
 """What a node is worth less for each step that it is deeper: it is needed that much later."""
 _MAX_NODES_SINCE_PLANTED: Final = 4096
 
@@ -85,13 +85,11 @@ class RunningTree:
         """Returns the session position of a live node's token."""
         return self._proposal.planted_len + self._tree.depth(number) - 1
 
-    def frontier(self) -> list[int]:
-        """Returns the nodes to be run next, those worth most first; none where nothing more is worth it for now."""
-        if len(self._tree) >= self._proposal.lookahead_nodes:
-            return []
-        # While the target waits for the main line, nothing beside it makes a step longer.
-        is_awaited = self._tree.max_depth < self._proposal.num_speculative_tokens
-        return list(islice(self._unexpanded(), 1 if is_awaited else MAX_WIDTH))
+    def frontier(self) -> list[Candidate]:
+        """Returns the nodes that could be run next, those worth most first; none where none is worth it for now."""
+        # Whatever the draft says behind a node, there is room for its first choice.
+        room = self._proposal.lookahead_nodes - len(self._tree)
+        return list(islice(self._unexpanded(), max(0, min(MAX_WIDTH, room))))
 
     def give_up(self, number: int) -> None:
         """Learns that there is no memory to run a node; it is not wanted again before the text has gone on."""
@@ -131,11 +129,13 @@ class RunningTree:
         values |= {item.number: item.value for item in self._tree.candidates(1 << 30, URGENCY)}
         heap = [item for number in self._spare if (item := self._next_choice(number, values[number])) is not None]
         heapq.heapify(heap)
+        room = self._proposal.lookahead_nodes - len(self._tree) - sum(self._is_must(number) for _, number in heap)
         while heap:
             value, number = heapq.heappop(heap)
-            is_must = self._spare[number][0].law is not None
-            if not is_must and (-value < self._least or len(self._tree) >= self._proposal.lookahead_nodes):
-                continue
+            if not self._is_must(number):
+                if -value < self._least or room <= 0:
+                    continue
+                room -= 1
             choice = self._spare[number].pop(0)
             node = ProposalNode(number, choice.token_id, choice.kind, choice.law)
             made = self._tree.add(node)
@@ -143,6 +143,10 @@ class RunningTree:
             self._proposal.nodes.append(node)
             if (item := self._next_choice(number, values[number])) is not None:
                 heapq.heappush(heap, item)
+
+    def _is_must(self, number: int) -> bool:
+        """Whether the next choice behind a node is a sampled one, which becomes a node whatever it is worth."""
+        return self._spare[number][0].law is not None
 
     def _next_choice(self, number: int, value: float) -> tuple[float, int] | None:
         """Returns the value, negated, of the first choice behind a node that is no node yet, and the node."""
@@ -156,7 +160,7 @@ class RunningTree:
         terms = self._proposal.terms
         return min(self._proposal.max_len, terms.prompt_len + terms.parameters.max_tokens)
 
-    def _unexpanded(self) -> Iterator[int]:
+    def _unexpanded(self) -> Iterator[Candidate]:
         for item in self._tree.candidates(1 << 30, URGENCY):
             if item.value * URGENCY * self._rates.value(self._tree.depth(item.number) + 1, 1) < self._least:
                 return
@@ -164,7 +168,7 @@ class RunningTree:
             is_last = self.position(item.number) + 1 >= self._end_len
             is_new = item.number not in self._spare and item.number not in self._given_up
             if is_new and not is_end and not is_last:
-                yield item.number
+                yield item
 
     def _path_tokens(self, number: int) -> tuple[int, ...]:
         return tuple(self._tree.node(step).token_id for step in self._tree.path(number))

@@ -10,12 +10,13 @@ from outrider.acceptance import AcceptanceRates
 from outrider.drafters.drafter import OpenProposal
 from outrider.drafters.model import ModelDrafter
 from outrider.drafters.running import MAX_WIDTH, URGENCY, least_value
+from outrider.lm.markov import MarkovModel
 from outrider.lookahead import Lookahead
 from outrider.parameters import AcceptanceRule, SamplingParameters
 from outrider.randomness import Counter, KeyedSource, Purpose
 from outrider.tokens import NodeKind, ProposalNode
 from tests.draft_service.conftest import terms
-from tests.drafters.models import RecordedModel, markov, model_drafter
+from tests.drafters.models import MARKOV, RecordedModel, markov, model_drafter
 
 GREEDY = SamplingParameters(temperature=0, max_tokens=10_000)
 SAMPLED = SamplingParameters(seed=11, max_tokens=10_000)
@@ -135,16 +136,25 @@ def test_nothing_is_run_twice_and_passes_stay_small() -> None:
     assert all(rows == [1] * len(rows) for rows in model.passes), "what the text went along is not run again"
 
 
-def test_while_the_main_line_is_awaited_nothing_else_is_run() -> None:
-    for num_awaited in (1, 4):
-        drafter, proposal = model_drafter(), _proposal([4, 7, 1])
-        proposal.num_speculative_tokens = num_awaited
+def _most_rows(model: MarkovModel) -> int:
+    """Returns the rows of the largest step, once it is known what steps take."""
+    drafter = model_drafter(model)
+    most = 0
+    for number in range(4):
+        proposal = _proposal([4, 7, number])
+        proposal.session_id, proposal.lookahead_nodes = f"{number}", 96
         num_rows = []
         while not proposal.complete:
             num_rows.append(drafter.step([proposal]))
-        # The text, then a node a step until the line is as long as is awaited.
-        assert num_rows[:num_awaited] == [3] + [1] * (num_awaited - 1)
-        assert max(num_rows[num_awaited:]) == MAX_WIDTH
+        drafter.end(proposal)
+        most = max(num_rows[1:])
+    return most
+
+
+def test_a_step_runs_as_many_nodes_as_rows_are_worth() -> None:
+    cheap = _most_rows(markov(f"{MARKOV},step_s=0.004,padding=4"))
+    dear = _most_rows(markov(f"{MARKOV},row_s=0.003,padding=4"))
+    assert cheap > 8 >= dear, "where a pass of twice the rows takes twice as long, the best ones go first"
 
 
 def test_a_text_that_takes_another_way_has_a_new_tree_planted() -> None:

@@ -1,6 +1,7 @@
 """Proposals that run ahead, at a running target: hits, trees that are followed, what comes late or is wrong."""
 
 import asyncio
+import math
 from collections.abc import Sequence
 
 import pytest
@@ -9,10 +10,12 @@ from outrider import wire
 from outrider.drafters.drafter import OpenProposal
 from outrider.drafters.loading import load_drafter
 from outrider.drafters.options import DrafterKind, DrafterOptions
+from outrider.experience import Experience
 from outrider.parameters import AcceptanceRule, SamplingParameters
 from outrider.tokens import Base, NodeKind, ProposalNode, ProposalPart, SparseDistribution
 from outrider.v1 import target_pb2 as pb
 from target_service.colocated import ColocatedDraft
+from target_service.speculation import Speculation, SpeculationTerms
 from tests.target_service.conversation import MODEL, Caller, target
 
 PROMPT = [1, 2, 3, 4]
@@ -250,3 +253,26 @@ async def test_a_draft_that_joins_late_is_not_waited_for_before_it_is_asked() ->
         assert second.wait_time_s == 0
         assert second.num_speculative_tokens
         assert [*first.token_ids, *second.token_ids] == truth[:2]
+
+
+def test_a_round_that_makes_do_with_less_has_waited_until_that_came() -> None:
+    experience, length = Experience(), len(PROMPT)
+    for _ in range(20):
+        for num_rows in (4, 8, 16):
+            experience.times.observe(0.08 + 0.0005 * num_rows, num_rows)
+    terms = SpeculationTerms(num_speculative_tokens=4, max_wait_s=1.0, lookahead_nodes=48)
+    speculation = Speculation(terms, AcceptanceRule.COUPLED, experience, 64, adapts=True)
+    speculation.restart(length)
+    for place in range(20):
+        speculation._policy.draft.note_verdict(place, float(place))
+        speculation._policy.draft.note_answer(place, place + 0.03, 4)
+        for depth in range(1, 5):
+            speculation._policy.rates.observe_one(depth, 1, hit=True)
+    speculation._policy.draft.step_s = 0.001
+    speculation.begin(100, 50.0)
+    assert speculation.waits and not speculation.is_ready(length, 50.001)
+    # The first node comes, and word that the next ones will take long.
+    part = ProposalPart(Base(length, 1), 1, _line([7]), complete=False, known_len=length, step_time_s=0.5)
+    assert speculation.receive(part, PROMPT, 50.04)
+    assert speculation.is_ready(length, 50.045)
+    assert math.isclose(speculation.waited_s(50.06), 0.04, abs_tol=1e-6)
