@@ -109,10 +109,10 @@ class _DraftEngine:
 class DraftPod(Pod):
     """A draft; what its engine counts follows from the steps that its sessions want.
 
-    In each round a session wants a step for each token of its main line, and, where drafts run ahead, steps of six
-    nodes until it has `lookahead_nodes`: as if nothing were left of its tree, which is the most that it can be. A step
-    brings all sessions further that want one then. With M of them, who each want w a second, a session wants a step for
-    the share f of the time, and the draft is busy for b of it:
+    In each round a session wants a step for each token of its main line, or, where drafts run ahead and these are more,
+    steps of six nodes until it has `lookahead_nodes`: as if nothing were left of its tree, which is the most that it
+    can be. A step brings all sessions further that want one then. With M of them, who each want w a second, a session
+    wants a step for the share f of the time, and the draft is busy for b of it:
 
         f = w D(f M), at most 1        b = 1 - (1 - f)^M        D(m) = draft_step_s + m draft_row_s
 

@@ -1,4 +1,4 @@
-"""The thread that drafts: every step brings each session that waits for a proposal one node further."""
+"""The thread that drafts: every step brings the sessions that wait for proposals further."""
 
 import asyncio
 import logging

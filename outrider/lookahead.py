@@ -39,11 +39,11 @@ class _Live:
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """A node that could be verified.
+    """A node that could be verified, or run by a draft.
 
     Attributes:
         number: of the node.
-        value: probability, about, that it is accepted.
+        value: probability, about, that it is accepted; less where deeper ones are worth less.
     """
 
     number: int

@@ -1,4 +1,4 @@
-"""What passes of a model take, as a function of their rows: measured, old values fade.
+"""What passes of a model take, a target's or a draft's, as a function of their rows: measured, old values fade.
 
 A machine is now faster, now slower, because of what else it does, and some sizes of passes are rare. So the seconds of
 a pass are taken for a product: a speed, which follows the last passes whatever their sizes, and what a size costs
@@ -71,7 +71,7 @@ class _Size:
 
 
 class PassTimes:
-    """Measured decoding passes of one target, over all its sessions; see the module."""
+    """Measured decoding passes of one model, over all its sessions; see the module."""
 
     def __init__(self) -> None:
         self._speed_s = DecayingMean(_FOLLOWING, max_ratio=MAX_RATIO)
@@ -95,12 +95,13 @@ class PassTimes:
             duration_s: seconds, positive.
             num_rows: of the pass, at least 1.
         """
-        num_rows = _padded(num_rows)
+        num_rows = padded_rows(num_rows)
         if self._last is None:
             self._sizes[num_rows] = _Size(1.0)
         elif num_rows not in self._sizes:
             last_rows, last_s = self._last
-            self._sizes[num_rows] = _Size(self._sizes[last_rows].cost * duration_s / last_s)
+            ratio = _possible(duration_s / last_s, num_rows / last_rows)
+            self._sizes[num_rows] = _Size(self._sizes[last_rows].cost * ratio)
         elif num_rows != self._last[0]:
             self._compare(duration_s, num_rows, *self._last)
         self._last = num_rows, duration_s
@@ -132,7 +133,7 @@ class PassTimes:
 
     def pass_s(self, num_rows: int) -> float:
         """Returns the seconds of a pass over so many rows; 0 while nothing is known."""
-        return self._speed_s.value * self._cost(_padded(num_rows)) if self.known else 0.0
+        return self._speed_s.value * self._cost(padded_rows(num_rows)) if self.known else 0.0
 
     def _compare(self, duration_s: float, num_rows: int, last_rows: int, last_s: float) -> None:
         """Moves two sizes towards what a pair of passes says; the one that was seen less often moves more."""
@@ -173,5 +174,15 @@ class PassTimes:
         return cost_before + (cost - cost_before) * (num_rows - before) / (rows - before)
 
 
-def _padded(num_rows: int) -> int:
+def _possible(ratio: float, num_rows: float) -> float:
+    """Returns how many times another pass's time one with so many times its rows may have taken, where it was measured.
+
+    More rows take no less time, and no more than as many passes do. What lies beyond is what a size takes only once,
+    such as its code being made.
+    """
+    return min(max(ratio, min(1.0, num_rows)), max(1.0, num_rows))
+
+
+def padded_rows(num_rows: int) -> int:
+    """Returns the rows that a pass over so many has."""
     return -(-num_rows // _PADDING) * _PADDING

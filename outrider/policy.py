@@ -303,12 +303,12 @@ def allocate(
     times: PassTimes,
     wait_s: float = 0.0,
 ) -> list[list[int]]:
-    """Returns the nodes of each session that a pass verifies, parents before children; see the module.
+    """Returns the nodes of each session that a pass takes, parents before children; see the module.
 
     Args:
-        candidates: of each session that decodes in this pass, those worth most first.
+        candidates: of each session that takes part in this pass, those worth most first.
         num_tokens: that the pass is expected to give without them.
-        num_rows: rows of the pass without them, at least one for each session.
+        num_rows: rows of the pass without them.
         max_rows: rows of the pass, at most.
         times: what passes take; where nothing is known, all nodes are taken for which there is room.
         wait_s: seconds that these rounds have waited, on average; a round that has cost so much should bring more.

@@ -74,7 +74,7 @@ class Speculation:
         self._expected_waits_s: Sequence[float] = ()
         self._wait_until = 0.0
         self._ready_from = 0.0
-        self._news_at = 0.0
+        self._news_at: float | None = None
         self._reached_at: float | None = None
         self._ready_at: float | None = None
         self._ready_again = DecayingMean(_FADING, 0.5, 1)
@@ -176,7 +176,7 @@ class Speculation:
             now: monotonic time.
         """
         self._started, self._num_left = now, num_left
-        self._reached_at = self._ready_at = None
+        self._reached_at = self._ready_at = self._news_at = None
         self._is_answering = False
         self._decide(now)
         self._waits = self._plan.wait_s > 0
@@ -226,8 +226,8 @@ class Speculation:
         """Returns when what the round waits for was here."""
         if self._reached_at is not None:
             return self._reached_at
-        # Less was enough once the last nodes had come.
-        return self._news_at if self._news_at > self._started else now
+        # Less was enough once the last nodes had come, perhaps while the round before was being concluded.
+        return now if self._news_at is None else max(self._started, self._news_at)
 
     def entrant(self, now: float) -> Entrant:
         """Returns the round as one that could take part in the next pass."""

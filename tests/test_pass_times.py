@@ -60,6 +60,19 @@ def test_a_hiccup_changes_little() -> None:
     assert times.pass_s(8) == pytest.approx(0.12, rel=0.15)
 
 
+def test_what_a_size_takes_only_at_first_does_not_make_it_look_dearer_than_two_passes() -> None:
+    times = PassTimes()
+    for _ in range(20):
+        times.observe(0.1, 4)
+    times.observe(5.0, 8)
+    times.observe(0.001, 16)
+    for _ in range(20):
+        times.observe(0.1, 4)
+    assert times.pass_s(4) == pytest.approx(0.1, rel=0.1)
+    assert times.pass_s(4) <= times.pass_s(8) <= 2 * times.pass_s(4)
+    assert times.pass_s(16) >= times.pass_s(8) * 0.9
+
+
 def test_noise_is_averaged_out() -> None:
     draw, times, measured = random.Random(3), PassTimes(), {4: 0.1, 8: 0.113, 16: 0.15}
     for _ in range(1000):

@@ -19,7 +19,7 @@ class Branch:
     Attributes:
         cached: the cache.
         nodes: those run on it that can still happen, from the top down.
-        num_shared_bytes: of the pages that it shared when it was forked.
+        num_shared_bytes: of the pages that it shares since it was forked.
     """
 
     cached: CachedTokens
@@ -91,7 +91,7 @@ class SessionCaches:
     def fork(self, number: int, parent: int, length: int) -> CachedTokens:
         """Returns a cache on which a node is to be run beside what continues its parent; see `enter`."""
         forked = self._holders[parent].cached.fork(length)
-        side = Branch(forked, num_shared_bytes=forked.num_bytes)
+        side = Branch(forked, num_shared_bytes=forked.kv_cache.shared_bytes(length))
         self._sides.append(side)
         self._hold(number, side)
         return forked

@@ -149,10 +149,16 @@ class Drafter(Protocol):
     def used_bytes(self) -> int:
         """Memory kept for sessions, in bytes."""
 
+    @property
+    def num_rows_alone(self) -> int:
+        """Rows that the last step would have had for one of its sessions alone; 0 where it had as many for each."""
+        return 0
+
     def step(self, proposals: Sequence[OpenProposal]) -> int:
         """Brings each proposal forward by up to one pass: appends nodes, completes it, or refuses it.
 
-        A step that adds no node to an incomplete proposal has brought it nearer to one (as a prefill chunk does).
+        A step that adds no node to an incomplete proposal has brought it nearer to one (as a prefill chunk does), or
+        that one's main line is as long as is asked for, and others' nodes are worth more.
 
         Returns:
             Tokens run through the model, drafted ones included.

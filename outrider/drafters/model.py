@@ -19,13 +19,11 @@ from outrider.drafters.options import DrafterOptions
 from outrider.drafters.running import MAX_WIDTH, RunningTree
 from outrider.drafters.shares import share_rows
 from outrider.drafters.states import BoundedStates
+from outrider.drafters.step_budget import Frontier, StepBudget
 from outrider.errors import Overloaded
 from outrider.lm.heads.vocabulary import DraftVocabulary
 from outrider.lm.loading import LoadOptions, load_model
 from outrider.lm.model import LanguageModel, SessionStep
-from outrider.lookahead import Candidate
-from outrider.pass_times import PassTimes
-from outrider.policy import allocate
 from outrider.tokens import ROOT, NodeKind, ProposalNode, ProposalTree, TokenSpan
 
 
@@ -35,7 +33,7 @@ class ModelDrafterOptions:
 
     Attributes:
         kv_budget_bytes: KV cache of all sessions together.
-        prefill_chunk_len: rows of one pass over all sessions; every session has at least one.
+        prefill_chunk_len: rows of one pass over all sessions; every session that is waited for has at least one.
         max_session_len: longest session in tokens; the model's own limit may be lower.
         choice: how nodes are chosen.
         tree_nodes: nodes of a proposal that does not say how many it may have; 0 for chains.
@@ -76,7 +74,7 @@ class _Pending:
     proposal: OpenProposal
     caches: SessionCaches
     missing: range
-    frontier: Sequence[Candidate] = ()
+    frontier: Frontier | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,7 +105,7 @@ class ModelDrafter(Drafter):
         size = model.info.vocabulary_size
         self._vocabulary = DraftVocabulary(torch.arange(size), size)
         self._trees: dict[OpenProposal, _Tree] = {}
-        self._times = PassTimes()
+        self._budget = StepBudget(options.prefill_chunk_len)
 
     @property
     def info(self) -> DrafterInfo:
@@ -119,20 +117,26 @@ class ModelDrafter(Drafter):
         """Memory of the KV caches, in bytes."""
         return self._caches.used_bytes
 
+    @property
+    def num_rows_alone(self) -> int:
+        """Rows that the last step would have had for one of its sessions that run ahead alone."""
+        return self._budget.num_rows_alone
+
     def step(self, proposals: Sequence[OpenProposal]) -> int:
         """Runs one pass: a chunk of what each proposal's cache is missing, and a node where nothing is missing then.
 
-        Proposals that run ahead get more nodes, of whichever session, for as long as what these are worth grows faster
-        than the pass: many where rows cost little, the main line alone where they are dear or sessions many.
+        Of proposals that run ahead it runs the nodes worth most; see `outrider.drafters.step_budget`.
         """
+        started_s = time.perf_counter()
         active = set(proposals)
         self._trees = {item: tree for item, tree in self._trees.items() if item in active}
         pending = [part for proposal in self._admit(proposals) if (part := self._pending(proposal)) is not None]
         shares = share_rows([len(part.missing) for part in pending], self._options.prefill_chunk_len)
         rows = [row for part, share in zip(pending, shares, strict=True) for row in self._text_rows(part, share)]
-        rows += self._branch_rows([part for part in pending if part.frontier], rows)
+        rows += self._branch_rows([part for part in pending if part.frontier is not None], rows)
         if rows:
-            self._run_timed(rows)
+            self._run(rows)
+            self._note_time(rows, time.perf_counter() - started_s)
         for proposal in proposals:
             self._settle(proposal)
         return sum(row.step.num_rows for row in rows)
@@ -187,7 +191,8 @@ class ModelDrafter(Drafter):
             tree = caches.tree = RunningTree(proposal, self._growth, self._vocabulary, caches.rates)
         if not tree.has_run_root:
             return _Pending(proposal, caches, caches.text.missing(proposal, len(proposal.token_ids)))
-        return _Pending(proposal, caches, range(0), tree.frontier())
+        nodes = tree.frontier()
+        return _Pending(proposal, caches, range(0), Frontier(nodes, tree.is_awaited)) if nodes else None
 
     def _text_rows(self, part: _Pending, share: int) -> list[_Row]:
         """Returns the step of a pass that runs one proposal's text, of so many rows at most."""
@@ -197,31 +202,31 @@ class ModelDrafter(Drafter):
         span = TokenSpan(start, proposal.slice(start, start + share))
         is_end = span.end == part.missing.stop
         tree = ProposalTree() if proposal.lookahead_nodes else self._tree_to_run(proposal, span)
+        # Before any branch takes its memory.
+        if not part.caches.text.kv_cache.reserve(span, tree):
+            proposal.refuse(_no_memory())
+            return []
         return [_Row(part, SessionStep(part.caches.text.kv_cache, span, tree, is_end), part.caches.text)]
 
     def _branch_rows(self, parts: Sequence[_Pending], others: Sequence[_Row]) -> list[_Row]:
-        """Returns the steps for nodes of proposals that run ahead, in a pass that has these other steps."""
-        num_rows = sum(row.step.num_rows for row in others)
-        max_rows = max(self._options.prefill_chunk_len, num_rows + len(parts))
-        frontiers = [part.frontier for part in parts]
-        chosen = allocate(frontiers, float(len(others)), num_rows, max_rows, self._times)
-        return [row for part, numbers in zip(parts, chosen, strict=True) for row in self._rows_of(part, numbers)]
-
-    def _rows_of(self, part: _Pending, numbers: Sequence[int]) -> list[_Row]:
-        """Returns a step for each of one proposal's nodes for which there is memory."""
-        caches, tree = part.caches, part.caches.tree
-        assert tree is not None
+        """Returns a step for each node that a pass runs beside these others, and for which there is memory."""
+        num_ends = sum(row.step.wants_logits for row in others)
+        frontiers = [part.frontier for part in parts if part.frontier is not None]
+        chosen = self._budget.choose(frontiers, num_ends, sum(row.step.num_rows for row in others))
         rows: list[_Row] = []
-        beside = []
-        # Branches go on before others leave them: where memory is short, the main line has it.
-        for number in numbers:
-            cached = caches.enter(number, tree.parent(number), tree.position(number))
-            if cached is None:
-                beside.append(number)
-            else:
-                self._add_row(part, tree, number, cached, rows)
-        for number in beside:
-            cached = caches.fork(number, tree.parent(number), tree.position(number))
+        beside: list[tuple[_Pending, RunningTree, int]] = []
+        # Branches go on before others leave them: where memory is short, the main lines have it.
+        for part, numbers in zip(parts, chosen, strict=True):
+            caches, tree = part.caches, part.caches.tree
+            assert tree is not None
+            for number in numbers:
+                cached = caches.enter(number, tree.parent(number), tree.position(number))
+                if cached is None:
+                    beside.append((part, tree, number))
+                else:
+                    self._add_row(part, tree, number, cached, rows)
+        for part, tree, number in beside:
+            cached = part.caches.fork(number, tree.parent(number), tree.position(number))
             self._add_row(part, tree, number, cached, rows)
         return rows
 
@@ -233,12 +238,10 @@ class ModelDrafter(Drafter):
             part.caches.leave(number)
             tree.give_up(number)
 
-    def _run_timed(self, rows: Sequence[_Row]) -> None:
-        """Runs a pass, and learns what it took where it is like those that make nodes."""
-        started_s = time.perf_counter()
-        self._run(rows)
-        if all(len(row.step.span.token_ids) <= MAX_WIDTH for row in rows):
-            self._times.observe(time.perf_counter() - started_s, sum(row.step.num_rows for row in rows))
+    def _note_time(self, rows: Sequence[_Row], duration_s: float) -> None:
+        """Learns what a step took, where it is like those that make nodes."""
+        if all(row.step.wants_logits and len(row.step.span.token_ids) <= MAX_WIDTH for row in rows):
+            self._budget.observe(duration_s, sum(row.step.num_rows for row in rows))
 
     def _run(self, rows: Sequence[_Row]) -> None:
         outputs = self._model.forward([row.step for row in rows])
@@ -303,13 +306,27 @@ class ModelDrafter(Drafter):
         needed_bytes = 0
         for proposal in proposals:
             more_bytes = self._missing_bytes(proposal)
-            if self._caches.make_room(needed_bytes + more_bytes, in_use):
+            fits = self._caches.make_room(needed_bytes + more_bytes, in_use)
+            if not fits and self._cut_branches(proposals):
+                fits = self._caches.make_room(needed_bytes + more_bytes, in_use)
+            if fits:
                 needed_bytes += more_bytes
                 admitted.append(proposal)
             else:
                 in_use.discard(proposal.session_id)
-                proposal.refuse(Overloaded("the KV caches of the sessions that draft now fill the budget"))
+                proposal.refuse(_no_memory())
         return admitted
+
+    def _cut_branches(self, proposals: Sequence[OpenProposal]) -> bool:
+        """Drops what runs ahead: no session's guesses keep another's text from being run. Returns whether any did."""
+        was_any = False
+        for proposal in proposals:
+            caches = self._caches.find(proposal.session_id)
+            if caches is not None and caches.tree is not None:
+                caches.end()
+                self._caches.weigh(proposal.session_id)
+                was_any = True
+        return was_any
 
     def _missing_bytes(self, proposal: OpenProposal) -> int:
         caches = self._caches.find(proposal.session_id)
@@ -344,6 +361,10 @@ def load_model_drafter(settings: DrafterOptions) -> ModelDrafter:
         tree_nodes=settings.tree_nodes,
     )
     return ModelDrafter(loaded.model, options, settings.drafter.value)
+
+
+def _no_memory() -> Overloaded:
+    return Overloaded("the KV caches of the sessions that draft now fill the budget")
 
 
 def _describe(model: LanguageModel, options: ModelDrafterOptions, kind: str) -> DrafterInfo:

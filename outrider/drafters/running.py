@@ -34,7 +34,7 @@ MAX_WIDTH: Final = 16
 """Nodes of one session that are run in a step, at most; how many are depends on what rows cost."""
 URGENCY: Final = 0.9
 """What a node is worth less for each step that it is deeper: it is needed that much later."""
-_MAX_NODES_SINCE_PLANTED: Final = 4096
+_MAX_NODES_SINCE_PLANTED: Final = 16384
 
 
 class RunningTree:
@@ -90,6 +90,11 @@ class RunningTree:
         # Whatever the draft says behind a node, there is room for its first choice.
         room = self._proposal.lookahead_nodes - len(self._tree)
         return list(islice(self._unexpanded(), max(0, min(MAX_WIDTH, room))))
+
+    @property
+    def is_awaited(self) -> bool:
+        """Whether the main line is shorter than the target has use of."""
+        return self._tree.max_depth < self._proposal.num_speculative_tokens
 
     def give_up(self, number: int) -> None:
         """Learns that there is no memory to run a node; it is not wanted again before the text has gone on."""

@@ -63,7 +63,7 @@ class Stepper:
         num_passes: steps that went well.
         num_tokens: that they ran.
         model_time_s: seconds of all steps.
-        shared_time_s: seconds of these that a session alone would not have had to wait for: what others added.
+        shared_time_s: seconds of these that a session alone would not have had to wait for: what others took.
         alone_s: seconds that a step of one of the last step's sessions would take.
     """
 
@@ -92,12 +92,17 @@ class Stepper:
         self._share(self.num_tokens - num_before, len(proposals), duration_s)
 
     def _share(self, num_rows: int, num_sessions: int, duration_s: float) -> None:
-        """Learns what a step took, and how much of it was for others than the session that waits for it."""
+        """Learns what a step took, and how much of it was for others than the session that waits for it.
+
+        A drafter may give each of many sessions fewer rows than it would give one alone. What it would take to give all
+        of them as many is what they take from each other.
+        """
         if num_rows <= 0 or duration_s <= 0:
             return
         self._times.observe(duration_s, num_rows)
-        together_s = self._times.pass_s(num_rows)
-        self.alone_s = self._times.pass_s(max(1, num_rows // num_sessions))
+        num_alone = self._drafter.num_rows_alone or max(1, num_rows // num_sessions)
+        together_s = self._times.pass_s(max(num_rows, num_alone * num_sessions))
+        self.alone_s = self._times.pass_s(num_alone)
         self.shared_time_s += duration_s * max(0.0, 1 - self.alone_s / together_s)
 
     def _draft(self, proposals: Sequence[OpenProposal]) -> None:

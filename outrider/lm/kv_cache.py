@@ -120,6 +120,10 @@ class PagedKVCache:
         self._pool.share(other._table)
         return other
 
+    def shared_bytes(self, length: int) -> int:
+        """Returns the memory that a fork at a length goes on sharing: full pages. One that is not is copied."""
+        return length // self._pool.page_len * self._pool.page_bytes
+
     def missing_bytes(self, length: int) -> int:
         """Returns the memory that caching `length` tokens would take beyond what is held."""
         return max(0, self._pool.num_pages_for(length) - len(self._table)) * self._pool.page_bytes

@@ -59,6 +59,9 @@ class KVCache(Protocol):
     def fork(self, length: int) -> "KVCache":
         """Returns another cache that holds the first `length` positions of this one, in memory that both share."""
 
+    def shared_bytes(self, length: int) -> int:
+        """Returns the memory that a fork at a length goes on sharing once it has a token of its own."""
+
     def missing_bytes(self, length: int) -> int:
         """Returns the memory that caching `length` tokens would take beyond what is held."""
 

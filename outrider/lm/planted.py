@@ -190,6 +190,10 @@ class PlantedKVCache:
         other.token_ids = self.token_ids[:length]
         return other
 
+    def shared_bytes(self, length: int) -> int:
+        """Returns the memory that a fork at a length goes on sharing."""
+        return self.inner.shared_bytes(length)
+
     def missing_bytes(self, length: int) -> int:
         """Returns the memory that caching `length` tokens would take beyond what is held."""
         return self.inner.missing_bytes(length)

@@ -9,8 +9,7 @@ import torch
 from outrider.acceptance import AcceptanceRates
 from outrider.drafters.drafter import OpenProposal
 from outrider.drafters.model import ModelDrafter
-from outrider.drafters.running import MAX_WIDTH, URGENCY, least_value
-from outrider.lm.markov import MarkovModel
+from outrider.drafters.running import URGENCY, least_value
 from outrider.lookahead import Lookahead
 from outrider.parameters import AcceptanceRule, SamplingParameters
 from outrider.randomness import Counter, KeyedSource, Purpose
@@ -126,7 +125,7 @@ def test_nothing_is_run_twice_and_passes_stay_small() -> None:
     proposal = _proposal([4, 7, 1])
     _finish(drafter, proposal)
     assert model.passes[0] == [3]
-    assert all(rows == [1] * len(rows) and len(rows) <= MAX_WIDTH for rows in model.passes[1:])
+    assert all(rows == [1] * len(rows) for rows in model.passes[1:])
     num_run = sum(len(rows) for rows in model.passes[1:])
     assert num_run <= len(proposal.nodes)
     line = [proposal.nodes[number - 1].token_id for number in _main_line(proposal)[1:4]]
@@ -136,25 +135,36 @@ def test_nothing_is_run_twice_and_passes_stay_small() -> None:
     assert all(rows == [1] * len(rows) for rows in model.passes), "what the text went along is not run again"
 
 
-def _most_rows(model: MarkovModel) -> int:
-    """Returns the rows of the largest step, once it is known what steps take."""
-    drafter = model_drafter(model)
-    most = 0
-    for number in range(4):
-        proposal = _proposal([4, 7, number])
-        proposal.session_id, proposal.lookahead_nodes = f"{number}", 96
-        num_rows = []
-        while not proposal.complete:
-            num_rows.append(drafter.step([proposal]))
-        drafter.end(proposal)
-        most = max(num_rows[1:])
-    return most
+def test_an_awaited_line_grows_in_every_step_beside_sessions_with_better_nodes() -> None:
+    drafter = model_drafter(markov(f"{MARKOV},row_s=0.001,padding=4"), chunk=4)
+    others = [_proposal([4, 7, number]) for number in range(4)]
+    for number, other in enumerate(others):
+        other.session_id, other.num_speculative_tokens, other.lookahead_nodes = f"other {number}", 1, 64
+    for _ in range(3):
+        drafter.step(others)
+    late = _proposal([9, 9, 9])
+    lengths = []
+    while len(_main_line(late)) < late.num_speculative_tokens:
+        drafter.step([late, *(other for other in others if not other.complete)])
+        lengths.append(len(_main_line(late)))
+    assert lengths == [1, 2, 3, 4]
 
 
-def test_a_step_runs_as_many_nodes_as_rows_are_worth() -> None:
-    cheap = _most_rows(markov(f"{MARKOV},step_s=0.004,padding=4"))
-    dear = _most_rows(markov(f"{MARKOV},row_s=0.003,padding=4"))
-    assert cheap > 8 >= dear, "where a pass of twice the rows takes twice as long, the best ones go first"
+@pytest.mark.parametrize("budget", [4, 24, 64])
+@pytest.mark.parametrize("rule", AcceptanceRule)
+def test_no_more_nodes_are_live_than_are_allowed(rule: AcceptanceRule, budget: int) -> None:
+    draw = random.Random(budget)
+    drafter, proposal = model_drafter(), _proposal([4, 7, 1], SAMPLED, rule)
+    proposal.lookahead_nodes = budget
+    seen = Lookahead(3)
+    for _ in range(40):
+        _finish(drafter, proposal)
+        for node in proposal.nodes[seen.num_numbered :]:
+            seen.add(node)
+        assert 0 < len(seen) <= budget
+        token_id = seen.node(draw.choice(seen.children(seen.root))).token_id
+        seen.follow([token_id])
+        assert _go_on(drafter, proposal, [token_id])
 
 
 def test_a_text_that_takes_another_way_has_a_new_tree_planted() -> None:
@@ -236,6 +246,31 @@ def test_branches_give_their_memory_back() -> None:
     drafter.forget("s")
     assert model.kv_usage.num_held == 0
     assert drafter.used_bytes == 0
+
+
+def test_a_branch_weighs_the_page_that_it_copies() -> None:
+    model = markov()
+    drafter = model_drafter(model)
+    proposal = _proposal(list(range(20)))
+    _finish(drafter, proposal)
+    page_bytes = model.new_cache().missing_bytes(1)
+    assert drafter.used_bytes == model.kv_usage.num_held * page_bytes, "each page once, and those copied too"
+
+
+def test_branches_make_room_for_the_text_of_another_session() -> None:
+    model = markov()
+    page_bytes = model.new_cache().missing_bytes(1)
+    drafter = model_drafter(model, kv_budget_bytes=8 * page_bytes)
+    first, second = _proposal(list(range(20))), _proposal([7] * 50)
+    second.session_id = "t"
+    while drafter.used_bytes < 6 * page_bytes:
+        drafter.step([first])
+    for _ in range(50):
+        drafter.step([item for item in (first, second) if not item.complete] or [second])
+        if second.nodes:
+            break
+    assert second.refusal is first.refusal is None
+    assert second.nodes and first.complete
 
 
 def test_without_memory_for_branches_the_main_line_goes_on() -> None:

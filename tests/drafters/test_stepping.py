@@ -32,6 +32,10 @@ class _Drafter:
             proposal.append(5)
         return len(proposals)
 
+    @property
+    def num_rows_alone(self) -> int:
+        return 0
+
     def forget(self, session_id: str) -> None:
         self.forgotten.append(session_id)
 
@@ -120,3 +124,31 @@ def test_what_sessions_add_to_each_others_steps_is_told_apart(monkeypatch: pytes
     stepper.step(together)
     assert stepper.shared_time_s - before == pytest.approx(0.028, rel=0.1), "42 ms, of which one needs 14"
     assert stepper.model_time_s == pytest.approx(clock.now)
+
+
+class _NarrowingDrafter(_TimedDrafter):
+    """Runs as many rows for eight sessions as it would run for one."""
+
+    @property
+    def num_rows_alone(self) -> int:
+        return 8
+
+    def step(self, proposals: Sequence[OpenProposal]) -> int:
+        self._clock.now += 0.010 + 0.001 * 8
+        return 8
+
+
+def test_rows_that_sessions_take_from_each_other_are_told_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = _Clock()
+    monkeypatch.setattr(stepping, "time", clock)
+    drafter = _TimedDrafter(clock)
+    stepper = Stepper(cast(Drafter, drafter))
+    for num in (1, 2, 4, 8) * 20:
+        stepper.step([_proposal(str(number)) for number in range(num)])
+    stepper._drafter = cast(Drafter, _NarrowingDrafter(clock))
+    before = stepper.shared_time_s
+    stepper.step([_proposal("a")])
+    assert stepper.shared_time_s == pytest.approx(before)
+    stepper.step([_proposal(name) for name in "abcd"])
+    # All four as wide as one would take 42 ms in place of 18.
+    assert stepper.shared_time_s - before == pytest.approx(0.018 * (1 - 18 / 42), rel=0.1)
