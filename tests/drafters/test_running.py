@@ -156,7 +156,7 @@ def test_no_more_nodes_are_live_than_are_allowed(rule: AcceptanceRule, budget: i
     draw = random.Random(0)
     drafter, proposal = model_drafter(), _proposal([4, 7, 1], SAMPLED, rule)
     proposal.lookahead_nodes = budget
-    seen = Lookahead(3)
+    seen, num_followed = Lookahead(3), 0
     for _ in range(40):
         for _ in range(draw.randrange(1, 9)):
             if not proposal.complete:
@@ -169,6 +169,8 @@ def test_no_more_nodes_are_live_than_are_allowed(rule: AcceptanceRule, budget: i
         token_id = seen.node(draw.choice([below[0], draw.choice(below)])).token_id
         seen.follow([token_id])
         assert _go_on(drafter, proposal, [token_id])
+        num_followed += 1
+    assert num_followed > 20
 
 
 def test_a_text_that_takes_another_way_has_a_new_tree_planted() -> None:
