@@ -43,6 +43,19 @@ def open_channel(
     return grpc.aio.secure_channel(address, credentials, options=options)
 
 
+def keepalive_options(keepalive_s: float, keepalive_timeout_s: float) -> tuple[tuple[str, int], ...]:
+    """Returns the options of a channel or server by which it finds out a peer that is gone; see `open_channel`."""
+    timeout_ms = int(1000 * keepalive_timeout_s)
+    return (
+        ("grpc.keepalive_time_ms", int(1000 * keepalive_s)),
+        ("grpc.keepalive_timeout_ms", timeout_ms),
+        # gRPC (1.85) never starts the timer of the option before; a ping has a minute unless this says otherwise.
+        ("grpc.http2.ping_timeout_ms", timeout_ms),
+        ("grpc.keepalive_permit_without_calls", 1),
+        ("grpc.http2.max_pings_without_data", 0),
+    )
+
+
 async def wait_connected(channel: grpc.aio.Channel, address: str, timeout_s: float) -> None:
     """Returns once the channel is connected; raises `Unavailable` after `timeout_s` seconds."""
     try:
@@ -56,10 +69,7 @@ def _options(max_message_bytes: int, keepalive_s: float, keepalive_timeout_s: fl
     return (
         ("grpc.max_send_message_length", max_message_bytes),
         ("grpc.max_receive_message_length", max_message_bytes),
-        ("grpc.keepalive_time_ms", int(1000 * keepalive_s)),
-        ("grpc.keepalive_timeout_ms", int(1000 * keepalive_timeout_s)),
-        ("grpc.keepalive_permit_without_calls", 1),
-        ("grpc.http2.max_pings_without_data", 0),
+        *keepalive_options(keepalive_s, keepalive_timeout_s),
         ("grpc.initial_reconnect_backoff_ms", _INITIAL_BACKOFF_MS),
         ("grpc.min_reconnect_backoff_ms", _MIN_CONNECT_TIMEOUT_MS),
         ("grpc.max_reconnect_backoff_ms", _MAX_BACKOFF_MS),

@@ -16,6 +16,7 @@ from grpc_reflection.v1alpha import reflection
 from prometheus_client import CollectorRegistry
 
 from outrider.errors import OutriderError, Unavailable
+from outrider.serving.channel import keepalive_options
 from outrider.serving.interceptor import CallsInFlight, ErrorInterceptor
 from outrider.serving.metrics import MetricsServer, Readings, gauge, new_registry
 from outrider.serving.settings import ServingSettings
@@ -271,12 +272,9 @@ def _options(settings: ServingSettings) -> list[tuple[str, int]]:
         "grpc.max_send_message_length": settings.max_message_bytes,
         "grpc.max_receive_message_length": settings.max_message_bytes,
         "grpc.max_concurrent_streams": settings.max_concurrent_streams,
-        "grpc.keepalive_time_ms": _ms(settings.keepalive_s),
-        "grpc.keepalive_timeout_ms": _ms(settings.keepalive_timeout_s),
-        "grpc.keepalive_permit_without_calls": 1,
-        # Without these two, pings kill long generations that have nothing to say for a while.
+        # Without this, pings kill long generations that have nothing to say for a while.
         "grpc.http2.min_ping_interval_without_data_ms": _ms(settings.min_ping_interval_s),
-        "grpc.http2.max_pings_without_data": 0,
+        **dict(keepalive_options(settings.keepalive_s, settings.keepalive_timeout_s)),
         # Two processes on one port would share its calls, in silence.
         "grpc.so_reuseport": 0,
     }

@@ -1,6 +1,11 @@
 """A real server on a real socket, and a servicer that does what a test tells it."""
 
+import asyncio
+import json
+import sys
 from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
 
 import grpc
 import pytest
@@ -10,6 +15,7 @@ from outrider.serving.server import Server
 from outrider.serving.settings import ServingSettings
 from outrider.v1 import draft_pb2, draft_pb2_grpc, worker_pb2, worker_pb2_grpc
 
+ROOT = Path(__file__).parents[2]
 Behaviour = Callable[[], Awaitable[None]]
 
 
@@ -73,3 +79,21 @@ async def channel(worker: ToldWorker, draft: ToldDraft) -> AsyncIterator[grpc.ai
     async with open_channel(address) as opened:
         yield opened
     await server.stop()
+
+
+@asynccontextmanager
+async def told_process(*arguments: str):
+    """Yields a running process and its address."""
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "tests.serving.told_process", *arguments),
+        cwd=ROOT,
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.PIPE,
+    )
+    try:
+        ready = json.loads(await asyncio.wait_for(process.stdout.readline(), 20))
+        yield process, ready["address"]
+    finally:
+        if process.returncode is None:
+            process.kill()
+        await process.communicate()

@@ -1,6 +1,8 @@
 """Channels to servers that are there, are not, and come back."""
 
 import asyncio
+import signal
+import sys
 import time
 from contextlib import asynccontextmanager
 
@@ -11,7 +13,7 @@ from outrider.serving.channel import open_channel, wait_connected
 from outrider.serving.settings import ServingSettings
 from outrider.serving.status import peer_errors
 from outrider.v1 import worker_pb2, worker_pb2_grpc
-from tests.serving.conftest import new_server
+from tests.serving.conftest import new_server, told_process
 
 
 @asynccontextmanager
@@ -65,3 +67,54 @@ async def test_pings_do_not_end_a_long_silent_call(worker, draft):
     ):
         response = await worker_pb2_grpc.WorkerServiceStub(channel).GetInfo(worker_pb2.GetInfoRequest())
     assert response.replica == "told"
+
+
+async def test_a_stopped_server_is_found_out_by_pings():
+    async with (
+        told_process("--call-s", "100", "--min-ping-interval-s", "0.5") as (process, address),
+        open_channel(address, keepalive_s=1, keepalive_timeout_s=1) as channel,
+    ):
+        call = worker_pb2_grpc.WorkerServiceStub(channel).GetInfo(worker_pb2.GetInfoRequest())
+        async with asyncio.timeout(20):
+            while b"call begun" not in await process.stderr.readline():
+                pass
+        process.send_signal(signal.SIGSTOP)
+        # Its kernel keeps the connection. gRPC gives a ping a minute where nothing else is said.
+        async with asyncio.timeout(10):
+            with pytest.raises(Unavailable), peer_errors():
+                await call
+
+
+CLIENT = """
+import asyncio, sys
+from outrider.serving.channel import open_channel
+from outrider.v1 import worker_pb2, worker_pb2_grpc
+
+async def main():
+    async with open_channel(sys.argv[1]) as channel:
+        await worker_pb2_grpc.WorkerServiceStub(channel).GetInfo(worker_pb2.GetInfoRequest())
+
+asyncio.run(main())
+"""
+
+
+async def test_a_stopped_client_is_found_out_by_pings(worker, draft):
+    begun, ended = asyncio.Event(), asyncio.Event()
+
+    async def stay_silent():
+        begun.set()
+        try:
+            await asyncio.Event().wait()
+        finally:
+            ended.set()
+
+    worker.behaviour = stay_silent
+    async with running(worker, draft, keepalive_s=1, keepalive_timeout_s=1) as address:
+        client = await asyncio.create_subprocess_exec(sys.executable, "-c", CLIENT, address)
+        try:
+            await asyncio.wait_for(begun.wait(), 20)
+            client.send_signal(signal.SIGSTOP)
+            await asyncio.wait_for(ended.wait(), 10)
+        finally:
+            client.kill()
+            await client.wait()

@@ -86,8 +86,9 @@ async def test_a_client_that_gives_up_cancels_the_servicer_in_silence(worker, ch
             cancelled.set()
 
     worker.behaviour = wait_forever
+    await channel.channel_ready()
     with pytest.raises(grpc.aio.AioRpcError) as caught:
-        await worker_pb2_grpc.WorkerServiceStub(channel).GetInfo(worker_pb2.GetInfoRequest(), timeout=0.2)
+        await worker_pb2_grpc.WorkerServiceStub(channel).GetInfo(worker_pb2.GetInfoRequest(), timeout=1)
     assert caught.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
     await asyncio.wait_for(cancelled.wait(), 5)
     assert not caplog.records

@@ -1,13 +1,11 @@
 """Health, readiness and drain, of servers in this process and of real ones that get signals."""
 
 import asyncio
-import json
 import os
 import signal
 import sys
 import time
 from contextlib import asynccontextmanager
-from pathlib import Path
 
 import grpc
 import pytest
@@ -19,28 +17,10 @@ from outrider.serving.channel import open_channel
 from outrider.serving.server import Server
 from outrider.serving.settings import ServingSettings
 from outrider.v1 import worker_pb2, worker_pb2_grpc
+from tests.serving.conftest import ROOT, told_process
 
-ROOT = Path(__file__).parents[2]
 SERVING = health_pb2.HealthCheckResponse.SERVING
 NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
-
-
-@asynccontextmanager
-async def told_process(*arguments: str):
-    """Yields a running process and its address."""
-    process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "tests.serving.told_process", *arguments),
-        cwd=ROOT,
-        stdout=asyncio.subprocess.PIPE,
-        stderr=asyncio.subprocess.PIPE,
-    )
-    try:
-        ready = json.loads(await asyncio.wait_for(process.stdout.readline(), 20))
-        yield process, ready["address"]
-    finally:
-        if process.returncode is None:
-            process.kill()
-        await process.communicate()
 
 
 async def health_of(channel: grpc.aio.Channel, name: str = "") -> int:
@@ -94,13 +74,12 @@ async def test_liveness_and_readiness_are_what_the_service_says(settings):
 
 
 async def test_a_drain_ends_readiness_and_not_liveness():
-    async with told_process("--drain-s", "1.5") as (process, address), open_channel(address) as channel:
+    async with told_process("--drain-s", "4") as (process, address), open_channel(address) as channel:
         process.send_signal(signal.SIGTERM)
         await until_health(channel, "readiness", NOT_SERVING)
         await asyncio.sleep(0.8)  # longer than the service's own health is looked at
         assert await health_of(channel, "readiness") == NOT_SERVING
         assert await health_of(channel, "liveness") == SERVING
-        await asyncio.wait_for(process.communicate(), 10)
 
 
 async def test_health_can_be_asked_from_the_shell():
@@ -154,7 +133,7 @@ async def test_a_failing_drain_does_not_keep_the_server_up(caplog):
 
 
 async def test_sigterm_serves_while_endpoints_propagate_then_ends_with_zero():
-    async with told_process("--drain-delay-s", "1.0", "--call-s", "0.1") as (process, address):
+    async with told_process("--drain-delay-s", "2.0", "--call-s", "0.1") as (process, address):
         async with open_channel(address) as channel:
             assert await health_of(channel) == SERVING
             process.send_signal(signal.SIGTERM)
@@ -172,8 +151,9 @@ async def test_a_running_call_is_finished_and_an_open_health_watch_does_not_hold
         watch = health_pb2_grpc.HealthStub(channel).Watch(health_pb2.HealthCheckRequest())
         assert (await watch.read()).status == SERVING
         running = call(channel)
-        await running.wait_for_connection()
-        await asyncio.sleep(0.2)
+        async with asyncio.timeout(20):
+            while b"call begun" not in await process.stderr.readline():
+                pass
         process.send_signal(signal.SIGTERM)
         assert (await watch.read()).status == NOT_SERVING
         assert (await running).replica == "slow"

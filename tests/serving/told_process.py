@@ -25,6 +25,7 @@ class SlowWorker(worker_pb2_grpc.WorkerServiceServicer):
         self._settings = settings
 
     async def GetInfo(self, request, context):
+        print("call begun", file=sys.stderr, flush=True)
         await asyncio.sleep(self._settings.call_s)
         return worker_pb2.GetInfoResponse(replica="slow")
 
