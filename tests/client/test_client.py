@@ -193,7 +193,7 @@ async def test_the_deadline_bounds_trying_again() -> None:
     policy = RetryPolicy(max_attempts=1000, initial_backoff_s=0.05, max_backoff_s=0.05)
     async with OutriderClient("127.0.0.1:1", retry=policy) as client:
         begin = time.monotonic()
-        with pytest.raises(DeadlineExceeded, match="trying again"):
+        with pytest.raises(DeadlineExceeded):
             await client.complete(request(), timeout_s=0.3)
     assert time.monotonic() - begin < 2
 

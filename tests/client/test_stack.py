@@ -67,8 +67,8 @@ async def test_a_service_that_dies_early_ends_the_others() -> None:
 
 
 async def test_a_service_that_is_never_ready_is_given_up() -> None:
-    stack = LocalStack(options(orchestrator_environment={"TRIVIAL": "never ready"}, ready_timeout_s=0.5))
-    with pytest.raises(Unavailable, match=r"orchestrator-0 is not ready after 0.5 s"):
+    stack = LocalStack(options(orchestrator_environment={"TRIVIAL": "never ready"}, ready_timeout_s=3))
+    with pytest.raises(Unavailable, match=r"orchestrator-0 is not ready after 3 s"):
         await stack.start()
     assert not any(process.is_running for process in stack.processes)
 

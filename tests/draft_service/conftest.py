@@ -179,11 +179,13 @@ def close_frame(handle: int) -> draft_pb2.DraftRequestFrame:
 
 
 @asynccontextmanager
-async def running_draft(drafter: Drafter, limits: EngineLimits = LIMITS) -> AsyncIterator[RunningDraft]:
-    """Serves a drafter on a socket of its own."""
+async def running_draft(
+    drafter: Drafter, limits: EngineLimits = LIMITS, patience_s: float = 0.2
+) -> AsyncIterator[RunningDraft]:
+    """Serves a drafter on a socket of its own; its drain leaves open sessions `patience_s` seconds to end."""
     engine = Engine(drafter, limits)
     servicer = DraftServicer(engine, drafter.info)
-    server = Server(ServingSettings(drain_budget_s=5), name="draft", drain=lambda: servicer.drain(0.2))
+    server = Server(ServingSettings(drain_budget_s=5), name="draft", drain=lambda: servicer.drain(patience_s))
     server.register(draft_pb2_grpc.add_DraftServiceServicer_to_server, servicer, "outrider.v1.DraftService")
     identity = WorkerIdentity("draft-0", limits.max_sessions, limits.max_proposal_nodes, 1 << 20)
     worker = WorkerServicer(engine, drafter.info, identity)

@@ -178,7 +178,7 @@ async def test_sessions_are_bounded() -> None:
 
 
 async def test_a_draining_draft_opens_nothing_and_ends_its_streams() -> None:
-    async with running_draft(ngram_drafter()) as running:
+    async with running_draft(ngram_drafter(), patience_s=2.0) as running:
         client = running.stream()
         handle, _ = await client.open()
         stopping = asyncio.create_task(running.server.stop())

@@ -57,7 +57,8 @@ async def test_fault_17_killed_between_commit_and_emit(scene: Scene) -> None:
 
 async def test_fault_18_two_orchestrators_on_one_session(scene: Scene) -> None:
     first, second = scene.stack.orchestrators
-    request = asking(num_tokens=300)
+    # So long that it still runs when another one has been refused, and it is asked for anew.
+    request = asking(num_tokens=900)
     await scene.learn(request)
     async with (
         monitored(scene.stack.redis.url) as commits,

@@ -12,7 +12,7 @@ from outrider.client.retry import RetryPolicy
 from outrider.errors import Overloaded, SessionNotFound, Unauthenticated
 from outrider.parameters import SamplingParameters
 from tests.orchestrator.scripted import ScriptedTarget
-from tests.orchestrator.stage import PROMPT, Orchestrator, orchestrating
+from tests.orchestrator.stage import PROMPT, Orchestrator, early_in_a_minute, orchestrating
 
 ONE, TWO = "token-of-one", "token-of-two"
 ONCE = RetryPolicy(max_attempts=1)
@@ -103,6 +103,7 @@ async def test_a_tenant_at_its_limit_is_told_when_to_come_back(
         with pytest.raises(Overloaded, match="2 sessions live"):
             await caller.complete(request("c"))
         await caller.delete_session("a")
+        await early_in_a_minute()
         await caller.complete(request("c", 100))
         with pytest.raises(Overloaded, match="100 tokens were generated"):
             await caller.complete(request("c"))

@@ -155,6 +155,7 @@ async def test_drafts_are_discovered_too(
 
 async def test_a_worker_of_the_other_kind_is_out_of_rotation(session_store_url: str, draft: ScriptedDraft) -> None:
     async with orchestrating(session_store_url, (), (), targets=(draft.address,), failover_timeout_s=0.5) as running:
+        await until(lambda: "is a draft" in running.replicas.targets[0].problem)
         with pytest.raises(Unavailable, match="is a draft"):
             await running.events(asking(plain=True))
 

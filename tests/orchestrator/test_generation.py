@@ -297,7 +297,7 @@ async def test_a_deleted_session_ends_its_request(orchestrator: Orchestrator, ta
 
 async def test_the_lease_is_renewed_while_nothing_is_committed(session_store_url: str, target: ScriptedTarget) -> None:
     session_id = new_id()
-    async with orchestrating(session_store_url, (target,), lease_s=0.5) as orchestrator:
+    async with orchestrating(session_store_url, (target,), lease_s=1.5) as orchestrator:
         target.allow(2)
         streaming = Streaming(orchestrator, asking(session_id=session_id))
         await streaming.until(2)
@@ -305,7 +305,7 @@ async def test_the_lease_is_renewed_while_nothing_is_committed(session_store_url
             record = await orchestrator.store.get("default", session_id)
             assert record is not None
             deadline = record.deadline
-            while record is not None and record.deadline < deadline + 1_000_000:
+            while record is not None and record.deadline < deadline + 1_500_000:
                 assert await orchestrator.store.is_leased(record)
                 await asyncio.sleep(0.05)
                 record = await orchestrator.store.get("default", session_id)
@@ -613,7 +613,7 @@ async def test_a_refusal_that_every_target_would_give_is_passed_on(
 async def test_a_miss_about_nothing_is_no_reason_to_resend(orchestrator: Orchestrator, target: ScriptedTarget) -> None:
     target.refusals.append(KVCacheMiss("odd", 0))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("orchestrator.target_session._ANSWER_S", 0.2)
+        patch.setattr("orchestrator.target_session._ANSWER_S", 1.0)
         assert tokens_of(await orchestrator.events(asking())) == WHOLE
     assert len(target.of("open")) == 2
 
@@ -681,7 +681,7 @@ async def test_what_is_asked_of_drafts_and_targets_is_what_the_request_says(
     request.speculation.lookahead_nodes = 21
     request.speculation.draft_min = 2
     request.speculation.draft_p_min = 0.25
-    assert tokens_of(await orchestrator.events(request)) == continuation(PROMPT, 40)
+    assert tokens_of(await _drafted(orchestrator, target, draft, request)) == continuation(PROMPT, 40)
     assert draft.of("open")[-1].draft_p_min == 0.25
     assert draft.of("advance")[0].lookahead_nodes == 21
     settings = [*(opened.speculation for opened in target.of("open")), *target.of("speculation")]
@@ -689,12 +689,24 @@ async def test_what_is_asked_of_drafts_and_targets_is_what_the_request_says(
     assert told and all((item.lookahead_nodes, item.draft_min) == (21, 2) for item in told)
 
 
+async def _drafted(
+    orchestrator: Orchestrator, target: ScriptedTarget, draft: ScriptedDraft, request: pb.GenerateRequest
+) -> list[pb.GenerateResponse]:
+    """Returns a request's events; its target, which takes no time at all, waits until the draft is asked."""
+    target.allow(1)
+    running = asyncio.create_task(orchestrator.events(request))
+    await draft.saw("advance")
+    await target.saw("speculation")
+    target.allow(None)
+    return await running
+
+
 async def test_who_sizes_proposals_has_drafts_wait_for_verdicts(
-    orchestrator: Orchestrator, draft: ScriptedDraft
+    orchestrator: Orchestrator, target: ScriptedTarget, draft: ScriptedDraft
 ) -> None:
     request = asking(max_tokens=40)
     request.speculation.max_nodes = 3
-    await orchestrator.events(request)
+    await _drafted(orchestrator, target, draft, request)
     assert {advance.lookahead_nodes for advance in draft.of("advance")} == {0}
 
 

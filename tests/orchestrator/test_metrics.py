@@ -69,6 +69,9 @@ async def test_fallbacks_and_changes_of_target(session_store_url: str, draft: Sc
     ):
         other.load.num_active_sessions = 9
         one.run_len = 5
+        async with asyncio.timeout(20):
+            while not all(link.is_up for link in orchestrator.replicas.targets):
+                await asyncio.sleep(0.01)
         running = asyncio.create_task(orchestrator.events(asking(plain=True)))
         await one.saw("span")
         await one.die()

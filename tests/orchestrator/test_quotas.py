@@ -11,6 +11,7 @@ from orchestrator.quotas import Quotas
 from orchestrator.store import SessionStore
 from orchestrator.tenants import Tenant
 from outrider.errors import Overloaded
+from tests.orchestrator.stage import early_in_a_minute
 
 
 @pytest.fixture
@@ -56,6 +57,7 @@ async def test_sessions_are_counted_until_they_are_gone(store: SessionStore) -> 
 
 
 async def test_tokens_of_a_minute(store: SessionStore) -> None:
+    await early_in_a_minute()
     quotas, limited = Quotas(store, 100), tenant(tokens_per_minute=50)
     async with quotas.stream(limited, "a") as usage:
         usage.add(30)
@@ -71,18 +73,23 @@ async def test_tokens_of_a_minute(store: SessionStore) -> None:
 async def test_streams_of_an_orchestrator_that_ended_without_a_word_are_counted_for_a_while(
     store: SessionStore,
 ) -> None:
-    quotas, limited = Quotas(store, 100, lease_s=0.3), tenant(max_streams=1)
+    quotas, limited = Quotas(store, 100, lease_s=1.0), tenant(max_streams=1)
     async with AsyncExitStack() as exits:
         await exits.enter_async_context(quotas.stream(limited, "a"))
         # Renewed while it runs.
-        await asyncio.sleep(0.5)
+        await asyncio.sleep(1.2)
         with pytest.raises(Overloaded):
             await exits.enter_async_context(quotas.stream(limited, "b"))
     await quotas._enter(limited, "gone", "a")
     with pytest.raises(Overloaded):
         await quotas._enter(limited, "next", "a")
-    await asyncio.sleep(0.4)
-    await quotas._enter(limited, "next", "a")
+    async with asyncio.timeout(10):
+        while True:
+            try:
+                await quotas._enter(limited, "next", "a")
+                break
+            except Overloaded:
+                await asyncio.sleep(0.05)
     await quotas._enter(limited, "next", "a")  # a repetition counts once
 
 

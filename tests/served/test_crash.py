@@ -23,7 +23,8 @@ from outrider.parameters import AcceptanceRule, SamplingParameters
 from tests.served.stacks import until_all_in_rotation
 
 TARGET = "markov:vocabulary=16,order=2,seed=5,step_s=0.004"
-PARAMETERS = SamplingParameters(seed=9, max_tokens=150)
+PARAMETERS = SamplingParameters(seed=9, max_tokens=300)
+"""So many tokens that a process is still in use when it is killed after thirty."""
 PLAIN = Speculation(disabled=True)
 
 
@@ -180,5 +181,5 @@ async def test_a_killed_orchestrator_under_the_rejection_rule_keeps_stream_and_l
     request = _request(Speculation(acceptance_rule=AcceptanceRule.REJECTION))
     async with OutriderClient((first.address, second.address)) as client:
         token_ids, events = await _streamed(client, request, 30, first.kill)
-        assert len(token_ids) == 150
+        assert len(token_ids) == PARAMETERS.max_tokens
         assert await _log(client, events) == token_ids

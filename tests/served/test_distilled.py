@@ -11,6 +11,7 @@ from outrider.training.distill import DataOptions, distill
 from outrider.training.options import DistillOptions, MethodKind
 from outrider.training.synthesis import SynthesisOptions
 from outrider.training.trainer import Progress
+from tests.served.stacks import until_all_in_rotation
 from tests.training.models import save_target, save_tokenizer
 
 HIDDEN_SIZE = 32
@@ -70,6 +71,7 @@ async def client(folders: dict[str, str]) -> AsyncIterator[OutriderClient]:
         orchestrator_environment={"OUTRIDER_DRAFT_MAX_WAIT_S": "10", "OUTRIDER_NUM_SPECULATIVE_TOKENS": "3"},
     )
     async with LocalStack(options) as stack, stack.client() as client:
+        await until_all_in_rotation(stack)
         yield client
 
 
@@ -104,11 +106,11 @@ async def test_they_change_nothing_and_guess_well(
 async def test_rejection_is_served_from_the_tokens_that_they_can_say(
     client: OutriderClient, method: str, max_nodes: int
 ) -> None:
-    parameters = SamplingParameters(temperature=1.0, seed=7, max_tokens=60, ignore_eos=True)
+    parameters = SamplingParameters(temperature=1.0, seed=7, max_tokens=NUM_TOKENS, ignore_eos=True)
     speculation = Speculation(acceptance_rule=AcceptanceRule.REJECTION, drafter=DRAFTERS[method], max_nodes=max_nodes)
     request = GenerationRequest(token_ids=PROMPTS[0], parameters=parameters, speculation=speculation)
     generation = await client.complete(request)
-    assert len(generation.token_ids) == 60
+    assert len(generation.token_ids) == NUM_TOKENS
     assert generation.statistics.num_draft_tokens > 20 and generation.statistics.acceptance_rate > 0.1
     assert (await client.complete(request)).token_ids == generation.token_ids
 

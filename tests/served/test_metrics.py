@@ -4,11 +4,12 @@ import asyncio
 
 from outrider.client import GenerationRequest, LocalStack, Speculation
 from outrider.parameters import SamplingParameters
-from tests.served.stacks import markov_stack
+from tests.served.stacks import markov_stack, until_all_in_rotation
 from tests.serving.test_metrics import read
 
 NUM_REQUESTS = 6
-NUM_TOKENS = 40
+NUM_TOKENS = 300
+"""More than the window, so that the target cannot be done before the draft has proposed."""
 RUNNING = {
     "target_service": "outrider_target_sessions_running",
     "draft_service": "outrider_draft_sessions_running",
@@ -31,6 +32,7 @@ async def until_idle(stack: LocalStack) -> dict[str, dict[str, float]]:
 async def test_metrics_add_up_to_what_clients_were_told() -> None:
     options = markov_stack(tells_metrics=True)
     async with LocalStack(options) as stack, stack.client() as client:
+        await until_all_in_rotation(stack)
         requests = [
             GenerationRequest(
                 token_ids=(1, 2, 3),

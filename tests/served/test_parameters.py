@@ -1,5 +1,6 @@
 """Sampling parameters through the served API: drafted positions follow the oracle exactly as undrafted ones do."""
 
+import asyncio
 import dataclasses
 import math
 from collections.abc import AsyncIterator, Sequence
@@ -90,6 +91,15 @@ async def _generate(client: OutriderClient, parameters: SamplingParameters, spec
     return await client.complete(request, timeout_s=60)
 
 
+async def _drafted(client: OutriderClient, parameters: SamplingParameters, speculation: Speculation) -> Generation:
+    """Generates again where the target was done before the draft had the session, as happens on a busy machine."""
+    async with asyncio.timeout(60):
+        while True:
+            generation = await _generate(client, parameters, speculation)
+            if generation.statistics.num_accepted_tokens:
+                return generation
+
+
 def _stops(parameters: SamplingParameters) -> set[int]:
     return {*parameters.stop_token_ids, *(() if parameters.ignore_eos else (EOS,))}
 
@@ -116,10 +126,9 @@ async def test_drafted_and_plain_output_follow_the_oracle(client: OutriderClient
     parameters = CASES[name]
     expected, reason = _simulated(parameters)
     for speculation in (Speculation(disabled=True), Speculation(num_speculative_tokens=4), Speculation()):
-        generation = await _generate(client, parameters, speculation)
+        generate = _generate if speculation.disabled or len(expected) <= 10 else _drafted
+        generation = await generate(client, parameters, speculation)
         assert (generation.token_ids, generation.finish_reason) == (expected, reason)
-        if not speculation.disabled and len(expected) > 10:
-            assert generation.statistics.num_accepted_tokens > 0
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -139,8 +148,7 @@ async def test_under_rejection_every_token_is_possible_and_logged(client: Outrid
 async def test_logprobs_are_those_of_the_raw_logits(client: OutriderClient, num_top: int) -> None:
     parameters = dataclasses.replace(CASES["all-truncations"], logprobs=num_top)
     plain = await _generate(client, parameters, Speculation(disabled=True))
-    drafted = await _generate(client, parameters, Speculation())
-    assert drafted.statistics.num_accepted_tokens > 0
+    drafted = await _drafted(client, parameters, Speculation())
     assert drafted.logprobs == plain.logprobs
     assert len(plain.logprobs) == len(plain.token_ids)
     for index, (token_id, found) in enumerate(zip(plain.token_ids, plain.logprobs, strict=True)):

@@ -19,7 +19,9 @@ from tests.served.stacks import GOOD_DRAFT, TARGET
 from tests.serving.certificates import Authority
 
 TOKEN = "a-token-for-tests"
-REQUEST = GenerationRequest(token_ids=(1, 2, 3), parameters=SamplingParameters(seed=3, max_tokens=40))
+NUM_TOKENS = 200
+"""More than the window, and a second's work: the target cannot be done before the draft has proposed."""
+REQUEST = GenerationRequest(token_ids=(1, 2, 3), parameters=SamplingParameters(seed=3, max_tokens=NUM_TOKENS))
 
 
 @dataclass(frozen=True)
@@ -47,7 +49,7 @@ async def secured(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Sec
         return own | ({"OUTRIDER_TLS_AUTHORITY": str(authority.file)} if mutual else {})
 
     options = StackOptions(
-        model=TARGET,
+        model=f"{TARGET},step_s=0.005",
         drafts=(DraftOptions("model", GOOD_DRAFT, environment=shown("draft", mutual=True)),),
         target_threads=1,
         target_environment=shown("target", mutual=True),
@@ -66,7 +68,7 @@ async def test_a_generation_over_mutual_tls(secured: Secured) -> None:
         while not all(worker.in_rotation for worker in (await client.list_models()).workers):
             await asyncio.sleep(0.05)
         generation = await client.complete(REQUEST)
-        assert len(generation.token_ids) == 40
+        assert len(generation.token_ids) == NUM_TOKENS
         assert generation.statistics.num_proposed_nodes > 0
 
 
