@@ -44,7 +44,7 @@ class DrafterOptions(BaseModel, extra="forbid"):
         0,
         ge=0,
         le=4096,
-        description="Nodes of a proposal unless a request says otherwise; 0: 7 for eagle3 and medusa, else a chain.",
+        description="Nodes of a proposal that does not run ahead, unless a request says; 0: 7 for heads, else a chain.",
     )
     ngram_min: int = Field(2, ge=1, le=32, description="Tokens of the shortest n-gram that is looked up.")
     ngram_max: int = Field(5, ge=1, le=32, description="Tokens of the longest n-gram; it is tried first.")

@@ -35,7 +35,12 @@ _SPARE = 2
 @click.option("--row-s", type=_FLOATS, default=0.0, show_default=True, help="Seconds that a row adds to it.")
 @click.option("--draft-step-s", type=_FLOATS, required=True, help="Seconds of a draft's step, rows aside.")
 @click.option("--draft-row-s", type=_FLOATS, default=0.0, show_default=True, help="Seconds that a session adds to it.")
-@click.option("--acceptance", type=click.FloatRange(0, 1), required=True, help="Accepted of drafted tokens.")
+@click.option(
+    "--acceptance",
+    type=click.FloatRange(0, 1),
+    required=True,
+    help="Probability that a drafted token is accepted, given those before it.",
+)
 @click.option("--rtt-s", type=_FLOATS, default=0.001, show_default=True, help="Seconds from target to draft and back.")
 @click.option(
     "--hit-rate",
@@ -71,8 +76,8 @@ def plan_command(patch: Path | None, wants_json: bool, **values: Any) -> None:
     """Computes targets, drafts and orchestrators for a load, from measured times, and what drafts gain.
 
     Compares three fleets that give every session the rate: plain decoding, drafting within the target's process, and
-    drafts of their own; costs are in targets. The times come from `outrider bench engine` and `outrider bench
-    distance`, or from the metrics of a running stack: outrider_target_pass_seconds, outrider_spec_decode_*.
+    drafts of their own; costs are in targets. docs/operations.md ("Scale") names the metrics of a running stack that
+    each value comes from.
     """
     measured = Measurements(**{name: values.pop(name) for name in Measurements.__dataclass_fields__})
     wanted = Wanted(**values)
