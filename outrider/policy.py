@@ -207,7 +207,7 @@ class SpeculationPolicy:
         """
         self._yield.observe(num_accepted)
         if not waited:
-            self.observe_plain()
+            self._plain_rounds += 1
             return
         self._plain_rounds = 0
         if depth:
@@ -217,7 +217,8 @@ class SpeculationPolicy:
             self.draft.note_silence(wait_s)
 
     def observe_plain(self) -> None:
-        """Takes a round into account that did not wait."""
+        """Takes a round into account that neither waited nor verified anything."""
+        self._yield.observe(0)
         self._plain_rounds += 1
 
     def observe_late(self, num_matching: int, num_asked: int) -> None:

@@ -185,6 +185,19 @@ def test_a_draft_that_runs_ahead_is_asked_on_while_what_it_says_is_of_use() -> N
     assert wanted.count(False) > 20 and True in wanted, "it is tried again now and then"
 
 
+def test_a_draft_that_runs_ahead_is_left_alone_where_nothing_of_it_is_worth_verifying() -> None:
+    session = _Session(accepted=0.5, answer_s=0.09)
+    session.settle()
+    for _ in range(30):
+        session.policy.observe_round(1, 1, 1, 0.0, waited=False)
+    assert session.policy.begin([], 0, DEPTH, runs_ahead=True).wants_draft
+    wanted = []
+    for _ in range(256):
+        session.policy.observe_plain()
+        wanted.append(session.policy.begin([], 0, DEPTH, runs_ahead=True).wants_draft)
+    assert wanted.count(True) < 96 and not all(wanted[-16:])
+
+
 def test_without_adaptation_every_round_waits_until_all_is_here() -> None:
     policy = SpeculationPolicy(0.1, Experience(_times()), adapts=False)
     for _ in range(5):
