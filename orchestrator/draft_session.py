@@ -44,7 +44,7 @@ class DraftSession:
         self.is_ready = False
         self._choice = choice
         self._num_wanted = choice.num_speculative_tokens
-        self._lookahead_nodes = choice.lookahead_nodes
+        self._lookahead_nodes = self.lookahead_nodes
         self._on_proposal = on_proposal
         self._on_ready = on_ready
         self._on_lost = on_lost
@@ -113,6 +113,11 @@ class DraftSession:
         if self._handle is not None and self.feature_layers:
             self._has_gap = False
             self._ask_features(self.feature_layers, self._features_len)
+
+    @property
+    def lookahead_nodes(self) -> int:
+        """Nodes that it may hold ahead of the text; 0 where it waits for verdicts, since features come with them."""
+        return 0 if self.feature_layers else self._choice.lookahead_nodes
 
     @property
     def feature_layers(self) -> Sequence[int]:

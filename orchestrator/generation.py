@@ -315,7 +315,7 @@ class Generation:
 
     def _on_draft_ready(self) -> None:
         if self._target is not None:
-            self._target.speculate(self._speculation_settings(is_ready=True))
+            self._target.speculate(self._speculation_settings())
 
     def _on_draft_lost(self, draft: DraftSession, error: OutriderError) -> None:
         self._tally.fallback(f"draft_{error.reason.lower()}")
@@ -327,7 +327,7 @@ class Generation:
         self._draft = None
         self._draft_retry_at = time.monotonic() + self._settings.draft_retry_s
         if self._target is not None:
-            self._target.speculate(self._speculation_settings(is_ready=False))
+            self._target.speculate(self._speculation_settings())
 
     # Workers come and go.
 
@@ -371,7 +371,6 @@ class Generation:
         _LOG.warning("target lost, going on elsewhere", extra={"reason": error.reason})
 
     def _verify_open(self) -> target_pb2.VerifyOpen:
-        is_ready = self._draft is not None and self._draft.is_ready
         return target_pb2.VerifyOpen(
             session_id=self._record.worker_key,
             fencing_token=self._lease.fencing_token,
@@ -380,7 +379,7 @@ class Generation:
             prompt_len=self._record.prompt_len,
             committed_len=self._tokens.end,
             stop_token_ids=self._stop_token_ids,
-            speculation=self._speculation_settings(is_ready=is_ready),
+            speculation=self._speculation_settings(),
             window_end=self._tokens.end + self._settings.window,
             cache_salt=self._record.cache_salt,
             feature_layers=self._draft.feature_layers if self._draft else (),
@@ -388,14 +387,15 @@ class Generation:
             traceparent=self._span.traceparent,
         )
 
-    def _speculation_settings(self, *, is_ready: bool) -> target_pb2.SpeculationSettings:
-        """Returns what a round waits for, given whether a draft is ready."""
-        if not is_ready and not self._target_drafts:
+    def _speculation_settings(self) -> target_pb2.SpeculationSettings:
+        """Returns what a round waits for; nothing while no draft is ready."""
+        draft = self._draft if self._draft is not None and self._draft.is_ready else None
+        if draft is None and not self._target_drafts:
             return target_pb2.SpeculationSettings()
         return target_pb2.SpeculationSettings(
             num_speculative_tokens=self._choice.num_speculative_tokens,
             max_wait_s=self._choice.max_wait_s,
-            lookahead_nodes=0 if self._target_drafts else self._choice.lookahead_nodes,
+            lookahead_nodes=0 if draft is None or self._target_drafts else draft.lookahead_nodes,
             draft_min=self._choice.draft_min,
             own_draft=self._target_drafts,
         )

@@ -710,6 +710,19 @@ async def test_who_sizes_proposals_has_drafts_wait_for_verdicts(
     assert {advance.lookahead_nodes for advance in draft.of("advance")} == {0}
 
 
+async def test_drafts_made_of_features_wait_for_verdicts_and_targets_know(
+    session_store_url: str, target: ScriptedTarget, draft: ScriptedDraft
+) -> None:
+    made_of_features(target, draft)
+    request = asking(max_tokens=40)
+    request.speculation.lookahead_nodes = 21
+    async with orchestrating(session_store_url, (target,), (draft,)) as orchestrator:
+        assert tokens_of(await _drafted(orchestrator, target, draft, request)) == continuation(PROMPT, 40)
+    assert {advance.lookahead_nodes for advance in draft.of("advance")} == {0}
+    told = [item for item in target.of("speculation") if item.num_speculative_tokens]
+    assert told and {item.lookahead_nodes for item in told} == {0}
+
+
 async def test_a_target_that_drafts_for_itself_needs_no_draft(
     session_store_url: str, target: ScriptedTarget, draft: ScriptedDraft
 ) -> None:
