@@ -124,6 +124,9 @@ class NoisyRanking:
     def rank(self, logits: Tensor, paths: Sequence[tuple[int, ...]], num: int) -> list[list[tuple[int, float]]]:
         """Returns the likeliest tokens behind each path, with the logarithms of about how probable they are.
 
+        The first of equals is the one with the lowest id, as it is where the target draws: logits of 16 bits are often
+        equal.
+
         Args:
             logits: [F, D], over the draft's vocabulary.
             paths: of each row, the tokens below the session's.
@@ -132,9 +135,10 @@ class NoisyRanking:
         terms, history = self._proposal.terms, history_of(self._proposal)
         laws = [LawTerms(terms.parameters, history.extended(path), terms.stop_token_ids) for path in paths]
         scores = self._scores(logits, laws, [len(self._proposal.token_ids) + len(path) for path in paths])
+        winners, scores = scores.argmax(-1, keepdim=True), scores.float()
         logs, places = scores.topk(min(num, scores.shape[-1]))
         logs = logs - scores.logsumexp(-1, keepdim=True)
-        token_ids = self._vocabulary.token_ids.to(places.device)[places]
+        token_ids = self._vocabulary.token_ids.to(places.device)[_led_by(winners, places)]
         return [
             [
                 (token_id, log)
@@ -145,7 +149,7 @@ class NoisyRanking:
         ]
 
     def _scores(self, logits: Tensor, laws: Sequence[LawTerms], positions: Sequence[int]) -> Tensor:
-        """Returns what the tokens are ranked by: [F, D], float32."""
+        """Returns what the tokens are ranked by: [F, D], float32 or float64."""
         scores = self._changed(logits, laws)
         if not laws[0].parameters.is_greedy:
             weights = target_weights(tempered(scores, laws), laws)
@@ -154,7 +158,7 @@ class NoisyRanking:
             # Rows at one position share its noise.
             noise = {at: self._source.gumbel(token_ids, Counter(Purpose.TARGET, at)) for at in set(positions)}
             scores = dense.log() + torch.stack([noise[at] for at in positions])
-        return scores.float()
+        return scores
 
     def _changed(self, logits: Tensor, laws: Sequence[LawTerms]) -> Tensor:
         """Returns the logits of the draft's tokens after penalties and the like, which name tokens of the target's."""
@@ -162,6 +166,12 @@ class NoisyRanking:
             return logits.float()
         changed = changed_logits(spread(logits, self._vocabulary), laws)
         return changed[:, self._vocabulary.token_ids.to(changed.device)]
+
+
+def _led_by(winners: Tensor, places: Tensor) -> Tensor:
+    """Returns the places of the largest scores, [F, N], led by the winners, [F, 1]: `topk` gives equals in any order."""
+    rest = torch.where(places == winners, places[:, :1], places)
+    return torch.cat((winners, rest[:, 1:]), dim=-1)
 
 
 class SampledGrowth:
