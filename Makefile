@@ -56,7 +56,7 @@ format: install ## Formats the code and sorts its imports.
 	@$(BIN)/ruff check --fix-only --quiet .
 	@$(BIN)/ruff format --quiet .
 
-exactness: install ## Proves losslessness: enumeration, known wrong rules, 30,000 served samples a law, 30 prompts. Takes 50 minutes.
+exactness: install ## Proves losslessness: enumeration, known wrong rules, 30,000 served samples a law, 30 prompts. Takes 100 minutes.
 	@$(BIN)/python -m pytest -q tests/exactness tests/served -m 'slow or not slow' $(ARGS)
 
 faults: install ## Tries every fault of docs/reliability.md on real processes. Takes 6 minutes.

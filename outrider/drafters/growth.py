@@ -169,7 +169,7 @@ class NoisyRanking:
 
 
 def _led_by(winners: Tensor, places: Tensor) -> Tensor:
-    """Returns the places of the largest scores, [F, N], led by the winners, [F, 1]: `topk` gives equals in any order."""
+    """Returns places of the largest scores, [F, N], led by the winners, [F, 1]: `topk` gives equals in any order."""
     rest = torch.where(places == winners, places[:, :1], places)
     return torch.cat((winners, rest[:, 1:]), dim=-1)
 
