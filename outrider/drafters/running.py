@@ -199,8 +199,8 @@ class _Ranked:
     def rank(self, numbers: Sequence[int], paths: Sequence[tuple[int, ...]], logits: Tensor) -> list[list[_Choice]]:
         """Returns the choices behind each node; `paths` are its tokens below the session's."""
         return [
-            [_Choice(token_id, NodeKind.GUESSED) for token_id, _ in row]
-            for row in self._ranking.rank(logits, paths, MAX_RANK)
+            [_Choice(token_id, NodeKind.GUESSED) for token_id in row]
+            for row in self._ranking.rank_tokens(logits, paths, MAX_RANK)
         ]
 
     def note(self, number: int, node: ProposalNode) -> None:

@@ -92,19 +92,23 @@ class KVStorage:
     def prepare(self, new_pages: Sequence[tuple[int, int]], copies: Sequence[tuple[int, int]]) -> None:
         """Readies new pages for their place, then copies what is needed in two pages; see `StepLayout`."""
         if new_pages:
-            self._clear(torch.tensor(new_pages, device=self.positions.device))
+            copied = {target for _, target in copies}
+            self._clear(new_pages, [page for page, _ in new_pages if page not in copied])
         if copies:
             source, target = torch.tensor(copies, device=self.positions.device).unbind(1)
             for pages in self._pages():
                 pages[:, target] = pages[:, source]
 
-    def _clear(self, new_pages: torch.Tensor) -> None:
-        page, index = new_pages.unbind(1)
+    def _clear(self, new_pages: Sequence[tuple[int, int]], empty: list[int]) -> None:
+        """Numbers the positions of new pages, and clears those that stay empty."""
+        page, index = torch.tensor(new_pages, device=self.positions.device).unbind(1)
         starts = (index * self.page_len).to(torch.int32)
         self.positions.view(-1, self.page_len)[page] = starts[:, None] + self._offsets
+        if not empty:
+            return
         # Whatever stood there is masked, but 0 times NaN is NaN: a session that failed must not spoil another.
         for pages in self._pages():
-            pages[:, page] = 0
+            pages[:, empty] = 0
 
     def _pages(self) -> list[torch.Tensor]:
         return [plane.view(plane.shape[0], self.num_pages, -1) for plane in self._planes.values()]
