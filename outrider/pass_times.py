@@ -9,6 +9,8 @@ import math
 from bisect import bisect_left
 from typing import Final
 
+from outrider.pass_sizes import FOURS, PassSizes
+
 _FOLLOWING: Final = 0.2
 _LEARNING: Final = 0.1
 _MAX_SURPRISE: Final = 0.5
@@ -18,8 +20,6 @@ MAX_RATIO: Final = 2.0
 _MAX_CASES: Final = 50
 _LINE_WEIGHT: Final = 2.0
 """Cases that the line over all sizes counts for against those of one size."""
-_PADDING: Final = 4
-"""Passes are padded to a multiple of this many rows."""
 
 
 class DecayingMean:
@@ -71,9 +71,14 @@ class _Size:
 
 
 class PassTimes:
-    """Measured decoding passes of one model, over all its sessions; see the module."""
+    """Measured decoding passes of one model, over all its sessions; see the module.
 
-    def __init__(self) -> None:
+    Args:
+        sizes: of the model's passes.
+    """
+
+    def __init__(self, sizes: PassSizes = FOURS) -> None:
+        self.sizes = sizes
         self._speed_s = DecayingMean(_FOLLOWING, max_ratio=MAX_RATIO)
         self._sizes: dict[int, _Size] = {}
         self._last: tuple[int, float] | None = None
@@ -95,7 +100,7 @@ class PassTimes:
             duration_s: seconds, positive.
             num_rows: of the pass, at least 1.
         """
-        num_rows = padded_rows(num_rows)
+        num_rows = self.sizes.size(num_rows)
         if self._last is None:
             self._sizes[num_rows] = _Size(1.0)
         elif num_rows not in self._sizes:
@@ -122,10 +127,6 @@ class PassTimes:
         rest = self._rests[speculates]
         return self.pass_s(num_rows) + (rest if rest.known else self._rests[not speculates]).value
 
-    def is_full(self, num_rows: int) -> bool:
-        """Whether another row would make a pass longer: passes are padded."""
-        return num_rows % _PADDING == 0
-
     @property
     def row_s(self) -> float:
         """Seconds that a row adds to a pass; 0 while passes of different sizes have not shown it."""
@@ -133,7 +134,7 @@ class PassTimes:
 
     def pass_s(self, num_rows: int) -> float:
         """Returns the seconds of a pass over so many rows; 0 while nothing is known."""
-        return self._speed_s.value * self._cost(padded_rows(num_rows)) if self.known else 0.0
+        return self._speed_s.value * self._cost(self.sizes.size(num_rows)) if self.known else 0.0
 
     def _compare(self, duration_s: float, num_rows: int, last_rows: int, last_s: float) -> None:
         """Moves two sizes towards what a pair of passes says; the one that was seen less often moves more."""
@@ -181,8 +182,3 @@ def _possible(ratio: float, num_rows: float) -> float:
     such as its code being made.
     """
     return min(max(ratio, min(1.0, num_rows)), max(1.0, num_rows))
-
-
-def padded_rows(num_rows: int) -> int:
-    """Returns the rows that a pass over so many has."""
-    return -(-num_rows // _PADDING) * _PADDING

@@ -327,7 +327,7 @@ def allocate(
         rate = num_tokens / (wait_s + times.round_s(num_rows + len(chosen), speculates=True))
         if rate > best_rate:
             best_len, best_rate = len(chosen), rate
-        elif times.is_full(num_rows + len(chosen)) and -value < _LEAST_PART * best_rate * times.row_s:
+        elif times.sizes.is_full(num_rows + len(chosen)) and -value < _LEAST_PART * best_rate * times.row_s:
             break
     parts: list[list[int]] = [[] for _ in candidates]
     for place, number in chosen[:best_len]:

@@ -68,10 +68,10 @@ class Engine:
         """Called, in the engine's thread, with the seconds of each pass; set it before `start`."""
         self.max_len = min(model.info.max_session_len, settings.max_session_len, model.kv_usage.max_len)
         """Longest session in tokens: what the model, the settings and the KV cache allow."""
-        experience = Experience()
+        experience = Experience(PassTimes(model.info.pass_sizes))
         self._times = experience.times
         # What is verified is chosen by measured times, where it may be.
-        times = self._times if settings.adaptive_speculation else PassTimes()
+        times = self._times if settings.adaptive_speculation else PassTimes(model.info.pass_sizes)
         self._scheduler = Scheduler(
             settings.max_pass_rows, settings.prefill_chunk_len, settings.max_decode_slowdown, times
         )

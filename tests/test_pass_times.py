@@ -4,6 +4,7 @@ import random
 
 import pytest
 
+from outrider.pass_sizes import PassSizes
 from outrider.pass_times import DecayingMean, PassTimes
 
 
@@ -35,6 +36,15 @@ def test_sizes_that_were_seen_keep_their_costs() -> None:
             times.observe(seconds, num_rows)
     for num_rows, seconds in measured.items():
         assert times.pass_s(num_rows) == pytest.approx(seconds, rel=0.02)
+
+
+def test_rows_that_cost_alike_are_learnt_of_together() -> None:
+    times = PassTimes(PassSizes(6, 2))
+    for _ in range(50):
+        times.observe(0.1, 1)
+        times.observe(0.13, 7)
+    assert times.pass_s(6) == times.pass_s(2) == pytest.approx(0.1, rel=0.02)
+    assert times.pass_s(8) == times.pass_s(7) == pytest.approx(0.13, rel=0.02)
 
 
 def test_the_machine_is_followed_at_once_for_sizes_that_are_rare_too() -> None:

@@ -7,6 +7,7 @@ import pytest
 from outrider.draft_times import DraftTimes
 from outrider.experience import Experience
 from outrider.lookahead import Candidate
+from outrider.pass_sizes import PassSizes
 from outrider.pass_times import PassTimes
 from outrider.policy import RoundPlan, SpeculationPolicy, allocate
 
@@ -233,6 +234,16 @@ def test_nodes_of_all_sessions_compete_for_the_pass() -> None:
     assert allocate([good, poor], 2.0, 4, 100, times) == [[1, 2, 3], [1]]
     assert allocate([good, poor], 2.0, 2, 4, times) == [[1, 2], []]
     assert allocate([good, poor], 2.0, 2, 100, PassTimes()) == [[1, 2, 3], [1, 2, 3]]
+
+
+def test_rows_that_come_for_nothing_are_taken() -> None:
+    times = PassTimes(PassSizes(6, 2))
+    for _ in range(50):
+        times.observe(0.1, 1)
+        times.observe(0.16, 8)
+    line = _line(0.5, 0.3, 0.2, 0.1, 0.05, 0.04, 0.03)
+    assert allocate([line], 1.0, 1, 100, times) == [[1, 2, 3, 4, 5]]
+    assert allocate([line, line], 2.0, 2, 100, times) == [[1, 2], [1, 2]], "six rows of two sessions"
 
 
 def test_rounds_that_have_waited_verify_more() -> None:

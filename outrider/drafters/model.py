@@ -105,7 +105,7 @@ class ModelDrafter(Drafter):
         size = model.info.vocabulary_size
         self._vocabulary = DraftVocabulary(torch.arange(size), size)
         self._trees: dict[OpenProposal, _Tree] = {}
-        self._budget = StepBudget(options.prefill_chunk_len)
+        self._budget = StepBudget(options.prefill_chunk_len, model.info.pass_sizes)
 
     @property
     def info(self) -> DrafterInfo:

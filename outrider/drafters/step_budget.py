@@ -10,7 +10,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from outrider.lookahead import Candidate
-from outrider.pass_times import PassTimes, padded_rows
+from outrider.pass_sizes import FOURS, PassSizes
+from outrider.pass_times import PassTimes
 from outrider.policy import allocate
 
 
@@ -32,17 +33,18 @@ class StepBudget:
 
     Args:
         max_rows: of a step, at most, but for one of each session that is awaited.
+        sizes: of the model's passes.
 
     Attributes:
         num_rows_alone: rows that the last step would have had for one of its sessions that run ahead alone; 0 where it
             had none.
     """
 
-    def __init__(self, max_rows: int) -> None:
+    def __init__(self, max_rows: int, sizes: PassSizes = FOURS) -> None:
         self.num_rows_alone = 0
         self._max_rows = max_rows
-        self._times = PassTimes()
-        self._sizes: set[int] = set()
+        self._times = PassTimes(sizes)
+        self._seen: set[int] = set()
         self._num_chosen = 0
 
     def choose(self, frontiers: Sequence[Frontier], num_ends: int, num_rows: int) -> list[list[int]]:
@@ -63,11 +65,11 @@ class StepBudget:
 
     def observe(self, duration_s: float, num_rows: int) -> None:
         """Takes a step into account that ran no long text."""
-        size = padded_rows(num_rows)
+        size = self._times.sizes.size(num_rows)
         # The first one of a size may have its code made. What that made look dear would not be tried again.
-        if size in self._sizes and duration_s > 0:
+        if size in self._seen and duration_s > 0:
             self._times.observe(duration_s, num_rows)
-        self._sizes.add(size)
+        self._seen.add(size)
 
     def _alone(self, frontiers: Sequence[Frontier]) -> int:
         """Returns the rows that one of the sessions, another one in each step, would have by itself."""

@@ -18,6 +18,7 @@ from outrider.errors import InvalidArgument
 from outrider.lm.kv_cache import PagedKVCache
 from outrider.lm.model import ModelInfo, SessionStep
 from outrider.lm.pages import KVUsage, PagePool
+from outrider.pass_sizes import FOURS, PassSizes
 
 _PREFIX = "markov:"
 _TOKEN_BYTES = 4
@@ -80,6 +81,7 @@ class MarkovModel:
             max_session_len=options.max_len,
             eos_token_ids=() if options.eos is None else (options.eos,),
             kv_token_bytes=_TOKEN_BYTES,
+            pass_sizes=PassSizes(options.padding, options.padding) if options.padding > 1 else FOURS,
         )
         page_bytes = _PAGE_LEN * _TOKEN_BYTES
         self._pool = PagePool(kv_budget_bytes // page_bytes, _PAGE_LEN, page_bytes, self._info.fingerprint.encode())

@@ -7,6 +7,7 @@ from typing import Protocol
 import torch
 
 from outrider.lm.pages import KVUsage
+from outrider.pass_sizes import FOURS, PassSizes
 from outrider.tokens import ProposalTree, TokenSpan
 
 
@@ -26,6 +27,7 @@ class ModelInfo:
         num_layers: decoder layers whose features a draft may ask for; 0 where there are none.
         hidden_size: H, width of one feature; 0 where there are none.
         weights_fingerprint: SHA-256 in hexadecimal over the weights, whichever dtype they are served in.
+        pass_sizes: which numbers of rows cost a pass alike.
     """
 
     name: str
@@ -39,6 +41,7 @@ class ModelInfo:
     num_layers: int = 0
     hidden_size: int = 0
     weights_fingerprint: str = ""
+    pass_sizes: PassSizes = FOURS
 
 
 class KVCache(Protocol):

@@ -20,9 +20,10 @@ from outrider.lm.kv_blocks import KVBlocks
 from outrider.lm.kv_cache import PagedKVCache
 from outrider.lm.kv_storage import KVStorage
 from outrider.lm.model import ModelInfo, SessionStep
-from outrider.lm.packed_linear import pack_linears
+from outrider.lm.packed_linear import ROW_BLOCK, pack_linears
 from outrider.lm.pages import KVUsage, PagePool
 from outrider.lm.ranks import Ranks
+from outrider.pass_sizes import PassSizes
 from outrider.tokens import NodeKind, ProposalNode, ProposalTree, TokenSpan
 
 _LOG: Final = logging.getLogger(__name__)
@@ -30,6 +31,7 @@ _PAGE_LEN: Final = 32
 _MIN_PAGES: Final = 4
 _UNBOUNDED_LEN: Final = 1 << 20
 _PROBE_LEN: Final = 12
+_PACKED_ROW_STEP: Final = 2
 _PROBE_TOLERANCE: Final = 0.05
 
 AnyPass = attention.BlockPass | attention.FlexPass | attention.SdpaPass | attention.ShapePass
@@ -107,6 +109,7 @@ class TransformersModel:
         self._invariant = options.invariant
         compiles = options.compiles and options.invariant and not options.ranks and can_compile(self._device)
         num_packed = pack_linears(model, joins=compiles) if options.packs and not options.ranks else 0
+        self._row_step = _PACKED_ROW_STEP if num_packed else attention.MIN_ROWS
         shapes = self._find_shapes()
         # float32 on a CPU: products of 16-bit keys are slower there and vary with the number of rows.
         kv_dtype = torch.float32 if self._device.type == "cpu" and options.invariant else model.dtype
@@ -126,6 +129,8 @@ class TransformersModel:
         numerics = f"{info.numerics} attention-{kernel}-{str(kv_dtype).removeprefix('torch.')}"
         split = f" ranks-{options.ranks.num}" if options.ranks else ""
         info = replace(info, numerics=f"{numerics} linear-{_linear_kind(model, num_packed)}{split}")
+        if num_packed:
+            info = replace(info, pass_sizes=PassSizes(ROW_BLOCK, _PACKED_ROW_STEP))
         self._info = self._probe(replace(info, kv_token_bytes=token_bytes))
         # Anew: what the probes left is nobody's.
         self._pool, self._features = self._pages(num_pages, token_bytes, self._info)
@@ -192,14 +197,18 @@ class TransformersModel:
             input_ids=self._row(token_ids),
             position_ids=self._row(positions),
             use_cache=False,
-            logits_to_keep=torch.tensor(_pad(wanted), device=self._device),
+            logits_to_keep=torch.tensor(self._filled(wanted), device=self._device),
             outrider_pass=made,
         )
         logits: torch.Tensor = output.logits[0]
         return logits
 
     def _row(self, values: list[int]) -> torch.Tensor:
-        return torch.tensor([_pad(values)], device=self._device)
+        return torch.tensor([self._filled(values)], device=self._device)
+
+    def _filled(self, values: list[int]) -> list[int]:
+        """Repeats the last value, for as many rows as a pass has."""
+        return values + [values[-1]] * (attention.filled_rows(len(values), self._row_step) - len(values))
 
     @torch.no_grad()
     def _find_shapes(self) -> attention.ShapePass:
@@ -222,7 +231,7 @@ class TransformersModel:
             _LOG.warning("the model has no list of layers: it runs uncompiled")
             return None
         _LOG.info("compiling the model's layers, which takes seconds, and longer the first time")
-        self._flex = FlexPasses(self._storage)
+        self._flex = FlexPasses(self._storage, self._row_step)
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # the compiler's, about its own code
@@ -275,7 +284,7 @@ class TransformersModel:
 
     def _run_in_parts(self, span: tuple[int, ...]) -> torch.Tensor:
         cache = self.new_cache()
-        for start, end in ((0, 5), (5, 6), (6, len(span))):
+        for start, end in ((0, 5), (5, 6), (6, 9), (9, len(span))):
             dropped = _tree([(0, 1), (1, 2), (0, 2)])
             logits = self.forward([SessionStep(cache, TokenSpan(start, span[start:end]), dropped)])[0]
             cache.keep(())
@@ -331,11 +340,6 @@ def _pack(steps: Sequence[SessionStep]) -> tuple[list[int], list[int], list[int]
         if step.wants_logits:
             wanted += range(first + len(span.token_ids) - 1, len(token_ids))
     return token_ids, positions, wanted
-
-
-def _pad(values: list[int]) -> list[int]:
-    """Repeats the last value up to a multiple of `attention.MIN_ROWS`."""
-    return values + [values[-1]] * (-len(values) % attention.MIN_ROWS)
 
 
 def _split(logits: torch.Tensor, steps: Sequence[SessionStep]) -> list[torch.Tensor]:

@@ -35,6 +35,17 @@ def test_packing_changes_no_bit(joins: bool) -> None:
     assert torch.equal(module(rows), expected)
 
 
+@pytest.mark.parametrize(("num_in", "num_out"), [(2048, 3072), (576, 1536), (1536, 576), (64, 192), (48, 20)])
+@torch.no_grad()
+def test_bits_do_not_depend_on_the_number_of_rows(num_in: int, num_out: int) -> None:
+    torch.manual_seed(3)
+    module = PackedLinear(nn.Linear(num_in, num_out, bias=False, dtype=torch.bfloat16))
+    rows = torch.randn(64, num_in).bfloat16()
+    expected = module(rows)
+    for num in range(4, 64):
+        assert torch.equal(module(rows[:num]), expected[:num]), num
+
+
 @torch.no_grad()
 def test_a_bias_is_rounded_together_with_the_product_joined_or_not() -> None:
     torch.manual_seed(2)

@@ -79,6 +79,16 @@ def test_bits_do_not_depend_on_other_sessions(model: LanguageModel) -> None:
             assert torch.equal(logits[0], alone[index])
 
 
+def test_bits_do_not_depend_on_the_number_of_rows(model: LanguageModel) -> None:
+    tokens = _tokens(40)
+    alone = _run(model, tokens, [])
+    for num_rows in range(1, 20):
+        cache = model.new_cache()
+        model.forward([SessionStep(cache, TokenSpan(0, tokens[:-1]), wants_logits=False)])
+        step = SessionStep(cache, TokenSpan(39, tokens[-1:]), chain(_tokens(num_rows - 1, seed=num_rows)))
+        assert torch.equal(model.forward([step])[0][0], alone), num_rows
+
+
 def _random_tree(rng: random.Random, size: int) -> ProposalTree:
     tree = ProposalTree()
     while len(tree) < size:

@@ -16,7 +16,7 @@ from transformers import AttentionInterface
 from outrider.errors import ModelUnsupported
 from outrider.lm.attention.blocks import BLOCK_LEN, BlockPass
 from outrider.lm.attention.flex import FlexPass, flex_attend
-from outrider.lm.attention.rows import MIN_ROWS, PassRows, lay_out_rows
+from outrider.lm.attention.rows import MIN_ROWS, PassRows, filled_rows, lay_out_rows
 from outrider.lm.attention.sdpa import SdpaPass
 from outrider.lm.attention.shapes import ShapePass
 
@@ -29,6 +29,7 @@ __all__ = [
     "PassRows",
     "SdpaPass",
     "ShapePass",
+    "filled_rows",
     "lay_out_rows",
 ]
 

@@ -12,7 +12,7 @@ import torch
 import torch._dynamo
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
-from outrider.lm.attention.rows import MIN_ROWS, PassRows
+from outrider.lm.attention.rows import PassRows, filled_rows
 from outrider.lm.kv_storage import KVStorage, lazy_zeros
 from outrider.lm.pages import SCRATCH_PAGE
 
@@ -20,7 +20,7 @@ _NUM_ROWS: Final = 4096
 
 
 class FlexPass(NamedTuple):
-    """One pass; N rows, filled up to a multiple of `MIN_ROWS`.
+    """One pass; N rows, of which the last ones may fill it up.
 
     Attributes:
         write_rows: int64 [W].
@@ -42,17 +42,23 @@ class FlexPass(NamedTuple):
 
 
 class FlexPasses:
-    """Makes passes; keeps the memory of positions and page lists between them."""
+    """Makes passes; keeps the memory of positions and page lists between them.
 
-    def __init__(self, storage: KVStorage) -> None:
+    Args:
+        storage: of keys and values.
+        row_step: passes are filled up to a multiple of so many rows.
+    """
+
+    def __init__(self, storage: KVStorage, row_step: int) -> None:
         self._storage = storage
+        self._row_step = row_step
         self._make_room(_NUM_ROWS)
         for tensor in (storage.positions, *storage.tensors):
             _mark_static(tensor)
 
     def make(self, rows: PassRows) -> FlexPass:
         """Returns the pass over these rows; the one before is void."""
-        num_rows = -(-rows.num_rows // MIN_ROWS) * MIN_ROWS
+        num_rows = filled_rows(rows.num_rows, self._row_step)
         if num_rows > len(self._positions):
             self._make_room(2 * num_rows)
         # Beyond a row's number of pages its list is not read, so what an earlier pass left there does not matter.
@@ -85,7 +91,7 @@ class FlexPasses:
 
 def _filled_up(values: list[int]) -> torch.Tensor:
     # A repeated write changes nothing, and a size of 1 would be compiled by itself.
-    return torch.tensor(values + [values[-1]] * (-len(values) % MIN_ROWS))
+    return torch.tensor(values + [values[-1]] * (filled_rows(len(values)) - len(values)))
 
 
 def _mark_static(tensor: torch.Tensor) -> None:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from outrider.lm.kv_cache import Branch, StepLayout
 
 MIN_ROWS = 4
-"""Passes have a multiple of so many rows, since other numbers take other kernels, with other bits.
+"""Passes have at least so many rows, and usually a multiple of them: other numbers take other kernels, with other bits.
 
 Measured with float32 linear layers on 2 threads: 1 to 3, 5 to 7 and 9 to 11 rows give other bits than 4, 8 and 12,
 because the rows are split between threads down to fewer than 4; bfloat16 differed for 1 row only.
@@ -37,6 +37,11 @@ class PassRows:
     branches: list[PassBranch]
     write_rows: list[int]
     write_slots: list[int]
+
+
+def filled_rows(num_rows: int, step: int = MIN_ROWS) -> int:
+    """Returns the rows that a pass is filled up to: a multiple of `step`, and no fewer than `MIN_ROWS`."""
+    return max(MIN_ROWS, -(-num_rows // step) * step)
 
 
 def lay_out_rows(layouts: Sequence[StepLayout], page_len: int) -> PassRows:
