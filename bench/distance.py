@@ -191,7 +191,8 @@ class _Site:
             self._clients[mode] = await self._open.enter_async_context(stack.client())
         self._clients |= dict.fromkeys(_REMOTE, self._clients[PLAIN])
         async with Worker(stacks[PLAIN].targets[0]) as worker:
-            self._prompts = Prompts((await worker.info()).vocabulary_size)
+            self._vocabulary_size = (await worker.info()).vocabulary_size
+        self._prompts = Prompts(self._vocabulary_size)
         self._texts = itertools.cycle(KINDS["chat"])
         for mode in (*self._options.alone, *_REMOTE):
             await self._generate(mode, _WARM_TOKENS)
@@ -215,7 +216,8 @@ class _Site:
 
     async def measure(self, mode: str, rtt_ms: float | None, case: _Case) -> None:
         """Adds a measurement: as many tokens as the rounds give, at the pace of those before."""
-        # All modes get the same prompts.
+        # All modes get the same prompts, so that none is lucky with what is accepted.
+        self._prompts = Prompts(self._vocabulary_size, 1 + len(case.rates))
         self._texts = itertools.cycle(text for texts in zip(*KINDS.values(), strict=True) for text in texts)
         self._proxy.up.latency_s = self._proxy.down.latency_s = (rtt_ms or 0.0) / 2000
         await self._generate(mode, _WARM_TOKENS)
