@@ -62,7 +62,9 @@ class Round:
 
     Attributes:
         line: k, drafted tokens that are verified.
-    XX: seconds of a pass.
+        round_s: seconds of a round.
+        quiet_round_s: seconds of one without prompts.
+        pass_s: seconds of a pass.
         passes_per_s: passes a second.
         prompt_rows: rows of prompts of each pass.
         num_tokens: that a drafted session gets; others get one.
