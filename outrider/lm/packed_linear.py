@@ -114,6 +114,18 @@ def pack_linears(model: nn.Module, *, joins: bool) -> int:
     return sum(len(linears) for _, linears in parents)
 
 
+def are_all_packed(model: nn.Module) -> bool:
+    """Whether all weights that rows are multiplied with are packed ones.
+
+    What else has two dimensions or more, but for embeddings, is taken for such a weight: a layer that stays float32, a
+    quantised one, the router of a mixture of experts.
+    """
+    embeddings = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
+    weights = [weight for weight in (*model.parameters(), *model.buffers()) if weight.ndim > 1]
+    has_packed = any(isinstance(module, PackedLinear) for module in model.modules())
+    return has_packed and all(id(weight) in embeddings for weight in weights)
+
+
 def _linears(parent: nn.Module) -> dict[str, nn.Linear]:
     return {
         name: child

@@ -20,10 +20,10 @@ from outrider.lm.kv_blocks import KVBlocks
 from outrider.lm.kv_cache import PagedKVCache
 from outrider.lm.kv_storage import KVStorage
 from outrider.lm.model import ModelInfo, SessionStep
-from outrider.lm.packed_linear import ROW_BLOCK, pack_linears
+from outrider.lm.packed_linear import ROW_BLOCK, are_all_packed, pack_linears
 from outrider.lm.pages import KVUsage, PagePool
 from outrider.lm.ranks import Ranks
-from outrider.pass_sizes import PassSizes
+from outrider.pass_sizes import FOURS, PassSizes
 from outrider.tokens import NodeKind, ProposalNode, ProposalTree, TokenSpan
 
 _LOG: Final = logging.getLogger(__name__)
@@ -109,7 +109,9 @@ class TransformersModel:
         self._invariant = options.invariant
         compiles = options.compiles and options.invariant and not options.ranks and can_compile(self._device)
         num_packed = pack_linears(model, joins=compiles) if options.packs and not options.ranks else 0
-        self._row_step = _PACKED_ROW_STEP if num_packed else attention.MIN_ROWS
+        # Products of weights that are left as they were vary with any number of rows but a multiple of four.
+        sizes = PassSizes(ROW_BLOCK, _PACKED_ROW_STEP) if are_all_packed(model) else FOURS
+        self._row_step = sizes.step
         shapes = self._find_shapes()
         # float32 on a CPU: products of 16-bit keys are slower there and vary with the number of rows.
         kv_dtype = torch.float32 if self._device.type == "cpu" and options.invariant else model.dtype
@@ -128,10 +130,9 @@ class TransformersModel:
         kernel = kernel if options.invariant else "sdpa"
         numerics = f"{info.numerics} attention-{kernel}-{str(kv_dtype).removeprefix('torch.')}"
         split = f" ranks-{options.ranks.num}" if options.ranks else ""
-        info = replace(info, numerics=f"{numerics} linear-{_linear_kind(model, num_packed)}{split}")
-        if num_packed:
-            info = replace(info, pass_sizes=PassSizes(ROW_BLOCK, _PACKED_ROW_STEP))
-        self._info = self._probe(replace(info, kv_token_bytes=token_bytes))
+        numerics = f"{numerics} linear-{_linear_kind(model, num_packed)}{split}"
+        info = replace(info, numerics=numerics, pass_sizes=sizes, kv_token_bytes=token_bytes)
+        self._info = self._probe(info)
         # Anew: what the probes left is nobody's.
         self._pool, self._features = self._pages(num_pages, token_bytes, self._info)
         # So far all ranks have run the same probes side by side; from here on the first one leads.

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from outrider.lm.packed_linear import PackedLinear, PackedPart, is_supported, pack_linears
+from outrider.lm.packed_linear import PackedLinear, PackedPart, are_all_packed, is_supported, pack_linears
 
 pytestmark = pytest.mark.skipif(not is_supported(), reason="this CPU has no bfloat16 in oneDNN")
 
@@ -73,3 +73,30 @@ def test_other_layers_are_left_alone() -> None:
     module = nn.Sequential(nn.Linear(4, 4), nn.ReLU())
     assert pack_linears(module, joins=True) == 0
     assert type(module[0]) is nn.Linear
+
+
+@pytest.mark.parametrize(
+    ("other", "expected"),
+    [
+        (nn.Linear(4, 4, dtype=torch.bfloat16), True),
+        (nn.Embedding(8, 4, dtype=torch.bfloat16), True),
+        (nn.RMSNorm(4, dtype=torch.bfloat16), True),
+        (nn.Linear(4, 4), False),
+        (nn.ParameterList([torch.zeros(4, 4, dtype=torch.bfloat16)]), False),
+        (nn.Conv1d(4, 4, 3, dtype=torch.bfloat16), False),
+    ],
+    ids=["linear", "embedding", "norm", "float32", "parameter", "convolution"],
+)
+def test_knows_whether_a_weight_is_left(other: nn.Module, expected: bool) -> None:
+    module = nn.ModuleList([nn.Linear(4, 4, dtype=torch.bfloat16), other])
+    assert not are_all_packed(module)
+    pack_linears(module, joins=False)
+    assert are_all_packed(module) == expected
+
+
+def test_a_weight_that_is_an_embedding_too_is_packed_with_its_layer() -> None:
+    module = nn.ModuleDict({"embed": nn.Embedding(8, 4, dtype=torch.bfloat16), "head": nn.Linear(4, 8, bias=False)})
+    module["head"].weight = module["embed"].weight
+    pack_linears(module, joins=False)
+    assert isinstance(module["head"], PackedLinear)
+    assert are_all_packed(module)

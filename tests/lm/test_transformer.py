@@ -6,12 +6,17 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import nn
 from transformers import AutoModelForCausalLM, TorchAoConfig
 
 from outrider.errors import InvalidArgument, ModelUnsupported
+from outrider.lm import attention
 from outrider.lm.attention import BLOCK_LEN
 from outrider.lm.loading import LoadOptions, load_model
 from outrider.lm.model import LanguageModel, SessionStep
+from outrider.lm.packed_linear import is_supported
+from outrider.lm.transformer import TransformersModel
+from outrider.pass_sizes import FOURS, PassSizes
 from outrider.tokens import NodeKind, ProposalNode, ProposalTree, TokenSpan, chain
 from tests.lm.models import CONFIGS, RECURRENT, save_model
 
@@ -83,10 +88,17 @@ def test_bits_do_not_depend_on_the_number_of_rows(model: LanguageModel) -> None:
     tokens = _tokens(40)
     alone = _run(model, tokens, [])
     for num_rows in range(1, 20):
-        cache = model.new_cache()
-        model.forward([SessionStep(cache, TokenSpan(0, tokens[:-1]), wants_logits=False)])
-        step = SessionStep(cache, TokenSpan(39, tokens[-1:]), chain(_tokens(num_rows - 1, seed=num_rows)))
-        assert torch.equal(model.forward([step])[0][0], alone), num_rows
+        first, last = model.new_cache(), model.new_cache()
+        for cache in (first, last):
+            model.forward([SessionStep(cache, TokenSpan(0, tokens[:-1]), wants_logits=False)])
+        # Kernels take rows by blocks, and what is left over may be another one's: so both ends of the pass.
+        steps = [
+            SessionStep(first, TokenSpan(39, tokens[-1:]), chain(_tokens(num_rows - 1, seed=num_rows))),
+            SessionStep(last, TokenSpan(39, tokens[-1:])),
+        ]
+        logits = model.forward(steps)
+        assert torch.equal(logits[0][0], alone), num_rows
+        assert torch.equal(logits[1][0], alone), num_rows
 
 
 def _random_tree(rng: random.Random, size: int) -> ProposalTree:
@@ -135,6 +147,35 @@ def test_dropped_proposals_leave_no_trace(model: LanguageModel) -> None:
     cache.truncate(29)
     logits = model.forward([SessionStep(cache, TokenSpan(29, tokens[29:]))])[0][0]
     assert torch.equal(logits, _run(model, tokens, []))
+
+
+class FloatGated(nn.Module):
+    """A layer behind a gate that is computed in float32, as a router is, and shows every bit of it."""
+
+    def __init__(self, layer: nn.Module, num_in: int) -> None:
+        super().__init__()
+        self.layer = layer
+        self.weight = nn.Parameter(torch.randn(num_in, num_in))
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        gates = torch.sin(2**14 * nn.functional.linear(rows.float(), self.weight))
+        gated: torch.Tensor = self.layer(rows) * gates.to(rows.dtype)
+        return gated
+
+
+@pytest.mark.skipif(not is_supported(), reason="this CPU has no bfloat16 in oneDNN")
+def test_a_weight_that_is_left_float32_keeps_rows_in_fours(tmp_path: Path) -> None:
+    folder = save_model(CONFIGS["llama"], tmp_path, dtype=torch.bfloat16)
+    assert load_model(folder).model.info.pass_sizes == PassSizes(6, 2)
+    loaded = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16, attn_implementation=attention.NAME)
+    for layer in loaded.model.layers:
+        layer.mlp = FloatGated(layer.mlp, 32)
+    model = TransformersModel("gated", loaded.eval(), "")
+    assert "linear-packed" in model.info.numerics
+    assert model.info.pass_sizes == FOURS
+    test_numerics_are_invariant(model)
+    test_bits_do_not_depend_on_the_number_of_rows(model)
+    test_every_tree_row_equals_the_plain_run_of_its_branch(model, 20)
 
 
 def test_kv_bytes_per_token_follow_the_formula(model: LanguageModel) -> None:
