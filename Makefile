@@ -18,7 +18,7 @@ ARGS ?=
 
 CHECKOV := .venv-checkov/bin/checkov
 
-.PHONY: help install demo test lint format exactness faults chaos bench k8s-config k8s-constraints k8s-check kube-apiserver clean
+.PHONY: help install demo test lint format exactness faults attacks chaos bench k8s-config k8s-constraints k8s-check kube-apiserver clean
 
 help: ## Shows this list.
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / {printf "  make %-16s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -63,6 +63,9 @@ faults: install ## Tries every fault of docs/reliability.md on real processes. T
 	@OUTRIDER_FAULTS_TABLE=1 $(BIN)/python -m pytest -q tests/faults tests/orchestrator/test_authentication.py \
 	  tests/served/test_secured.py tests/target_service/test_remote_blocks.py \
 	  tests/bench/test_benches.py::test_takeover -m 'slow or not slow' $(ARGS)
+
+attacks: install ## Tries every attack of docs/reliability.md on real servers.
+	@$(BIN)/python -m pytest -q tests/attacks -m 'slow or not slow' $(ARGS)
 
 chaos: install ## Kills, stops and cuts at random under 200 clients, then under the embedded model. Takes 20 minutes.
 	@$(BIN)/python -m tests.faults.chaos $(ARGS)
