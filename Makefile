@@ -15,10 +15,12 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 TORCH ?= $(shell command -v nvidia-smi >/dev/null && echo 'torch>=2.8' || echo 'torch==2.13.0')
 # Arguments passed to `make demo`, `make exactness` and `make bench`.
 ARGS ?=
+# Processes among which `make test` spreads the tests.
+WORKERS ?= 2
 
 CHECKOV := .venv-checkov/bin/checkov
 
-.PHONY: help install demo test lint format exactness faults attacks chaos bench k8s-config k8s-constraints k8s-check kube-apiserver clean
+.PHONY: help install demo test test-all bench-check lint format exactness faults attacks chaos bench k8s-config k8s-constraints k8s-check kube-apiserver clean
 
 help: ## Shows this list.
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / {printf "  make %-16s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -41,8 +43,14 @@ $(STAMP): pyproject.toml hatch_build.py $(wildcard proto/outrider/v1/*.proto) Ma
 demo: install ## Starts every service on this machine and shows one generation.
 	@$(BIN)/outrider demo $(ARGS)
 
-test: lint ## Runs every check and every test but the slow ones.
-	@$(BIN)/python -m pytest -q $(ARGS)
+test: lint ## Runs every check and every test but the slow ones. Takes 8 minutes.
+	@$(BIN)/python -m pytest -q -n $(WORKERS) --dist loadgroup --durations=10 $(ARGS)
+
+test-all: install ## Runs the tests that `make test` leaves out, in parts; PART=exactness runs one of them. Takes 3 hours.
+	@$(BIN)/python -m tests.parts $(PART)
+
+bench-check: install ## Runs every bench on models so small that it takes seconds. Takes 3 minutes.
+	@$(BIN)/python -m pytest -q tests/bench -m 'slow or not slow' $(ARGS)
 
 lint: install ## Checks style, contracts, import floors, types and dependencies.
 	@$(BIN)/ruff check --quiet .
@@ -56,7 +64,7 @@ format: install ## Formats the code and sorts its imports.
 	@$(BIN)/ruff check --fix-only --quiet .
 	@$(BIN)/ruff format --quiet .
 
-exactness: install ## Proves losslessness: enumeration, known wrong rules, 30,000 served samples a law, 30 prompts. Takes 100 minutes.
+exactness: install ## Proves losslessness: enumeration, known wrong rules, 30,000 served samples a case, 30 prompts. Takes 100 minutes.
 	@$(BIN)/python -m pytest -q tests/exactness tests/served -m 'slow or not slow' $(ARGS)
 
 faults: install ## Tries every fault of docs/reliability.md on real processes. Takes 6 minutes.

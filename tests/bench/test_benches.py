@@ -15,14 +15,14 @@ from bench import (
     load,
     orchestrator,
     outage,
-    registry,
     rollout,
     sweep,
     takeover,
 )
-from bench.kinds import KINDS
 from outrider.errors import InvalidArgument
 from tests.training.models import save_target, save_tokenizer
+
+pytestmark = pytest.mark.slow
 
 
 async def test_load(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -209,16 +209,6 @@ async def test_fleet() -> None:
     assert result.figures["redis_operations_spread"] < 1.5
 
 
-def test_a_capacity_lies_between_the_loads_that_get_the_rate_and_those_that_do_not() -> None:
-    points = [(1, 16.0), (4, 8.0), (16, 4.0)]
-    assert capacity.capacity(points, 8.0) == pytest.approx(4)
-    assert capacity.capacity(points, 32**0.5) == pytest.approx(8)
-    assert capacity.capacity(points, 1.0) == 16
-    assert capacity.capacity(points, 20.0) == 0
-    with pytest.raises(InvalidArgument):
-        registry.run("capacity", arguments={"sessions": "4,1"})
-
-
 @pytest.mark.embedded
 async def test_distance_of_a_real_pair(tmp_path: Path) -> None:
     options = distance.Options(
@@ -232,40 +222,6 @@ async def test_distance_of_a_real_pair(tmp_path: Path) -> None:
     distance.plot(result, tmp_path / "distance.png")
 
 
-def test_there_are_ten_prompts_of_each_kind() -> None:
-    assert [len(prompts) for prompts in KINDS.values()] == [10, 10, 10, 10]
-    assert len({prompt for prompts in KINDS.values() for prompt in prompts}) == 40
-
-
-def test_every_bench_names_its_options() -> None:
-    assert {"load", "engine", "context"} <= set(registry.names())
-    with pytest.raises(InvalidArgument, match="there are: sessions"):
-        registry.run("load", arguments={"nonsense": "1"})
-
-
-@pytest.mark.parametrize(
-    ("bench", "arguments"),
-    [
-        ("load", {"sessions": "1,x"}),
-        ("load", {"sessions": "0"}),
-        ("load", {"model": "shape:nonsense"}),
-        ("engine", {"part": "speed,nonsense"}),
-        ("context", {"lengths": "64,16"}),
-    ],
-)
-def test_wrong_options_are_named(bench: str, arguments: dict[str, str]) -> None:
-    with pytest.raises(InvalidArgument, match=next(iter(arguments))):
-        registry.run(bench, arguments=arguments)
-
-
-def test_waves_follow_until_all_prompt_lengths_have_been() -> None:
-    options = load.Options(prompt_lens="1,2,3")
-    assert options.lengths(1) == [[1], [2], [3]]
-    assert options.lengths(2) == [[1, 2], [3, 1]]
-    assert options.lengths(4) == [[1, 2, 3, 1]]
-
-
-@pytest.mark.slow
 async def test_takeover(tmp_path: Path) -> None:
     options = takeover.Options(context_len=200, num_rounds=1, links="0", model="shape:tiny")
     result = await takeover.measure(options)

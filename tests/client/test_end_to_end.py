@@ -10,13 +10,11 @@ import pytest
 import pytest_asyncio
 
 from outrider.client import (
-    Conversation,
     Delta,
     DraftOptions,
     Generation,
     GenerationRequest,
     LocalStack,
-    Message,
     OutriderClient,
     Speculation,
     StackOptions,
@@ -113,23 +111,3 @@ def test_a_client_survives_the_death_of_its_orchestrator() -> None:
 
     whole, broken = asyncio.run(run())
     assert broken.token_ids == whole.token_ids
-
-
-@pytest.mark.embedded
-async def test_a_conversation_goes_on_as_if_it_were_sent_whole() -> None:
-    parameters = SamplingParameters(temperature=0, max_tokens=48)
-    lines = ("My name is Ada. Say hello in one short sentence.", "What is my name?")
-    messages: list[Message] = []
-    async with LocalStack(StackOptions()) as stack, stack.client() as client:
-        conversation = Conversation(client, parameters=parameters)
-        for line in lines:
-            turn = Generation()
-            async for event in conversation.send(line):
-                turn.add(event)
-            messages.append(Message("user", line))
-            whole = await client.complete(GenerationRequest(messages=messages, parameters=parameters))
-            assert turn.finish_reason is FinishReason.STOP
-            assert (turn.text, turn.token_ids) == (whole.text, whole.token_ids)
-            messages.append(Message("assistant", turn.text))
-        assert turn.accepted is not None
-        assert turn.accepted.session_len > 0

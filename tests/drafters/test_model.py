@@ -255,7 +255,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def _settings(checkpoint: Path, drafter: DrafterKind, num_layers: int | None) -> DrafterOptions:
-    return DrafterOptions(drafter=drafter, model=str(checkpoint), device="cpu", num_layers=num_layers)
+    return DrafterOptions(drafter=drafter, model=str(checkpoint), device="cpu", num_layers=num_layers, compile=False)
 
 
 def test_the_first_layers_draft_with_the_models_own_head(checkpoint: Path) -> None:

@@ -22,8 +22,10 @@ Posing = TypeVar("Posing", bound=ScriptedDraft)
 
 
 async def test_fault_01_killed_mid_stream(scene: Scene) -> None:
-    record = await scene.survive(scene.stack.drafts[0].kill)
+    # More tokens than a window, so that the target is not done before the draft is missed.
+    record = await scene.survive(scene.stack.drafts[0].kill, request=asking(num_tokens=300))
     assert record.longest_gap_s < 2
+    assert record.statistics.num_fallbacks["draft_unavailable"] == 1
 
 
 async def test_fault_02_stopped(scene: Scene) -> None:

@@ -4,9 +4,11 @@ import asyncio
 from dataclasses import replace
 
 from orchestrator.sessions import derived_session_id
+from outrider.client import Speculation
 from outrider.errors import Fenced, SessionBusy
+from outrider.parameters import AcceptanceRule
 from tests.faults.history import check, monitored, read_log, watch
-from tests.faults.scene import Scene, asking, plain
+from tests.faults.scene import NUM_TOKENS, Scene, asking, plain
 
 
 async def test_fault_16_killed_between_verdict_and_commit(scene: Scene) -> None:
@@ -31,6 +33,18 @@ async def test_fault_16_killed_between_verdict_and_commit(scene: Scene) -> None:
     assert record.error is None, record.error
     await read_log(scene.client, record)
     check([record], plain)
+
+
+async def test_fault_16_under_rejection_stream_and_log_are_equal(scene: Scene) -> None:
+    """The text follows no draft there, so it is the log that the stream must equal."""
+    first, second = scene.stack.orchestrators
+    request = asking(speculation=Speculation(acceptance_rule=AcceptanceRule.REJECTION))
+    async with scene.stack.client(first.address, second.address) as client:
+        record = await watch(client, request, after=30, strike=first.kill)
+    await scene.stack.heal()
+    assert record.error is None, record.error
+    await read_log(scene.client, record)
+    assert len(record.token_ids) == NUM_TOKENS and record.log == record.token_ids
 
 
 async def test_fault_17_killed_between_commit_and_emit(scene: Scene) -> None:

@@ -28,6 +28,7 @@ def test_layers_are_alike_where_only_weights_differ(name: str, alike: bool) -> N
     assert _are_alike(layers) is alike
 
 
+@pytest.mark.slow
 def test_models_of_one_shape_have_code_of_their_own(tmp_path: Path) -> None:
     for index, activation in enumerate(("silu", "gelu", "relu")):
         folder = save_model(LlamaConfig(**SMALL, hidden_act=activation), tmp_path / str(index))
@@ -39,6 +40,7 @@ def test_models_of_one_shape_have_code_of_their_own(tmp_path: Path) -> None:
         assert (logits(model) - expected).abs().max() < 1e-3 * expected.abs().max(), activation
 
 
+@pytest.mark.slow
 def test_a_pass_may_have_more_rows_than_any_before(tmp_path: Path) -> None:
     model = load_model(save_model(CONFIGS["llama"], tmp_path), LoadOptions(compiles=True)).model
     sessions = [tuple((start + index) % 60 + 3 for index in range(1500)) for start in range(3)]

@@ -51,7 +51,9 @@ def expected(folder: str, token_ids: tuple[int, ...]) -> torch.Tensor:
     return torch.cat([states.hidden_states[layer][0] for layer in LAYERS], dim=-1).detach()
 
 
-@pytest.mark.parametrize(("compiles", "invariant"), [(True, True), (False, True), (False, False)])
+@pytest.mark.parametrize(
+    ("compiles", "invariant"), [pytest.param(True, True, marks=pytest.mark.slow), (False, True), (False, False)]
+)
 def test_they_are_what_transformers_calls_hidden_states(folder: str, *, compiles: bool, invariant: bool) -> None:
     model = load_model(folder, LoadOptions(kv_budget_bytes=1 << 22, compiles=compiles, invariant=invariant)).model
     source(model).keep(LAYERS)

@@ -1,6 +1,5 @@
 """Bad input through the served API: one clear error that names the field, and the stack lives on."""
 
-import dataclasses
 import math
 from collections.abc import AsyncIterator
 
@@ -9,7 +8,7 @@ import pytest
 import pytest_asyncio
 
 from outrider import wire
-from outrider.client import DraftOptions, GenerationRequest, LocalStack, Speculation
+from outrider.client import GenerationRequest, LocalStack, Speculation
 from outrider.errors import InvalidArgument, OutriderError, RequestNotFound, SessionNotFound
 from outrider.parameters import SamplingParameters
 from outrider.serving.status import error_from_rpc
@@ -17,25 +16,15 @@ from outrider.v1 import draft_pb2, draft_pb2_grpc, tokens_pb2, worker_pb2
 from outrider.v1 import generation_pb2 as pb
 from outrider.v1.generation_pb2_grpc import GenerationServiceStub
 from outrider.v1.worker_pb2_grpc import WorkerServiceStub
-from tests.served.stacks import GOOD_DRAFT, markov_stack
+from tests.served.stacks import OTHER_TOKENIZER
 
-OTHER_VOCABULARY = "markov:vocabulary=7"
-MAX_LEN = 128
-
-
-@pytest_asyncio.fixture(scope="module", loop_scope="session")
-async def stack() -> AsyncIterator[LocalStack]:
-    options = markov_stack()
-    drafts = tuple(DraftOptions(drafter="model", model=model) for model in (GOOD_DRAFT, OTHER_VOCABULARY))
-    target = {**options.target_environment, "OUTRIDER_MAX_SESSION_LEN": str(MAX_LEN)}
-    async with LocalStack(dataclasses.replace(options, drafts=drafts, target_environment=target)) as running:
-        yield running
-        assert all(process.is_running for process in running.processes)
+MAX_LEN = 32768
+"""Longest session of a target by default."""
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="session")
-async def stub(stack: LocalStack) -> AsyncIterator[GenerationServiceStub]:
-    async with grpc.aio.insecure_channel(stack.addresses[0]) as channel:
+async def stub(shared_stack: LocalStack) -> AsyncIterator[GenerationServiceStub]:
+    async with grpc.aio.insecure_channel(shared_stack.addresses[0]) as channel:
         yield GenerationServiceStub(channel)
 
 
@@ -58,7 +47,7 @@ def _with(**parameters: object) -> pb.GenerateRequest:
 BAD: list[tuple[pb.GenerateRequest, str]] = [
     (pb.GenerateRequest(), "prompt"),
     (_asked(token_ids=pb.TokenIds()), "token_ids"),
-    (_asked(token_ids=pb.TokenIds(token_ids=[5])), "token_ids"),
+    (_asked(token_ids=pb.TokenIds(token_ids=[16])), "token_ids"),
     (_asked(token_ids=pb.TokenIds(token_ids=[2**32 - 1])), "token_ids"),
     (_asked(token_ids=pb.TokenIds(token_ids=[1] * MAX_LEN)), "prompt"),
     (pb.GenerateRequest(text="hi"), "text"),
@@ -73,8 +62,8 @@ BAD: list[tuple[pb.GenerateRequest, str]] = [
     (_with(presence_penalty=3), "presence_penalty"),
     (_with(frequency_penalty=math.nan), "frequency_penalty"),
     (_with(logit_bias={1: 200.0}), "logit_bias"),
-    (_with(logit_bias={5: 1.0}), "logit_bias"),
-    (_with(stop_token_ids=[5]), "stop_token_ids"),
+    (_with(logit_bias={16: 1.0}), "logit_bias"),
+    (_with(stop_token_ids=[16]), "stop_token_ids"),
     (_with(stop_token_ids=[1] * 65), "stop_token_ids"),
     (_with(stop=["x"]), "stop"),
     (_with(stop=[""]), "stop"),
@@ -115,41 +104,43 @@ async def test_unknown_sessions(stub: GenerationServiceStub) -> None:
         assert isinstance(error_from_rpc(caught.value), SessionNotFound)
 
 
-async def test_an_unknown_request_of_a_known_session(stack: LocalStack, stub: GenerationServiceStub) -> None:
-    async with stack.client() as client:
+async def test_an_unknown_request_of_a_known_session(shared_stack: LocalStack, stub: GenerationServiceStub) -> None:
+    async with shared_stack.client() as client:
         done = await client.complete(GenerationRequest(token_ids=(1,), parameters=SamplingParameters(max_tokens=2)))
     assert isinstance(
         await _error(stub, _asked(request_id="other", session_id=done.session_id, resume_offset=0)), RequestNotFound
     )
 
 
-async def test_messages_that_are_too_large_or_malformed(stack: LocalStack, stub: GenerationServiceStub) -> None:
+async def test_messages_that_are_too_large_or_malformed(shared_stack: LocalStack, stub: GenerationServiceStub) -> None:
     with pytest.raises(grpc.aio.AioRpcError) as caught:
         async for _ in stub.Generate(pb.GenerateRequest(text="x" * (5 << 20)), timeout=30):
             pass
     assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
-    async with grpc.aio.insecure_channel(stack.addresses[0]) as channel:
+    async with grpc.aio.insecure_channel(shared_stack.addresses[0]) as channel:
         garbage = channel.unary_stream("/outrider.v1.GenerationService/Generate")
         with pytest.raises(grpc.aio.AioRpcError):
             async for _ in garbage(b"\xff\xff\xff\xff", timeout=30):
                 pass
 
 
-async def test_a_draft_with_another_tokenizer_is_kept_out_and_named(stack: LocalStack) -> None:
-    async with stack.client() as client:
+async def test_a_draft_with_another_tokenizer_is_kept_out_and_named(shared_stack: LocalStack) -> None:
+    async with shared_stack.client() as client:
         workers = (await client.list_models()).workers
         target = next(worker.info for worker in workers if worker.info.role == worker_pb2.WORKER_ROLE_TARGET)
-        (other,) = [worker for worker in workers if worker.info.model == OTHER_VOCABULARY]
+        (other,) = [worker for worker in workers if worker.info.model == OTHER_TOKENIZER]
         assert not other.in_rotation
         assert "FAILED_PRECONDITION" in other.reason
         assert other.info.tokenizer_fingerprint in other.reason
         assert target.tokenizer_fingerprint in other.reason
-        request = GenerationRequest(token_ids=(1, 2), parameters=SamplingParameters(max_tokens=60, seed=1))
+        request = GenerationRequest(
+            token_ids=(1, 2), parameters=SamplingParameters(max_tokens=60, seed=1, ignore_eos=True)
+        )
         assert len((await client.complete(request, timeout_s=30)).token_ids) == 60
 
 
-async def test_a_draft_refuses_another_tokenizer_at_the_handshake(stack: LocalStack) -> None:
-    async with grpc.aio.insecure_channel(stack.drafts[0].address) as channel:
+async def test_a_draft_refuses_another_tokenizer_at_the_handshake(shared_stack: LocalStack) -> None:
+    async with grpc.aio.insecure_channel(shared_stack.drafts[0].address) as channel:
         info = await WorkerServiceStub(channel).GetInfo(worker_pb2.GetInfoRequest(), timeout=10)
         opening = draft_pb2.DraftOpen(
             session_id="s",
@@ -167,9 +158,9 @@ async def test_a_draft_refuses_another_tokenizer_at_the_handshake(stack: LocalSt
         assert {"another", info.tokenizer_fingerprint} <= set(refusal.metadata.values())
 
 
-async def test_after_all_that_requests_are_served(stack: LocalStack) -> None:
-    async with stack.client() as client:
-        parameters = SamplingParameters(max_tokens=20, seed=3)
+async def test_after_all_that_requests_are_served(shared_stack: LocalStack) -> None:
+    async with shared_stack.client() as client:
+        parameters = SamplingParameters(max_tokens=20, seed=3, ignore_eos=True)
         drafted, plain = [
             await client.complete(
                 GenerationRequest(token_ids=(1, 2), parameters=parameters, speculation=Speculation(disabled=disabled)),

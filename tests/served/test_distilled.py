@@ -1,5 +1,6 @@
 """A draft that `outrider distill` made, behind the real services: it guesses well, and changes nothing."""
 
+import shutil
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -30,42 +31,70 @@ class Silent:
 
 
 @pytest.fixture(scope="module")
-def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """A target, and the drafts that were made for it."""
-    target = save_target(tmp_path_factory.mktemp("target"))
-    save_tokenizer(Path(target))
-    found, corpus = {"target": target}, None
-    for method in MethodKind:
-        output = tmp_path_factory.mktemp(method.value)
-        options = DistillOptions(
-            target,
-            output,
-            method,
-            num_steps=100,
-            num_layers=1,
-            depth=3,
-            draft_vocab_size=48,
-            tokens_per_batch=1024,
-            learning_rate=5e-3,
-            held_out=0.15,
-            trim=method is MethodKind.EAGLE3,
-        )
-        synthesis = SynthesisOptions(num_conversations=192, max_turn_len=8, max_answer_len=40, shard_size=64)
-        distill(options, DataOptions(corpus=corpus, synthesis=synthesis), "", Silent())
-        corpus = corpus or output / "work" / "data"
-        found[method.value] = str(output)
-    return found
-
-
-DRAFTERS = {"layers": "model", "eagle3": "eagle3", "medusa": "medusa"}
-"""The drafter that runs what a method makes."""
+def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a target."""
+    folder = tmp_path_factory.mktemp("target")
+    save_tokenizer(Path(save_target(folder)))
+    return folder
 
 
 @pytest.fixture(scope="module")
-async def client(folders: dict[str, str]) -> AsyncIterator[OutriderClient]:
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where the first distillation writes conversations that the others use."""
+    return tmp_path_factory.mktemp("data") / "conversations"
+
+
+# The method that ships in every run, the others in `make test-all`.
+@pytest.fixture(
+    scope="module",
+    params=[
+        MethodKind.EAGLE3,
+        pytest.param(MethodKind.LAYERS, marks=pytest.mark.slow),
+        pytest.param(MethodKind.MEDUSA, marks=pytest.mark.slow),
+    ],
+    ids=lambda method: method.value,
+)
+def method(request: pytest.FixtureRequest) -> MethodKind:
+    """How the draft is made."""
+    return MethodKind(request.param)
+
+
+@pytest.fixture(scope="module")
+def folder(method: MethodKind, target: Path, data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the draft."""
+    output = tmp_path_factory.mktemp(method.value)
+    options = DistillOptions(
+        str(target),
+        output,
+        method,
+        num_steps=100,
+        num_layers=1,
+        depth=3,
+        draft_vocab_size=48,
+        tokens_per_batch=1024,
+        learning_rate=5e-3,
+        held_out=0.15,
+        trim=method is MethodKind.EAGLE3,
+    )
+    synthesis = SynthesisOptions(num_conversations=192, max_turn_len=8, max_answer_len=40, shard_size=64)
+    corpus = data if data.exists() else None
+    distill(options, DataOptions(corpus=corpus, synthesis=synthesis), "", Silent())
+    if corpus is None:
+        shutil.copytree(output / "work" / "data", data)
+    return output
+
+
+DRAFTERS = {MethodKind.LAYERS: "model", MethodKind.EAGLE3: "eagle3", MethodKind.MEDUSA: "medusa"}
+"""The drafter that runs what a method makes."""
+NUM_FEATURES = {MethodKind.LAYERS: 0, MethodKind.EAGLE3: 3, MethodKind.MEDUSA: 1}
+"""Layers of the target that it is given features of."""
+
+
+@pytest.fixture(scope="module")
+async def client(method: MethodKind, target: Path, folder: Path) -> AsyncIterator[OutriderClient]:
     options = StackOptions(
-        model=folders["target"],
-        drafts=tuple(DraftOptions(drafter=kind, model=folders[method]) for method, kind in DRAFTERS.items()),
+        model=str(target),
+        drafts=(DraftOptions(drafter=DRAFTERS[method], model=str(folder)),),
         target_threads=1,
         target_environment={"OUTRIDER_ADAPTIVE_SPECULATION": "false", "OUTRIDER_COMPILE": "false"},
         orchestrator_environment={"OUTRIDER_DRAFT_MAX_WAIT_S": "10", "OUTRIDER_NUM_SPECULATIVE_TOKENS": "3"},
@@ -77,9 +106,8 @@ async def client(folders: dict[str, str]) -> AsyncIterator[OutriderClient]:
 
 @pytest.mark.parametrize("max_nodes", [0, 3, 10], ids=["default", "chain", "tree"])
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-@pytest.mark.parametrize("method", DRAFTERS)
 async def test_they_change_nothing_and_guess_well(
-    client: OutriderClient, method: str, temperature: float, max_nodes: int
+    client: OutriderClient, method: MethodKind, temperature: float, max_nodes: int
 ) -> None:
     for prompt in PROMPTS:
         # So many that the target, which is very fast, does not end before the draft has opened the session.
@@ -93,18 +121,17 @@ async def test_they_change_nothing_and_guess_well(
         )
         assert drafted.token_ids == plain.token_ids and len(plain.token_ids) == NUM_TOKENS
         assert set(drafted.statistics.num_fallbacks) <= {"no_proposal"}
-        assert drafted.statistics.acceptance_rate > (0.1 if method == "medusa" else 0.2)
+        assert drafted.statistics.acceptance_rate > (0.1 if method is MethodKind.MEDUSA else 0.2)
         # Every position's features cross once, but for a few that a draft catches up with, and only for who is made of
         # them.
-        width = {"layers": 0, "eagle3": 3, "medusa": 1}[method] * HIDDEN_SIZE * 2
+        width = NUM_FEATURES[method] * HIDDEN_SIZE * 2
         whole = (len(prompt) + NUM_TOKENS) * width
         assert whole / 2 <= drafted.statistics.feature_bytes <= 1.2 * whole
 
 
 @pytest.mark.parametrize("max_nodes", [0, 8])
-@pytest.mark.parametrize("method", DRAFTERS)
 async def test_rejection_is_served_from_the_tokens_that_they_can_say(
-    client: OutriderClient, method: str, max_nodes: int
+    client: OutriderClient, method: MethodKind, max_nodes: int
 ) -> None:
     parameters = SamplingParameters(temperature=1.0, seed=7, max_tokens=NUM_TOKENS, ignore_eos=True)
     speculation = Speculation(acceptance_rule=AcceptanceRule.REJECTION, drafter=DRAFTERS[method], max_nodes=max_nodes)
@@ -115,25 +142,20 @@ async def test_rejection_is_served_from_the_tokens_that_they_can_say(
     assert (await client.complete(request)).token_ids == generation.token_ids
 
 
-@pytest.mark.parametrize("method", ["eagle3", "medusa"])
-async def test_a_conversation_goes_on_with_features_of_what_is_new(client: OutriderClient, method: str) -> None:
-    parameters = SamplingParameters(temperature=0.0, max_tokens=30, ignore_eos=True)
+async def test_a_conversation_goes_on_with_features_of_what_is_new(client: OutriderClient, method: MethodKind) -> None:
     texts = []
     for drafter in (DRAFTERS[method], ""):
         speculation = Speculation(drafter=drafter, disabled=not drafter)
-        first = await client.complete(
-            GenerationRequest(token_ids=PROMPTS[0], parameters=parameters, speculation=speculation)
-        )
-        second = await client.complete(
-            GenerationRequest(
-                token_ids=PROMPTS[1],
-                parameters=parameters,
-                speculation=speculation,
-                session_id=first.session_id,
-            )
-        )
+        first = await client.complete(_greedy(PROMPTS[0], speculation, NUM_TOKENS))
+        second = await client.complete(_greedy(PROMPTS[1], speculation, 30, first.session_id))
         texts.append((first.token_ids, second.token_ids))
-        if drafter == "eagle3":
+        if drafter:
             # The head has the columns of the first turn, but for the last few.
-            assert second.statistics.feature_bytes < (len(PROMPTS[1]) + 30 + 8) * 3 * HIDDEN_SIZE * 2
+            width = NUM_FEATURES[method] * HIDDEN_SIZE * 2
+            assert second.statistics.feature_bytes <= (len(PROMPTS[1]) + 30 + 8) * width
     assert texts[0] == texts[1]
+
+
+def _greedy(prompt: list[int], speculation: Speculation, num_tokens: int, session_id: str = "") -> GenerationRequest:
+    parameters = SamplingParameters(temperature=0.0, max_tokens=num_tokens, ignore_eos=True)
+    return GenerationRequest(token_ids=prompt, parameters=parameters, speculation=speculation, session_id=session_id)

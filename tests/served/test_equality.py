@@ -1,14 +1,21 @@
-"""Equality through the served API on the embedded model in bfloat16: no drafter changes a token."""
+"""Equality through the served API on the embedded model in bfloat16: no drafter changes a token.
+
+The default run tests what ships, the head and the lookup; `make exactness` tests all drafters and 30 prompts.
+"""
 
 import asyncio
+from collections.abc import AsyncIterator, Mapping
 
 import pytest
+import pytest_asyncio
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from bench.prompts import COPYING, VARIED
 from outrider.client import (
+    Conversation,
     DraftOptions,
+    Generation,
     GenerationRequest,
     LocalStack,
     Message,
@@ -17,27 +24,31 @@ from outrider.client import (
     StackOptions,
 )
 from outrider.lm.embedded import ensure_embedded
-from outrider.parameters import SamplingParameters
+from outrider.parameters import FinishReason, SamplingParameters
+from tests.served.stacks import until_all_in_rotation
 
 pytestmark = pytest.mark.embedded
 
+SHIPPED_DRAFTS = (DraftOptions(drafter="ngram"), DraftOptions(drafter="eagle3"))
 DRAFTS = (
-    DraftOptions(drafter="ngram"),
+    *SHIPPED_DRAFTS,
     DraftOptions(drafter="layers", num_layers=6),
     DraftOptions(drafter="model", model="embedded"),
-    DraftOptions(drafter="eagle3"),
 )
-SPECULATIONS = {
+SHIPPED = {
     "ngram": Speculation(drafter="ngram", lookahead_nodes=0),
     "ngram, ahead": Speculation(drafter="ngram", lookahead_nodes=24),
+    "eagle3": Speculation(drafter="eagle3"),
+    "eagle3, chain": Speculation(drafter="eagle3", num_speculative_tokens=4, max_nodes=4),
+    "eagle3, large tree": Speculation(drafter="eagle3", num_speculative_tokens=6, max_nodes=23),
+}
+SPECULATIONS = {
+    **SHIPPED,
     "layers": Speculation(drafter="layers", lookahead_nodes=0),
     "layers, ahead": Speculation(drafter="layers", lookahead_nodes=24),
     "model": Speculation(drafter="model", lookahead_nodes=0),
     "model, ahead": Speculation(drafter="model", lookahead_nodes=12),
     "model, tree": Speculation(drafter="model", max_nodes=8),
-    "eagle3": Speculation(drafter="eagle3"),
-    "eagle3, chain": Speculation(drafter="eagle3", num_speculative_tokens=4, max_nodes=4),
-    "eagle3, large tree": Speculation(drafter="eagle3", num_speculative_tokens=6, max_nodes=23),
 }
 PLAIN = Speculation(disabled=True)
 NEVER_GIVES_UP = {"OUTRIDER_ADAPTIVE_SPECULATION": "false"}
@@ -62,14 +73,18 @@ async def _output(
     return generation.token_ids, generation.statistics.acceptance_rate
 
 
-def _stack(dtype: str = "") -> LocalStack:
+def _stack(drafts: tuple[DraftOptions, ...] = DRAFTS, dtype: str = "") -> LocalStack:
     return LocalStack(
-        StackOptions(drafts=DRAFTS, dtype=dtype, target_environment=NEVER_GIVES_UP, orchestrator_environment=PATIENT)
+        StackOptions(drafts=drafts, dtype=dtype, target_environment=NEVER_GIVES_UP, orchestrator_environment=PATIENT)
     )
 
 
 async def _compare(
-    client: OutriderClient, prompts: tuple[str, ...], num_tokens: int, seed: int | None
+    client: OutriderClient,
+    prompts: tuple[str, ...],
+    num_tokens: int,
+    seed: int | None,
+    speculations: Mapping[str, Speculation] = SPECULATIONS,
 ) -> list[list[int]]:
     """Asserts that every drafter gives what plain decoding alone gives, all at once; returns the outputs."""
     outputs = []
@@ -77,9 +92,9 @@ async def _compare(
         parameters = _parameters(None if seed is None else seed + number, num_tokens)
         plain, _ = await _output(client, prompt, parameters, PLAIN)
         found = await asyncio.gather(
-            *(_output(client, prompt, parameters, speculation) for speculation in SPECULATIONS.values())
+            *(_output(client, prompt, parameters, speculation) for speculation in speculations.values())
         )
-        for name, (drafted, rate) in zip(SPECULATIONS, found, strict=True):
+        for name, (drafted, rate) in zip(speculations, found, strict=True):
             assert drafted == plain, (name, prompt)
             # With the same noise and the same bits a model is a perfect draft of itself.
             assert name not in ("model", "model, ahead") or rate == 1.0, prompt
@@ -88,10 +103,36 @@ async def _compare(
     return outputs
 
 
-async def test_a_few_short_ones() -> None:
-    async with _stack() as stack, stack.client() as client:
-        await _compare(client, (VARIED[3], COPYING[0]), 16, None)
-        await _compare(client, (VARIED[0],), 16, 5)
+@pytest_asyncio.fixture(scope="module", loop_scope="session")
+async def shipped() -> AsyncIterator[OutriderClient]:
+    """A client of the target with the drafts that ship."""
+    async with _stack(SHIPPED_DRAFTS) as stack, stack.client() as client:
+        await until_all_in_rotation(stack)
+        yield client
+
+
+@pytest.mark.parametrize(
+    ("prompt", "seed"), [(VARIED[3], None), (COPYING[0], None), (VARIED[0], 5)], ids=["greedy", "copy", "temperature-1"]
+)
+async def test_what_ships(shipped: OutriderClient, prompt: str, seed: int | None) -> None:
+    await _compare(shipped, (prompt,), 16, seed, SHIPPED)
+
+
+async def test_a_conversation_goes_on_as_if_it_were_sent_whole(shipped: OutriderClient) -> None:
+    parameters = SamplingParameters(temperature=0, max_tokens=48)
+    messages: list[Message] = []
+    conversation = Conversation(shipped, parameters=parameters)
+    for line in ("My name is Ada. Say hello in one short sentence.", "What is my name?"):
+        turn = Generation()
+        async for event in conversation.send(line):
+            turn.add(event)
+        messages.append(Message("user", line))
+        whole = await shipped.complete(GenerationRequest(messages=messages, parameters=parameters))
+        assert turn.finish_reason is FinishReason.STOP
+        assert (turn.text, turn.token_ids) == (whole.text, whole.token_ids)
+        messages.append(Message("assistant", turn.text))
+    assert turn.accepted is not None
+    assert turn.accepted.session_len > 0
 
 
 def _transformers_outputs(prompts: tuple[str, ...], num_tokens: int, dtype: torch.dtype) -> list[list[int]]:
@@ -121,7 +162,7 @@ async def test_thirty_prompts(seed: int | None) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
 async def test_float32_equals_transformers() -> None:
-    async with _stack("float32") as stack, stack.client() as client:
+    async with _stack(dtype="float32") as stack, stack.client() as client:
         outputs = await _compare(client, VARIED[:10] + COPYING[:2], 96, None)
     expected = _transformers_outputs(VARIED[:10] + COPYING[:2], 96, torch.float32)
     assert outputs == expected

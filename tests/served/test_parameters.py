@@ -3,32 +3,20 @@
 import asyncio
 import dataclasses
 import math
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import Sequence
 
 import pytest
-import pytest_asyncio
 import torch
 
-from outrider.client import (
-    DraftOptions,
-    Generation,
-    GenerationRequest,
-    LocalStack,
-    OutriderClient,
-    Speculation,
-    StackOptions,
-)
+from outrider.client import Generation, GenerationRequest, OutriderClient, Speculation
 from outrider.lm.markov import MarkovModel
 from outrider.parameters import AcceptanceRule, FinishReason, SamplingParameters
 from outrider.randomness import Counter, KeyedSource, Purpose
 from tests.oracle import reference_distribution
-from tests.served.stacks import markov_stack
+from tests.served.stacks import EOS, SHARED_TARGET
 
-EOS = 3
-# A pass takes a little, so that a short request is not over before its draft has been opened.
-TARGET = f"markov:vocabulary=12,order=1,seed=21,scale=1.5,eos={EOS},step_s=0.003"
 PROMPT = (1, 5, 2, 5)
-MODEL = MarkovModel.from_name(TARGET)
+MODEL = MarkovModel.from_name(SHARED_TARGET)
 
 BASIS = SamplingParameters(seed=17, max_tokens=40)
 CASES: dict[str, SamplingParameters] = {
@@ -75,15 +63,6 @@ CASES: dict[str, SamplingParameters] = {
         },
     }.items()
 }
-
-
-@pytest_asyncio.fixture(scope="module", loop_scope="session")
-async def client() -> AsyncIterator[OutriderClient]:
-    stack = markov_stack()
-    drafts = (DraftOptions(drafter="model", model=f"{TARGET},noise=0.2"),)
-    options: StackOptions = dataclasses.replace(stack, model=TARGET, drafts=drafts)
-    async with LocalStack(options) as running, running.client() as connected:
-        yield connected
 
 
 async def _generate(client: OutriderClient, parameters: SamplingParameters, speculation: Speculation) -> Generation:
@@ -153,7 +132,7 @@ async def test_logprobs_are_those_of_the_raw_logits(client: OutriderClient, num_
     assert len(plain.logprobs) == len(plain.token_ids)
     for index, (token_id, found) in enumerate(zip(plain.token_ids, plain.logprobs, strict=True)):
         law = MODEL.law[MODEL.context((*PROMPT, *plain.token_ids[:index]))].tolist()
-        ordered = sorted(range(12), key=lambda token: -law[token])
+        ordered = sorted(range(MODEL.info.vocabulary_size), key=lambda token: -law[token])
         assert found.logprob == pytest.approx(math.log(law[token_id]), abs=1e-5)
         assert found.rank == ordered.index(token_id) + 1
         assert found.top_token_ids == tuple(ordered[:num_top])

@@ -2,15 +2,12 @@
 
 import asyncio
 import dataclasses
-from collections.abc import AsyncIterator
 
 import grpc
 import pytest
-import pytest_asyncio
 
 from outrider.client import (
     Delta,
-    DraftOptions,
     Finished,
     Generation,
     GenerationRequest,
@@ -22,25 +19,10 @@ from outrider.errors import DeadlineExceeded, DuplicateRequest, SessionBusy
 from outrider.parameters import FinishReason, SamplingParameters
 from outrider.v1 import worker_pb2
 from outrider.v1.worker_pb2_grpc import WorkerServiceStub
-from tests.served.stacks import markov_stack
 
-TARGET = "markov:vocabulary=16,order=2,seed=5,step_s=0.003"
-PARAMETERS = SamplingParameters(seed=2, max_tokens=30)
-ENDLESS = SamplingParameters(seed=2, max_tokens=20_000)
+PARAMETERS = SamplingParameters(seed=2, max_tokens=30, ignore_eos=True)
+ENDLESS = SamplingParameters(seed=2, max_tokens=20_000, ignore_eos=True)
 PLAIN = Speculation(disabled=True)
-
-
-@pytest_asyncio.fixture(scope="module", loop_scope="session")
-async def stack() -> AsyncIterator[LocalStack]:
-    drafts = (DraftOptions(drafter="model", model=f"{TARGET},noise=0.2"),)
-    async with LocalStack(dataclasses.replace(markov_stack(), model=TARGET, drafts=drafts)) as running:
-        yield running
-
-
-@pytest_asyncio.fixture(scope="module", loop_scope="session")
-async def client(stack: LocalStack) -> AsyncIterator[OutriderClient]:
-    async with stack.client() as connected:
-        yield connected
 
 
 async def _load(address: str) -> worker_pb2.GetLoadResponse:
@@ -55,15 +37,15 @@ async def _until_idle(stack: LocalStack) -> None:
                 await asyncio.sleep(0.02)
 
 
-async def test_a_second_turn_runs_only_what_is_new(stack: LocalStack, client: OutriderClient) -> None:
+async def test_a_second_turn_runs_only_what_is_new(shared_stack: LocalStack, client: OutriderClient) -> None:
     first = await client.complete(
         GenerationRequest(token_ids=(1, 2) * 200, parameters=PARAMETERS, speculation=PLAIN), timeout_s=30
     )
-    before = (await _load(stack.targets[0].address)).num_tokens
+    before = (await _load(shared_stack.targets[0].address)).num_tokens
     turn = GenerationRequest(token_ids=(3, 4), parameters=PARAMETERS, speculation=PLAIN, session_id=first.session_id)
     second = await client.complete(turn, timeout_s=30)
     # The last token of the first turn, the two new ones, and a row for each output token but the last.
-    assert (await _load(stack.targets[0].address)).num_tokens - before == 3 + 29
+    assert (await _load(shared_stack.targets[0].address)).num_tokens - before == 3 + 29
     whole = GenerationRequest(
         token_ids=((1, 2) * 200 + tuple(first.token_ids) + (3, 4)), parameters=PARAMETERS, speculation=PLAIN
     )
@@ -83,12 +65,12 @@ async def test_many_at_once_give_what_one_at_a_time_does(client: OutriderClient)
         assert (await client.complete(alone, timeout_s=30)).token_ids == generation.token_ids
 
 
-async def test_a_repeated_request_is_answered_from_the_log(stack: LocalStack, client: OutriderClient) -> None:
+async def test_a_repeated_request_is_answered_from_the_log(shared_stack: LocalStack, client: OutriderClient) -> None:
     request = GenerationRequest(token_ids=(7,), parameters=PARAMETERS)
     first = await client.complete(request, timeout_s=30)
-    before = (await _load(stack.targets[0].address)).num_passes
+    before = (await _load(shared_stack.targets[0].address)).num_passes
     assert (await client.complete(request, timeout_s=30)).token_ids == first.token_ids
-    assert (await _load(stack.targets[0].address)).num_passes == before
+    assert (await _load(shared_stack.targets[0].address)).num_passes == before
     with pytest.raises(DuplicateRequest):
         await client.complete(dataclasses.replace(request, token_ids=(8,)), timeout_s=30)
 
@@ -103,7 +85,9 @@ async def test_the_same_request_twice_at_once_generates_once(client: OutriderCli
     assert list(session.token_ids) == [9, *done[0].token_ids]
 
 
-async def test_cancelling_ends_the_stream_and_frees_the_workers(stack: LocalStack, client: OutriderClient) -> None:
+async def test_cancelling_ends_the_stream_and_frees_the_workers(
+    shared_stack: LocalStack, client: OutriderClient
+) -> None:
     token_ids: list[int] = []
     session_id, last = "", None
     async for event in client.generate(GenerationRequest(token_ids=(1, 2), parameters=ENDLESS), timeout_s=60):
@@ -117,16 +101,16 @@ async def test_cancelling_ends_the_stream_and_frees_the_workers(stack: LocalStac
     assert isinstance(last, Finished)
     assert last.finish_reason is FinishReason.CANCELLED
     assert last.num_output_tokens == len(token_ids)
-    await _until_idle(stack)
+    await _until_idle(shared_stack)
 
 
 async def test_a_deadline_frees_the_workers_and_leaves_the_session_resumable(
-    stack: LocalStack, client: OutriderClient
+    shared_stack: LocalStack, client: OutriderClient
 ) -> None:
     request = GenerationRequest(token_ids=(1, 2), parameters=ENDLESS, session_id="deadline")
     with pytest.raises(DeadlineExceeded):
         await client.complete(request, timeout_s=2)
-    await _until_idle(stack)
+    await _until_idle(shared_stack)
     # Workers are told first.
     async with asyncio.timeout(10):
         while (session := await client.get_session("deadline")).leased:

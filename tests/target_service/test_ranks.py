@@ -20,6 +20,8 @@ from outrider.v1.worker_pb2_grpc import WorkerServiceStub
 from tests.lm.models import CONFIGS, save_model
 from tests.target_service.conversation import Caller
 
+pytestmark = pytest.mark.slow
+
 PROMPT = [5, 9, 30, 12, 41, 3, 3, 17]
 REQUESTS = [
     SamplingParameters(temperature=0, max_tokens=40, ignore_eos=True, seed=1),
