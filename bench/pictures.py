@@ -40,39 +40,3 @@ def lines(path: Path, series: Mapping[str, Sequence[tuple[float, float]]], label
     axes.legend()
     figure.savefig(path, dpi=120)
     pyplot.close(figure)
-
-
-def over_time(
-    path: Path,
-    times: Sequence[float],
-    panels: Mapping[str, Mapping[str, Sequence[float]]],
-    objectives: Mapping[str, float],
-    label: str,
-) -> None:
-    """Writes panels one below the other to a PNG file, which share an axis of time with this label.
-
-    Args:
-        path: of the file.
-        times: of all points.
-        panels: by title, the lines of each by name, with a value for each time.
-        objectives: by title, a value that a dashed line shows; such a panel's axis is logarithmic, so that one sees by
-            how many times it is missed.
-        label: of the axis.
-    """
-    from matplotlib import pyplot
-
-    size = (8.0, 2.0 * len(panels))
-    figure, found = pyplot.subplots(len(panels), figsize=size, sharex=True, squeeze=False, layout="constrained")
-    for axes, (title, series) in zip(found[:, 0], panels.items(), strict=True):
-        for name, values in series.items():
-            axes.plot(times, values, drawstyle="steps-pre", label=name)
-        if title in objectives:
-            axes.axhline(objectives[title], color="black", linestyle="--", linewidth=1.0, label="objective")
-            axes.set_yscale("log")
-        else:
-            axes.set_ylim(bottom=0)
-        axes.set_title(title, fontsize="medium")
-        axes.legend(loc="center right", fontsize="small")
-    found[-1, 0].set_xlabel(label)
-    figure.savefig(path, dpi=120)
-    pyplot.close(figure)

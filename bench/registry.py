@@ -27,7 +27,6 @@ _MODULES = {
         "outage",
         "rollout",
         "fleet",
-        "autoscale",
     )
 }
 

@@ -1,7 +1,7 @@
 """What a draft tells Prometheus: how busy it is, what it proposed, and what came too late."""
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 
 from prometheus_client import CollectorRegistry, Metric
 
@@ -10,23 +10,17 @@ from draft_service.settings import DraftSettings
 from outrider.serving.metrics import Readings, RecentRatio, counter, gauge
 
 
-def watch(
-    registry: CollectorRegistry,
-    engine: Engine,
-    settings: DraftSettings,
-    clock: Callable[[], float] = time.monotonic,
-) -> None:
+def watch(registry: CollectorRegistry, engine: Engine, settings: DraftSettings) -> None:
     """Has an engine's metrics told.
 
     Args:
         registry: where they are told.
         engine: a draft's.
         settings: its limits.
-        clock: gives seconds, which shares of the last minute go by.
     """
-    busy = RecentRatio(lambda: (engine.load.model_time_s, clock()), clock=clock)
-    shared = RecentRatio(lambda: (engine.load.shared_time_s, clock()), clock=clock)
-    late = RecentRatio(lambda: (engine.load.num_late, engine.load.num_asked), clock=clock)
+    busy = RecentRatio(lambda: (engine.load.model_time_s, time.monotonic()))
+    shared = RecentRatio(lambda: (engine.load.shared_time_s, time.monotonic()))
+    late = RecentRatio(lambda: (engine.load.num_late, engine.load.num_asked))
     registry.register(Readings(lambda: _present(engine, settings, busy(), shared(), late())))
 
 
