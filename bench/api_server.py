@@ -1,4 +1,4 @@
-"""As much of a Kubernetes API server as discovery and elections see of one, and its ways to fail.
+"""As much of a Kubernetes API server as discovery sees of one, and its ways to fail.
 
 For machines without a cluster.
 """
@@ -15,7 +15,7 @@ NAMESPACE: Final = "models"
 
 
 class ApiServer:
-    """Keeps EndpointSlices and Leases in memory, under versions that grow with each change.
+    """Keeps EndpointSlices in memory, under versions that grow with each change.
 
     Attributes:
         versions: of EndpointSlices that are offered.
@@ -25,7 +25,6 @@ class ApiServer:
         num_watches: watches of them so far.
         refusal: HTTP status of all answers; 0 answers properly.
         num_refused: answers with it so far.
-        leases: Leases by name.
     """
 
     def __init__(self) -> None:
@@ -34,7 +33,6 @@ class ApiServer:
         self.is_silent = False
         self.num_lists = self.num_watches = 0
         self.refusal = self.num_refused = 0
-        self.leases: dict[str, dict[str, Any]] = {}
         self._slices: dict[str, dict[str, Any]] = {}
         self._numbers = itertools.count(100)
         self._version = next(self._numbers)
@@ -50,10 +48,6 @@ class ApiServer:
         app = web.Application(middlewares=[self._refuse])
         app.router.add_get("/apis/discovery.k8s.io/", self._group)
         app.router.add_get("/apis/discovery.k8s.io/{version}/namespaces/{namespace}/endpointslices", self._slices_of)
-        leases = "/apis/coordination.k8s.io/v1/namespaces/{namespace}/leases"
-        app.router.add_post(leases, self._make_lease)
-        app.router.add_get(leases + "/{name}", self._lease)
-        app.router.add_put(leases + "/{name}", self._change_lease)
         self._runner = web.AppRunner(app, shutdown_timeout=0.1)
         await self._runner.setup()
         site = web.TCPSite(self._runner, "127.0.0.1", self._port)
@@ -144,30 +138,6 @@ class ApiServer:
     async def _group(self, request: web.Request) -> web.Response:
         versions = [{"groupVersion": f"discovery.k8s.io/{name}", "version": name} for name in self.versions]
         return web.json_response({"kind": "APIGroup", "name": "discovery.k8s.io", "versions": versions})
-
-    async def _lease(self, request: web.Request) -> web.Response:
-        lease = self.leases.get(request.match_info["name"])
-        return _status(404, "NotFound") if lease is None else web.json_response(lease)
-
-    async def _make_lease(self, request: web.Request) -> web.Response:
-        lease = await request.json()
-        if lease["metadata"]["name"] in self.leases:
-            return _status(409, "AlreadyExists")
-        return self._keep_lease(lease)
-
-    async def _change_lease(self, request: web.Request) -> web.Response:
-        lease = await request.json()
-        known = self.leases.get(request.match_info["name"])
-        if known is None:
-            return _status(404, "NotFound")
-        if lease["metadata"].get("resourceVersion") != known["metadata"]["resourceVersion"]:
-            return _status(409, "Conflict")
-        return self._keep_lease(lease)
-
-    def _keep_lease(self, lease: dict[str, Any]) -> web.Response:
-        lease["metadata"]["resourceVersion"] = str(next(self._numbers))
-        self.leases[lease["metadata"]["name"]] = lease
-        return web.json_response(lease)
 
     async def _slices_of(self, request: web.Request) -> web.StreamResponse:
         if request.match_info["version"] not in self.versions or request.match_info["namespace"] != NAMESPACE:

@@ -61,18 +61,6 @@ class IdleWorker(worker_pb2_grpc.WorkerServiceServicer):
         for name in self._files:
             yield worker_pb2.GetTokenizerResponse(name=name)
 
-    async def ListIdleSessions(
-        self, request: worker_pb2.ListIdleSessionsRequest, context: grpc.aio.ServicerContext[Any, Any]
-    ) -> AsyncIterator[worker_pb2.ListIdleSessionsResponse]:
-        """Lists none: it keeps nothing."""
-        yield worker_pb2.ListIdleSessionsResponse()
-
-    async def ForgetSessions(
-        self, request: worker_pb2.ForgetSessionsRequest, context: grpc.aio.ServicerContext[Any, Any]
-    ) -> worker_pb2.ForgetSessionsResponse:
-        """Has none to forget."""
-        return worker_pb2.ForgetSessionsResponse()
-
     async def _serve(
         self, requests: AsyncIterator[Any], message: Callable[[list[Any]], Any], take: _Take
     ) -> AsyncIterator[Any]:

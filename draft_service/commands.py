@@ -1,9 +1,8 @@
 """What goes from streams to the engine, and what comes back."""
 
-from collections.abc import Callable, Sequence
-from concurrent.futures import Future
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeAlias
+from typing import Protocol, TypeAlias
 
 from outrider.drafters.drafter import DraftTerms
 from outrider.errors import OutriderError
@@ -120,11 +119,10 @@ class BeginDrain:
 
 
 @dataclass(frozen=True, slots=True)
-class Ask:
-    """Asks a question, which must not fail, in the engine's thread."""
+class ForgetSession:
+    """Forgets a session, as soon as it is open nowhere."""
 
-    question: Callable[[], Any]
-    answer: "Future[Any]"
+    session_id: str
 
 
-Command: TypeAlias = OpenSession | AdvanceSession | GiveFeatures | CloseSession | EndStream | BeginDrain | Ask
+Command: TypeAlias = OpenSession | AdvanceSession | GiveFeatures | CloseSession | EndStream | BeginDrain | ForgetSession

@@ -6,18 +6,17 @@ import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable
-from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import Final, TypeVar
+from typing import Final
 
 from draft_service.commands import (
     AdvanceSession,
-    Ask,
     BeginDrain,
     CloseSession,
     Command,
     EndStream,
     FeaturesMissing,
+    ForgetSession,
     GiveFeatures,
     Opened,
     OpenSession,
@@ -37,8 +36,6 @@ from outrider.serving.tracing import NoTracer, SpanKind, Tracer
 _LOG: Final = logging.getLogger(__name__)
 _MAX_WAITING_COMMANDS: Final = 4096
 _STREAM_ENDED: Final = "STREAM_ENDED"
-
-T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -211,12 +208,6 @@ class Engine:
         """Hands a command to the thread; waits while too many wait."""
         await self._inbox.put(command)
 
-    async def ask(self, question: Callable[[Sessions], T]) -> T:
-        """Returns what the thread answers to a question about its sessions, which must not fail."""
-        answer: Future[T] = Future()
-        await self.submit(Ask(lambda: question(self._sessions), answer))
-        return await asyncio.wrap_future(answer)
-
     def end_stream(self, stream: ReplyStream) -> None:
         """Ends a stream's sessions at once, however many commands wait."""
         self._inbox.put_now(EndStream(stream))
@@ -263,10 +254,8 @@ class Engine:
                 stream.end()
             case BeginDrain():
                 self._draining = True
-            case Ask(question, answer):
-                # Nobody may be waiting any more.
-                if answer.set_running_or_notify_cancel():
-                    answer.set_result(question())
+            case ForgetSession(session_id):
+                self._sessions.forget(session_id)
 
     def _try(self, command: OpenSession | AdvanceSession | GiveFeatures) -> None:
         seat = command.seat

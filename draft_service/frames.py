@@ -5,6 +5,7 @@ from draft_service.commands import (
     CloseSession,
     Command,
     FeaturesMissing,
+    ForgetSession,
     GiveFeatures,
     Opened,
     OpenSession,
@@ -51,6 +52,8 @@ def command_from_frame(frame: draft_pb2.DraftRequestFrame, seat: Seat, info: Dra
             return GiveFeatures(seat, FeatureSpan(frame.features.start, frame.features.data))
         case "close":
             return CloseSession(seat)
+        case "forget":
+            return ForgetSession(frame.forget.session_id)
         case _:
             raise InvalidArgument("the frame holds no instruction that is known here", "frame")
 

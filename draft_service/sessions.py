@@ -2,13 +2,13 @@
 
 import time
 from array import array
-from collections import OrderedDict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from draft_service.commands import ReplyStream, Seat
 from outrider.drafters.drafter import DraftTerms
 from outrider.errors import Fenced, InvalidArgument, KVCacheMiss, Overloaded, SessionNotFound
+from outrider.idle_sessions import IdleSessions
 from outrider.serving.tracing import NoSpan, Span
 from outrider.tokens import TokenSpan
 
@@ -23,10 +23,10 @@ class Session:
         token_ids: the session's tokens, unsigned 32-bit.
         seat: where it is open; None while it is idle.
         terms: what it was opened with last.
-        used_at_s: when it was last used, on the registry's clock.
         num_feature_frames: that came since it was opened.
         span: of the trace of the request that it was opened for last.
         num_sent: nodes that were sent since it was opened.
+        is_gone: whether it is forgotten as soon as it is open nowhere.
     """
 
     session_id: str
@@ -34,10 +34,10 @@ class Session:
     terms: DraftTerms
     seat: Seat | None = None
     token_ids: "array[int]" = field(default_factory=lambda: array("I"))
-    used_at_s: float = 0.0
     num_feature_frames: int = 0
     span: Span = field(default_factory=NoSpan)
     num_sent: int = 0
+    is_gone: bool = False
 
     def apply(self, span: TokenSpan) -> int:
         """Makes the span the end of the session's tokens.
@@ -80,12 +80,10 @@ class Sessions:
     ) -> None:
         self._max_open = max_open
         self._max_cached = max_cached
-        self._idle_ttl_s = idle_ttl_s
         self._forget = forget
-        self._clock = clock
         self._seats: dict[Seat, Session] = {}
         self._open: dict[str, Session] = {}
-        self._idle: OrderedDict[str, Session] = OrderedDict()  # in order of last use
+        self._idle: IdleSessions[Session] = IdleSessions(idle_ttl_s, clock)
 
     @property
     def num_open(self) -> int:
@@ -116,7 +114,7 @@ class Sessions:
             session = Session(session_id, fencing_token, terms)
         session.fencing_token, session.terms, session.seat = fencing_token, terms, seat
         session.num_feature_frames = 0
-        self._idle.pop(session_id, None)
+        self._idle.pop(session_id)
         self._seats[seat] = self._open[session_id] = session
         return session
 
@@ -142,14 +140,17 @@ class Sessions:
         return session if session is not None and session.seat == seat else None
 
     def close(self, seat: Seat) -> Session | None:
-        """Frees the seat; returns the session that is idle from now on, if there is one."""
+        """Frees the seat; returns the session that is open nowhere from now on, if there is one."""
         session = self._seats.pop(seat, None)
         if session is None or session.seat != seat:
             return None
-        session.seat, session.used_at_s = None, self._clock()
+        session.seat = None
         del self._open[session.session_id]
-        self._idle[session.session_id] = session
-        self.expire()
+        if session.is_gone:
+            self._forget(session.session_id)
+        else:
+            self._idle.add(session.session_id, session)
+            self.expire()
         return session
 
     def seats_of(self, stream: ReplyStream) -> list[Seat]:
@@ -158,31 +159,19 @@ class Sessions:
 
     def expire(self) -> None:
         """Drops the idle sessions that are too old or too many."""
-        oldest_s = self._clock() - self._idle_ttl_s
-        while self._idle:
-            session = next(iter(self._idle.values()))
-            if self.num_known <= self._max_cached and session.used_at_s > oldest_s:
-                break
-            del self._idle[session.session_id]
-            self._forget(session.session_id)
-
-    def idle(self) -> list[str]:
-        """Returns the sessions that are known although they are open nowhere, least recently used first."""
-        return list(self._idle)
-
-    def forget_idle(self, session_ids: Iterable[str]) -> int:
-        """Forgets those of the sessions that are idle; returns how many."""
-        found = [session_id for session_id in session_ids if self._idle.pop(session_id, None) is not None]
-        for session_id in found:
+        for session_id in self._idle.expire(self._max_cached - len(self._open)):
             self._forget(session_id)
-        return len(found)
+
+    def forget(self, session_id: str) -> None:
+        """Drops a session, if it is here: at once where it is idle, else when it is closed."""
+        if (session := self._open.get(session_id)) is not None:
+            session.is_gone = True
+        elif self._idle.pop(session_id) is not None:
+            self._forget(session_id)
 
     def next_expiry_s(self) -> float | None:
         """Returns the seconds until an idle session gets too old; None where there is none."""
-        if not self._idle:
-            return None
-        session = next(iter(self._idle.values()))
-        return max(0.0, session.used_at_s + self._idle_ttl_s - self._clock())
+        return self._idle.next_expiry_s()
 
 
 def _check_fence(session: Session, fencing_token: int) -> None:

@@ -9,8 +9,6 @@ import grpc
 
 import outrider
 from draft_service.engine import Engine
-from draft_service.sessions import Sessions
-from outrider import wire
 from outrider.drafters.drafter import DrafterInfo
 from outrider.parameters import AcceptanceRule
 from outrider.v1 import worker_pb2, worker_pb2_grpc
@@ -82,18 +80,3 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
         for response in nothing:
             yield response
         await context.abort(grpc.StatusCode.UNIMPLEMENTED, "a draft has no tokenizer to give")
-
-    async def ListIdleSessions(
-        self, request: worker_pb2.ListIdleSessionsRequest, context: _Context
-    ) -> AsyncIterator[worker_pb2.ListIdleSessionsResponse]:
-        """Streams the names of idle sessions."""
-        for part in wire.idle_session_parts(await self._engine.ask(Sessions.idle)):
-            yield part
-
-    async def ForgetSessions(
-        self, request: worker_pb2.ForgetSessionsRequest, context: _Context
-    ) -> worker_pb2.ForgetSessionsResponse:
-        """Forgets idle sessions."""
-        session_ids = list(request.session_ids)
-        num = await self._engine.ask(lambda sessions: sessions.forget_idle(session_ids))
-        return worker_pb2.ForgetSessionsResponse(num_forgotten=num)

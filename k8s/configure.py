@@ -32,7 +32,6 @@ BASE: Final[Mapping[str, Mapping[str, str]]] = {
         "drain_budget_s": "120",
         "targets": "kubernetes:///target:grpc",
         "drafts": "kubernetes:///draft:grpc",
-        "housekeeping_lease": "kubernetes:///outrider-orchestrator",
         # New connections find new pods, and a client library that reconnects resumes where it was.
         "max_connection_age_s": "1800",
         "max_connection_grace_s": "600",

@@ -4,7 +4,6 @@ import asyncio
 
 from orchestrator.admission import Admission
 from orchestrator.generation import Services
-from orchestrator.housekeeping import Housekeeper
 from orchestrator.metrics import OrchestratorMetrics
 from orchestrator.quotas import Quotas
 from orchestrator.replicas import Replicas
@@ -36,7 +35,6 @@ async def serve(settings: OrchestratorSettings) -> None:
     registry = new_registry("orchestrator")
     metrics = OrchestratorMetrics(registry)
     metrics.watch(admission, replicas)
-    housekeeper = Housekeeper(store, replicas, settings, metrics)
     tracer = new_tracer(settings.otlp_endpoint, "orchestrator")
     servicer = GenerationServicer(Services(store, replicas, settings, metrics, tracer), admission, tenants, quotas)
     server = Server(
@@ -49,10 +47,8 @@ async def serve(settings: OrchestratorSettings) -> None:
     server.register(add_GenerationServiceServicer_to_server, servicer, "outrider.v1.GenerationService")
     try:
         await replicas.start()
-        await housekeeper.start()
         await server.run()
     finally:
-        await housekeeper.stop()
         await servicer.settle()
         await replicas.stop()
         await store.close()

@@ -162,7 +162,7 @@ class Generation:
         if self._draft is not None:
             self._draft.close()
         if self._target is not None:
-            self._target.close(self._committed_len, drop=isinstance(self._end, SessionNotFound))
+            self._target.close(self._committed_len)
         return None if self._is_finished else asyncio.create_task(self._release())
 
     async def _release(self) -> None:

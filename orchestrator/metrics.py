@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Final
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Metric
+from prometheus_client import CollectorRegistry, Counter, Histogram, Metric
 from prometheus_client.core import GaugeMetricFamily
 
 from orchestrator.admission import Admission
@@ -44,8 +44,6 @@ class OrchestratorMetrics:
         target_changes: times that a request went on at another target, by the reason why it left the one before.
         resumes: requests that were taken up again at an offset.
         commit_time: seconds of each commit to Redis.
-        forgotten: sessions that workers were told to forget, each counted once a worker.
-        is_housekeeper: 1 while this orchestrator is the one that keeps house.
     """
 
     def __init__(self, registry: CollectorRegistry) -> None:
@@ -82,14 +80,6 @@ class OrchestratorMetrics:
         self.resumes = Counter(f"{PREFIX}resumes", "Requests taken up again at an offset.", registry=registry)
         self.commit_time = Histogram(
             f"{PREFIX}commit_seconds", "Seconds of a commit to Redis.", buckets=STEP_BUCKETS_S, registry=registry
-        )
-        self.forgotten = Counter(
-            f"{PREFIX}sessions_forgotten",
-            "Sessions that workers were told to forget because they had expired or were deleted.",
-            registry=registry,
-        )
-        self.is_housekeeper = Gauge(
-            f"{PREFIX}is_housekeeper", "1 while this orchestrator is the one that keeps house.", registry=registry
         )
 
     def watch(self, admission: Admission, replicas: Replicas) -> None:

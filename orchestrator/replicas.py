@@ -13,7 +13,7 @@ from orchestrator.settings import OrchestratorSettings
 from orchestrator.tokenizer import Tokenizer, fetch_tokenizer
 from outrider.errors import Unavailable
 from outrider.parameters import AcceptanceRule
-from outrider.v1 import generation_pb2, worker_pb2
+from outrider.v1 import generation_pb2, tokens_pb2, worker_pb2
 
 _LOOK_S: Final = 0.5
 
@@ -28,10 +28,9 @@ class Replicas:
 
     def __init__(self, settings: OrchestratorSettings) -> None:
         self._settings = settings
-        self.cluster = Cluster(settings.kubeconfig)
-        """The cluster that is asked for workers; closed with the links."""
-        self._targets = LinkPool(TARGET, settings.targets, "targets", settings, self.cluster)
-        self._drafts = LinkPool(DRAFT, settings.drafts, "drafts", settings, self.cluster)
+        self._cluster = Cluster(settings.kubeconfig)
+        self._targets = LinkPool(TARGET, settings.targets, "targets", settings, self._cluster)
+        self._drafts = LinkPool(DRAFT, settings.drafts, "drafts", settings, self._cluster)
         self._tokenizers: dict[str, Tokenizer | None] = {}
         self._fetching = asyncio.Lock()
         self._breakers: WeakKeyDictionary[WorkerLink, Breaker] = WeakKeyDictionary()
@@ -55,7 +54,7 @@ class Replicas:
         """Ends all links."""
         await self._targets.stop()
         await self._drafts.stop()
-        await self.cluster.close()
+        await self._cluster.close()
 
     def target_problem(self, link: WorkerLink) -> str:
         """Returns why a target is out of rotation; empty when it is in."""
@@ -140,6 +139,15 @@ class Replicas:
             if fingerprint not in self._tokenizers:
                 self._tokenizers[fingerprint] = await fetch_tokenizer(link.channel)
         return self._tokenizers[fingerprint]
+
+    def forget_session(self, worker_key: str) -> None:
+        """Has the workers forget a session that is gone; does not wait for them.
+
+        All are told, since any may have run it, and those that have not ignore it. One without a stream now is not told
+        later: it forgets the session by itself once that has been idle for long enough.
+        """
+        for link in (*self.targets, *self.drafts):
+            link.send(link.kind.frame(forget=tokens_pb2.ForgetSession(session_id=worker_key)))
 
     def statuses(self) -> list[generation_pb2.WorkerStatus]:
         """Returns every worker as `ListModels` shows it."""

@@ -124,7 +124,8 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         """Deletes a session."""
         check_id("session_id", request.session_id)
         tenant = self._tenants.of(context.invocation_metadata())
-        await self._store.delete(tenant.name, request.session_id)
+        record = await self._store.delete(tenant.name, request.session_id)
+        self._services.replicas.forget_session(record.worker_key)
         await self._quotas.forget(tenant, request.session_id)
         return generation_pb2.DeleteSessionResponse()
 

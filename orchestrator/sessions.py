@@ -2,15 +2,12 @@
 
 import hashlib
 import json
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any, Final
+from typing import Any
 
 from outrider.parameters import AcceptanceRule, FinishReason, SamplingParameters
-
-_WORKER_KEY: Final = re.compile(r"(?P<tag>[0-9a-f]{64})\.(?P<created>[0-9]{1,20})")
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,12 +180,6 @@ def session_tag(tenant: str, session_id: str) -> str:
     """Returns what stands for a session in the keys of Redis, and at workers: no other pair of ids has the same."""
     # With the length in front, no other pair has the same text.
     return hashlib.sha256(f"{len(tenant)}:{tenant}{session_id}".encode()).hexdigest()
-
-
-def parse_worker_key(key: str) -> tuple[str, int] | None:
-    """Returns the tag and the creation of a `SessionRecord.worker_key`; None of what is none."""
-    found = _WORKER_KEY.fullmatch(key)
-    return (found["tag"], int(found["created"])) if found else None
 
 
 def derived_session_id(tenant: str, request_id: str) -> str:

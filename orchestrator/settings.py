@@ -2,10 +2,9 @@
 
 from pathlib import Path
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, model_validator
 
 from orchestrator.discovery.endpoints import parse_place
-from orchestrator.election.election import REDIS, parse_lease
 from orchestrator.scripts import Durability, DurabilityLevel
 from outrider.errors import InvalidArgument
 from outrider.parameters import AcceptanceRule
@@ -82,21 +81,6 @@ class OrchestratorSettings(ServingSettings):
         1.0, gt=0, le=600, description="Seconds until a request that lost its draft asks for another one."
     )
     load_interval_s: float = Field(2.0, gt=0, le=600, description="Seconds between looks at the load of a worker.")
-    housekeeping_lease: str = Field(
-        REDIS,
-        description="Where orchestrators agree on the one that keeps house, which has workers forget sessions that "
-        "have expired: redis, or kubernetes://[NAMESPACE]/NAME, a Lease of the cluster.",
-    )
-    housekeeping_interval_s: float = Field(60.0, ge=0.1, le=86400, description="Seconds between its rounds.")
-
-    @field_validator("housekeeping_lease")
-    @classmethod
-    def _check_lease(cls, text: str) -> str:
-        try:
-            parse_lease(text)
-        except InvalidArgument as error:
-            raise ValueError(error.message) from None
-        return text
 
     @model_validator(mode="after")
     def _check_places(self) -> "OrchestratorSettings":

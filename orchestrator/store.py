@@ -24,7 +24,6 @@ from orchestrator.sessions import (
     NewRequest,
     SessionRecord,
     parameters_to_json,
-    parse_worker_key,
     session_tag,
 )
 from outrider.errors import (
@@ -97,11 +96,6 @@ class SessionStore:
         # Connecting and answering, for each attempt.
         bound_s = (_RETRIES + 1) * (2 * timeout_s + wait_s) + timeout_s
         self._scripts = Scripts(self._redis, _SCRIPTS, durability, _DURABLE, bound_s)
-
-    @property
-    def client(self) -> "redis.asyncio.Redis":
-        """The connections, for what is no session's; its errors are redis's own."""
-        return self._redis
 
     async def close(self) -> None:
         """Closes all connections, once what was asked of them is answered."""
@@ -259,21 +253,6 @@ class SessionStore:
         """Returns whether somebody holds a live lease, by Redis's clock."""
         seconds, micros = await _bounded(self._redis.time())
         return record.deadline > seconds * 1_000_000 + micros
-
-    async def gone(self, worker_keys: Sequence[str]) -> list[str]:
-        """Returns those names that workers have for sessions which are there no more: expired, deleted, made anew.
-
-        Names that are of another form are nobody's to judge, and left out. Raises `Unavailable`.
-        """
-        known = [(key, parsed) for key in worker_keys if (parsed := parse_worker_key(key)) is not None]
-        created = await _bounded(self._created([tag for _, (tag, _) in known]))
-        return [key for (key, (_, wanted)), found in zip(known, created, strict=True) if found != wanted]
-
-    async def _created(self, tags: Sequence[str]) -> list[int | None]:
-        async with self._redis.pipeline(transaction=False) as pipeline:
-            for tag in tags:
-                pipeline.hget(_session_key(tag), "created")
-            return [None if created is None else int(created) for created in await pipeline.execute()]
 
     async def expires_in_s(self, tenant: str, session_id: str) -> float:
         """Returns the seconds until the session is gone unless used."""

@@ -116,12 +116,12 @@ class TargetSession:
             message = target_pb2.VerifyWindow(committed_len=committed_len, window_end=committed_len + window)
             self._handle.send(window=message)
 
-    def close(self, committed_len: int, *, drop: bool = False) -> None:
+    def close(self, committed_len: int) -> None:
         """Ends the request on this target; what is committed stays warm there."""
         for replay in self._replays:
             replay.cancel()
         if self._handle is not None:
-            self._handle.close(close=target_pb2.VerifyClose(committed_len=committed_len, drop_kv_cache=drop))
+            self._handle.close(close=target_pb2.VerifyClose(committed_len=committed_len))
             self._handle = None
 
     async def _send_span(self, start: int) -> None:

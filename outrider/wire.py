@@ -6,7 +6,6 @@ Reading checks what a peer sent: a wrong value raises `InvalidArgument` with the
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
 from typing import Final
 
 from outrider.errors import InvalidArgument, OutriderError, from_reason
@@ -22,7 +21,7 @@ from outrider.tokens import (
     TokenOrigin,
     TokenSpan,
 )
-from outrider.v1 import draft_pb2, tokens_pb2, worker_pb2
+from outrider.v1 import draft_pb2, tokens_pb2
 
 _RULES: Final = {
     tokens_pb2.ACCEPTANCE_RULE_COUPLED: AcceptanceRule.COUPLED,
@@ -47,7 +46,6 @@ _KIND_NUMBERS: Final = {kind: number for number, kind in _KINDS.items()}
 _ORIGIN_NUMBERS: Final = {origin: number for number, origin in _ORIGINS.items()}
 _FINISH_NUMBERS: Final = {reason: number for number, reason in _FINISHES.items()}
 
-_SESSIONS_PER_PART: Final = 1000
 _SCALARS: Final = (
     "temperature",
     "top_k",
@@ -222,9 +220,3 @@ def refusal_from_message(message: draft_pb2.WorkerRefusal) -> OutriderError:
 def refusal_to_message(error: OutriderError) -> draft_pb2.WorkerRefusal:
     """Returns the message."""
     return draft_pb2.WorkerRefusal(reason=error.reason, message=error.message, metadata=error.metadata)
-
-
-def idle_session_parts(session_ids: Sequence[str]) -> Iterator[worker_pb2.ListIdleSessionsResponse]:
-    """Yields the messages that name so many sessions, each well below the least limit on messages."""
-    for start in range(0, len(session_ids), _SESSIONS_PER_PART):
-        yield worker_pb2.ListIdleSessionsResponse(session_ids=session_ids[start : start + _SESSIONS_PER_PART])

@@ -132,18 +132,6 @@ class Engine:
             self._commands.append((command, is_gentle))
             self._wake.notify()
 
-    def ask(self, question: Callable[[], T]) -> Future[T]:
-        """Has the engine's thread answer a question, which must not fail, before its next pass. From any thread."""
-        answer: Future[T] = Future()
-
-        def reply() -> None:
-            # Nobody may be waiting any more.
-            if answer.set_running_or_notify_cancel():
-                answer.set_result(question())
-
-        self.submit(reply)
-        return answer
-
     @property
     def drafter(self) -> str:
         """Name of the drafter of this process; empty where there is none."""
@@ -197,6 +185,7 @@ class Engine:
         while not self._stopping:
             self._busy_since = time.monotonic()
             self._run_commands()
+            self.requests.expire()
             if self._draft is not None:
                 self._draft.step(self.requests.open_ones)
                 if self._draft.is_busy:
@@ -220,11 +209,12 @@ class Engine:
             command()
 
     def _sleep(self) -> None:
-        """Waits for a command, or for the first wait for a proposal to be over."""
+        """Waits for a command, for the first wait for a proposal to be over, or for a session to get too old."""
         self._note_waiting()
         now = time.monotonic()
         until = self._scheduler.next_time(self.requests.open_ones, now)
-        timeout = None if until is None else max(0.0, until - now)
+        waits = (None if until is None else max(0.0, until - now), self.requests.next_expiry_s())
+        timeout = min((wait_s for wait_s in waits if wait_s is not None), default=None)
         self._busy_since = None
         with self._wake:
             if not self._commands and not self._stopping:
@@ -322,7 +312,6 @@ class Engine:
         load.model_time_s += duration_s
         load.num_tokens += sum(share.step.num_rows for share in shares)
         load.num_active_sessions = len(self.requests)
-        load.num_cached_sessions = self.requests.num_residents
         load.num_preemptions = self._scheduler.num_preemptions
         for share in shares:
             share.request.num_recomputed += share.num_recomputed
@@ -335,6 +324,7 @@ class Engine:
         self._note_waiting()
 
     def _note_waiting(self) -> None:
+        self.load.num_cached_sessions = self.requests.num_residents
         self.load.note_waiting(request.num_uncached for request in self.requests.open_ones if not request.finished)
 
     def _fail(self, shares: list[Share], error: Exception) -> None:

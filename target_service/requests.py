@@ -61,7 +61,7 @@ class Requests:
         self._restore = restore
         self._max_len = max_len
         self._tracer = tracer
-        self._residents = Residents(settings.max_cached_sessions)
+        self._residents = Residents(settings.max_cached_sessions, settings.idle_ttl_s)
         self._fencing = FencingTokens()
         self._requests: dict[tuple[int, int], Request] = {}
         self._num_opened = 0
@@ -209,16 +209,13 @@ class Requests:
         if request is not None:
             request.feature_layers = ()
 
-    def close(self, stream: Stream, handle: int, committed_len: int, *, drop: bool) -> None:
-        """Ends a request; its session stays resident up to what is committed, unless dropped."""
+    def close(self, stream: Stream, handle: int, committed_len: int) -> None:
+        """Ends a request; its session stays resident up to what is committed."""
         request = self._requests.pop((stream.key, handle), None)
         if request is None:
             return
         request.end()
-        request.resident.rest(committed_len)
-        if drop:
-            self._residents.drop(request.resident.session_id)
-        self._residents.evict(self._busy())
+        self._residents.rest(request.resident, committed_len)
         self.notice_idle()
 
     def close_stream(self, stream: Stream) -> None:
@@ -226,8 +223,7 @@ class Requests:
         for key in [key for key in self._requests if key[0] == stream.key]:
             request = self._requests.pop(key)
             request.end(_STREAM_ENDED)
-            request.resident.rest(request.resident.committed_len)
-        self._residents.evict(self._busy())
+            self._residents.rest(request.resident, request.resident.committed_len)
         self.notice_idle()
 
     def refuse(self, stream: Stream, handle: int, error: OutriderError) -> None:
@@ -236,7 +232,7 @@ class Requests:
             request = self._requests.pop((stream.key, handle), None)
             if request is not None:
                 request.end(error.reason)
-                request.resident.rest(request.resident.committed_len)
+                self._residents.rest(request.resident, request.resident.committed_len)
             self.notice_idle()
         stream.refused(handle, error)
 
@@ -247,19 +243,20 @@ class Requests:
 
     def abandon(self, request: Request, error: OutriderError) -> None:
         """Ends a request whose KV cache can no longer be trusted."""
-        self._residents.drop(request.resident.session_id)
+        self._residents.drop(request.resident)
         self.refuse(request.stream, request.handle, error)
 
-    def idle_sessions(self) -> list[str]:
-        """Returns the sessions that are here although no request is open on them."""
-        return self._residents.idle(self._busy())
+    def forget(self, session_id: str) -> None:
+        """Forgets a session, as soon as no request runs on it."""
+        self._residents.forget(session_id)
 
-    def forget(self, session_ids: Collection[str]) -> int:
-        """Forgets those of the sessions that are idle; returns how many."""
-        busy = self._busy()
-        num = sum(self._residents.drop(session_id) for session_id in session_ids if session_id not in busy)
-        self._load.num_cached_sessions = len(self._residents)
-        return num
+    def expire(self) -> None:
+        """Forgets the sessions that have been idle for too long."""
+        self._residents.expire()
+
+    def next_expiry_s(self) -> float | None:
+        """Returns the seconds until there is one to forget; None where none is idle."""
+        return self._residents.next_expiry_s()
 
     def notice_idle(self) -> None:
         """Completes `idle` where a drain has nothing to wait for any more."""
@@ -268,14 +265,13 @@ class Requests:
 
     def _take_over(self, session_id: str, salt: bytes) -> Resident:
         """Returns the session's resident; a request that still runs on it is fenced off."""
-        resident = self._residents.get(session_id)
+        for request in [item for item in self._requests.values() if item.resident.session_id == session_id]:
+            stream = request.stream
+            self.refuse(stream, request.handle, Fenced("a newer request took the session over"))
+        resident = self._residents.take(session_id)
         if resident is None:
             resident = Resident(session_id, self._model.new_cache(salt))
             self._residents.add(resident)
-            self._residents.evict(self._busy() | {session_id})
-        for request in [item for item in self._requests.values() if item.resident is resident]:
-            stream = request.stream
-            self.refuse(stream, request.handle, Fenced("a newer request took the session over"))
         return resident
 
     def _request(self, stream: Stream, handle: int) -> Request | None:
@@ -283,9 +279,6 @@ class Requests:
         if request is None:
             self._load.num_stale_messages += 1
         return request
-
-    def _busy(self) -> set[str]:
-        return {request.resident.session_id for request in self._requests.values()}
 
     def _check_node(self, node: ProposalNode) -> None:
         law = node.draft_distribution

@@ -137,8 +137,9 @@ def _command(requests: Requests, stream: Stream, frame: target_pb2.VerifyRequest
             wanted = frame.features
             return functools.partial(requests.give_features, stream, handle, tuple(wanted.layers), wanted.start)
         case "close":
-            close = functools.partial(requests.close, stream, handle, frame.close.committed_len)
-            return functools.partial(close, drop=frame.close.drop_kv_cache)
+            return functools.partial(requests.close, stream, handle, frame.close.committed_len)
+        case "forget":
+            return functools.partial(requests.forget, frame.forget.session_id)
         case _:
             raise InvalidArgument("frame has no content", "frame")
 
@@ -266,24 +267,3 @@ class TargetWorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
         for name, content in self._loaded.tokenizer.files.items():
             for start in range(0, len(content), _CHUNK_BYTES):
                 yield worker_pb2.GetTokenizerResponse(name=name, content=content[start : start + _CHUNK_BYTES])
-
-    async def ListIdleSessions(
-        self,
-        request: worker_pb2.ListIdleSessionsRequest,
-        context: grpc.aio.ServicerContext[worker_pb2.ListIdleSessionsRequest, worker_pb2.ListIdleSessionsResponse],
-    ) -> AsyncIterator[worker_pb2.ListIdleSessionsResponse]:
-        """Streams the names of idle sessions."""
-        for part in wire.idle_session_parts(await self._ask(self._engine.requests.idle_sessions)):
-            yield part
-
-    async def ForgetSessions(
-        self,
-        request: worker_pb2.ForgetSessionsRequest,
-        context: grpc.aio.ServicerContext[worker_pb2.ForgetSessionsRequest, worker_pb2.ForgetSessionsResponse],
-    ) -> worker_pb2.ForgetSessionsResponse:
-        """Forgets idle sessions."""
-        forget = functools.partial(self._engine.requests.forget, list(request.session_ids))
-        return worker_pb2.ForgetSessionsResponse(num_forgotten=await self._ask(forget))
-
-    async def _ask(self, question: Callable[[], T]) -> T:
-        return await asyncio.wrap_future(self._engine.ask(question))

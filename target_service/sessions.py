@@ -1,11 +1,11 @@
 """What a target knows of its sessions: resident tokens and KV caches, and the requests that run on them."""
 
 import dataclasses
-import time
 from collections import OrderedDict
 from dataclasses import dataclass, field
 
 from outrider.errors import Fenced, InvalidArgument, KVCacheMiss
+from outrider.idle_sessions import IdleSessions
 from outrider.lm.model import KVCache
 from outrider.parameters import AcceptanceRule, SamplingParameters
 from outrider.randomness import KeyedSource
@@ -31,7 +31,8 @@ class Resident:
     cache: KVCache
     token_ids: list[int] = field(default_factory=list)
     committed_len: int = 0
-    last_used: float = field(default_factory=time.monotonic)
+    is_gone: bool = False
+    """Whether it is forgotten as soon as no request runs on it."""
 
     def apply(self, span: TokenSpan, vocabulary_size: int, max_len: int) -> None:
         """Truncates to the span's start and appends it.
@@ -214,40 +215,59 @@ class FencingTokens:
 
 
 class Residents:
-    """All resident sessions, least recently used first, up to a number."""
+    """All resident sessions: those that a request runs on, and idle ones, up to a number and an age.
 
-    def __init__(self, max_residents: int) -> None:
-        self._residents: OrderedDict[str, Resident] = OrderedDict()
+    Args:
+        max_residents: sessions of both kinds; the least recently used idle ones go first.
+        idle_ttl_s: seconds that an idle session is kept.
+    """
+
+    def __init__(self, max_residents: int, idle_ttl_s: float) -> None:
         self._max_residents = max_residents
+        self._busy: dict[str, Resident] = {}
+        self._idle: IdleSessions[Resident] = IdleSessions(idle_ttl_s)
 
     def __len__(self) -> int:
-        return len(self._residents)
+        return len(self._busy) + len(self._idle)
 
-    def get(self, session_id: str) -> Resident | None:
-        """Returns a session, if it is here, and notes its use."""
-        resident = self._residents.get(session_id)
+    def take(self, session_id: str) -> Resident | None:
+        """Returns an idle session for a request, if it is here."""
+        resident = self._idle.pop(session_id)
         if resident is not None:
-            self._residents.move_to_end(session_id)
-            resident.last_used = time.monotonic()
+            self._busy[session_id] = resident
         return resident
 
     def add(self, resident: Resident) -> None:
-        """Takes a new session in."""
-        self._residents[resident.session_id] = resident
+        """Takes a new session in, for a request."""
+        self._busy[resident.session_id] = resident
+        self.expire()
 
-    def drop(self, session_id: str) -> bool:
-        """Forgets a session and gives back the memory of its KV cache; returns whether it was here."""
-        resident = self._residents.pop(session_id, None)
-        if resident is not None:
-            resident.cache.release()
-        return resident is not None
+    def rest(self, resident: Resident, length: int) -> None:
+        """Ends a request's use of a session, whose tokens up to position `length` are kept unless it is forgotten."""
+        resident.rest(length)
+        if self._busy.get(resident.session_id) is not resident:
+            return  # it was dropped
+        del self._busy[resident.session_id]
+        if not resident.is_gone:
+            self._idle.add(resident.session_id, resident)
+            self.expire()
 
-    def idle(self, busy: set[str]) -> list[str]:
-        """Returns the sessions that are not busy, least recently used first."""
-        return [session_id for session_id in self._residents if session_id not in busy]
+    def drop(self, resident: Resident) -> None:
+        """Forgets a session that a request runs on, and gives back the memory of its KV cache."""
+        self._busy.pop(resident.session_id, None)
+        resident.cache.release()
 
-    def evict(self, busy: set[str]) -> None:
-        """Forgets idle sessions, least recently used first, until the number holds."""
-        excess = len(self._residents) - self._max_residents
-        for session_id in self.idle(busy)[: max(0, excess)]:
-            self.drop(session_id)
+    def forget(self, session_id: str) -> None:
+        """Forgets a session, if it is here: at once where it is idle, else when its request ends."""
+        if (resident := self._busy.get(session_id)) is not None:
+            resident.is_gone = True
+        else:
+            self._idle.pop(session_id)
+
+    def expire(self) -> None:
+        """Forgets the idle sessions that are too old or too many; they hold no memory of the KV cache."""
+        self._idle.expire(self._max_residents - len(self._busy))
+
+    def next_expiry_s(self) -> float | None:
+        """Returns the seconds until an idle session gets too old; None where there is none."""
+        return self._idle.next_expiry_s()

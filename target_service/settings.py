@@ -33,6 +33,7 @@ class TargetSettings(ServingSettings):
     max_cached_sessions: int = Field(
         4096, ge=1, le=1 << 20, description="Sessions resident, generating or not, at most."
     )
+    idle_ttl_s: float = Field(900.0, gt=0, le=604800, description="Seconds that an idle session is remembered.")
     max_session_len: int = Field(
         32768, ge=2, le=1 << 24, description="Longest session in tokens; the model may allow less."
     )

@@ -11,7 +11,7 @@ from outrider.parameters import AcceptanceRule, SamplingParameters
 from outrider.serving.frames import FrameOutbox
 from outrider.serving.status import peer_errors
 from outrider.tokens import Base, TokenSpan
-from outrider.v1 import draft_pb2, worker_pb2
+from outrider.v1 import draft_pb2, tokens_pb2, worker_pb2
 from tests.draft_service.conftest import (
     LIMITS,
     TIMEOUT_S,
@@ -263,26 +263,19 @@ async def test_an_engine_that_fails_says_so_and_does_not_keep_a_drain_waiting() 
     engine.stop()
 
 
-async def test_idle_sessions_can_be_forgotten_and_open_ones_cannot(ngram_draft: RunningDraft) -> None:
+async def test_a_session_that_is_gone_is_forgotten_once_it_is_closed(ngram_draft: RunningDraft) -> None:
     client = ngram_draft.stream()
-    for session_id in ("a", "b", "c"):
-        handle, _ = await client.open(session_id)
-        await client.drafted(handle, [1, 2, 3, 1])
-        await client.send(close_frame(handle))
-    await client.open("b", fencing_token=2)
-    assert await listed(ngram_draft) == ["a", "c"]
-    forgotten = await ngram_draft.worker.ForgetSessions(
-        worker_pb2.ForgetSessionsRequest(session_ids=["c", "b", "nobody", "c"])
-    )
-    assert forgotten.num_forgotten == 1
-    assert await listed(ngram_draft) == ["a"]
-    _, opened = await client.open("c", fencing_token=2)
-    assert opened.opened.cached_len == 0
-    _, opened = await client.open("a", fencing_token=2)
-    assert opened.opened.cached_len == 4
-
-
-async def listed(draft: RunningDraft) -> list[str]:
-    """Returns the idle sessions, as the draft lists them."""
-    parts = draft.worker.ListIdleSessions(worker_pb2.ListIdleSessionsRequest())
-    return [session_id async for part in parts for session_id in part.session_ids]
+    handles = {}
+    for session_id in ("open", "gone", "kept"):
+        handles[session_id], _ = await client.open(session_id)
+        await client.drafted(handles[session_id], [1, 2, 3, 1])
+        if session_id != "open":
+            await client.send(close_frame(handles[session_id]))
+    gone = [tokens_pb2.ForgetSession(session_id=name) for name in ("gone", "open", "nobody")]
+    await client.send(*(draft_pb2.DraftRequestFrame(forget=item) for item in gone))
+    await ngram_draft.until(lambda: ngram_draft.engine.load.num_cached_sessions == 2)
+    assert await client.drafted(handles["open"], [1, 2, 3, 1, 2]), "it drafts as long as it is open"
+    await client.send(close_frame(handles["open"]))
+    await ngram_draft.until(lambda: ngram_draft.engine.load.num_cached_sessions == 1)
+    known = {name: (await client.open(name, fencing_token=2))[1].opened.cached_len for name in handles}
+    assert known == {"open": 0, "gone": 0, "kept": 4}

@@ -1,4 +1,4 @@
-"""A real kube-apiserver with its etcd, and as much of an administrator as discovery and elections need one."""
+"""A real kube-apiserver with its etcd, and as much of an administrator as discovery needs one."""
 
 import asyncio
 import base64
@@ -32,7 +32,6 @@ _ADMIN_TOKEN: Final = "admin"
 _TAIL_BYTES: Final = 2000
 _VERSION: Final = "v1beta1"
 _SLICES: Final = f"/apis/discovery.k8s.io/{_VERSION}/namespaces/{NAMESPACE}/endpointslices"
-_LEASES: Final = f"/apis/coordination.k8s.io/v1/namespaces/{NAMESPACE}/leases"
 # What the orchestrator's manifests have that the API server alone makes use of.
 _ACCESS: Final = {
     "ServiceAccount": f"/api/v1/namespaces/{NAMESPACE}/serviceaccounts",
@@ -150,8 +149,7 @@ class ControlPlane:
         if not self.is_as_it_was:
             await self.stop()
             await self.start()
-        for path in (_SLICES, _LEASES):
-            await self.call("DELETE", path)
+        await self.call("DELETE", _SLICES)
         await self.restore_access()
 
     def kubeconfig(self, folder: Path, *, address: str = "") -> Path:
@@ -205,11 +203,6 @@ class ControlPlane:
         """Gives the orchestrator's account what the manifests give it."""
         for item in self._manifests:
             await self._set(_ACCESS[item["kind"]], item)
-
-    async def lease(self, name: str) -> dict[str, Any]:
-        """Returns the specification of a Lease."""
-        found: dict[str, Any] = (await self.call("GET", f"{_LEASES}/{name}"))["spec"]
-        return found
 
     async def versions(self) -> list[str]:
         """Returns the versions of EndpointSlices that it offers."""

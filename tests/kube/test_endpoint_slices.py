@@ -13,7 +13,7 @@ from orchestrator.discovery.endpoint_slices import EndpointSlices
 from orchestrator.discovery.endpoints import Endpoint
 from tests.kube.control_plane import ControlPlane, RefusedError
 from tests.orchestrator.discovery.test_endpoint_slices import PLACE, Told, watching
-from tests.orchestrator.election.candidate import until
+from tests.orchestrator.stage import until
 
 pytestmark = pytest.mark.kube
 
@@ -133,7 +133,7 @@ async def test_the_account_may_do_nothing_else(server: ControlPlane) -> None:
         ("GET", f"/api/v1/namespaces/{NAMESPACE}/pods"),
         ("GET", f"/api/v1/namespaces/{NAMESPACE}/secrets"),
         ("GET", f"/apis/coordination.k8s.io/v1/namespaces/{NAMESPACE}/leases"),
-        ("GET", f"/apis/coordination.k8s.io/v1/namespaces/{NAMESPACE}/leases/another"),
+        ("POST", f"/apis/coordination.k8s.io/v1/namespaces/{NAMESPACE}/leases"),
     ):
         with pytest.raises(RefusedError) as caught:
             await server.call(method, path, token=server.token)

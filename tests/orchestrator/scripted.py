@@ -37,13 +37,7 @@ def continuation(tokens: list[int], num: int, next_token: NextToken = counting) 
 
 
 class ScriptedWorker(worker_pb2_grpc.WorkerServiceServicer):
-    """What both workers do: say who they are, and keep one outbox for each stream.
-
-    Attributes:
-        idle: names of the sessions that it says it keeps; None does not know of such a question.
-        num_looks: times that it was asked for them.
-        is_asked_in_vain: whether it never answers that.
-    """
+    """What both workers do: say who they are, and keep one outbox for each stream."""
 
     def __init__(self, name: str, role: worker_pb2.WorkerRole.ValueType) -> None:
         self.info = worker_pb2.GetInfoResponse(
@@ -64,9 +58,6 @@ class ScriptedWorker(worker_pb2_grpc.WorkerServiceServicer):
         self.frames: list[Any] = []
         self.refusals: list[OutriderError] = []
         self.answers_load = True
-        self.idle: list[str] | None = []
-        self.num_looks = 0
-        self.is_asked_in_vain = False
         self.changed = asyncio.Condition()
         self._outboxes: list[FrameOutbox[Any, Any]] = []
         self._server: grpc.aio.Server | None = None
@@ -92,24 +83,6 @@ class ScriptedWorker(worker_pb2_grpc.WorkerServiceServicer):
         for name, content in self.files.items():
             for start in range(0, len(content), 1000):
                 yield worker_pb2.GetTokenizerResponse(name=name, content=content[start : start + 1000])
-
-    async def ListIdleSessions(
-        self, request: worker_pb2.ListIdleSessionsRequest, context: grpc.aio.ServicerContext
-    ) -> AsyncIterator[worker_pb2.ListIdleSessionsResponse]:
-        self.num_looks += 1
-        if self.is_asked_in_vain:
-            await asyncio.Event().wait()
-        if self.idle is None:
-            await context.abort(grpc.StatusCode.UNIMPLEMENTED, "not known here")
-        for session_id in list(self.idle):
-            yield worker_pb2.ListIdleSessionsResponse(session_ids=[session_id])
-
-    async def ForgetSessions(
-        self, request: worker_pb2.ForgetSessionsRequest, context: grpc.aio.ServicerContext
-    ) -> worker_pb2.ForgetSessionsResponse:
-        known = self.idle or []
-        self.idle = [session_id for session_id in known if session_id not in request.session_ids]
-        return worker_pb2.ForgetSessionsResponse(num_forgotten=len(known) - len(self.idle))
 
     async def __aenter__(self) -> Self:
         await self.start()

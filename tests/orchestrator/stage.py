@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
 import grpc
@@ -148,6 +148,13 @@ def tokens_of(events: list[pb.GenerateResponse]) -> list[int]:
                 raise AssertionError(f"offset {event.delta.offset} behind {len(tokens)} tokens from {start}")
             tokens += event.delta.token_ids
     return tokens
+
+
+async def until(holds: Callable[[], bool], bound_s: float = 20.0) -> None:
+    """Returns once something holds."""
+    async with asyncio.timeout(bound_s):
+        while not holds():
+            await asyncio.sleep(0.01)
 
 
 async def early_in_a_minute() -> None:

@@ -13,9 +13,8 @@ from orchestrator.links import DRAFT, TARGET
 from orchestrator.pool import LinkPool
 from orchestrator.settings import OrchestratorSettings
 from outrider.errors import Unavailable
-from tests.orchestrator.election.candidate import until
 from tests.orchestrator.scripted import ScriptedDraft, ScriptedTarget, continuation
-from tests.orchestrator.stage import PROMPT, Orchestrator, asking, orchestrating, tokens_of
+from tests.orchestrator.stage import PROMPT, Orchestrator, asking, orchestrating, tokens_of, until
 
 EXPECTED = continuation(PROMPT, 20)
 

@@ -9,12 +9,13 @@ import pytest
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
 
+from bench.proxy import proxied
 from outrider.errors import DuplicateRequest, InvalidArgument, Overloaded, RequestNotFound, SessionBusy, SessionNotFound
 from outrider.serving.status import peer_errors
 from outrider.v1 import generation_pb2 as pb
 from outrider.v1 import tokens_pb2
-from tests.orchestrator.scripted import MAX_SESSION_LEN, VOCABULARY_SIZE, ScriptedTarget, continuation
-from tests.orchestrator.stage import PROMPT, Orchestrator, asking, orchestrating, text_of, tokens_of
+from tests.orchestrator.scripted import MAX_SESSION_LEN, VOCABULARY_SIZE, ScriptedDraft, ScriptedTarget, continuation
+from tests.orchestrator.stage import PROMPT, Orchestrator, asking, orchestrating, text_of, tokens_of, until
 
 TEMPLATE = (
     "{% for message in messages %}[{{ message['role'] }}]{{ message['content'] }}<|end|>{% endfor %}"
@@ -176,6 +177,40 @@ async def test_a_deleted_session_is_gone(orchestrator: Orchestrator) -> None:
         await orchestrator.session(session_id)
     events = await orchestrator.events(asking(session_id=session_id))
     assert events[0].accepted.session_len == 0
+
+
+async def test_workers_forget_a_deleted_session(
+    session_store_url: str, target: ScriptedTarget, draft: ScriptedDraft
+) -> None:
+    async with orchestrating(session_store_url, (target,), (draft,)) as orchestrator:
+        session_id = new_id()
+        await orchestrator.events(asking(session_id=session_id))
+        await orchestrator.stub.DeleteSession(pb.DeleteSessionRequest(session_id=session_id))
+        (name,) = {message.session_id for message in target.opened}
+        for worker in (target, draft):
+            assert [message.session_id for message in await worker.saw("forget")] == [name]
+        # Another one of the same name is another session.
+        await orchestrator.events(asking(session_id=session_id))
+        assert len({message.session_id for message in target.opened}) == 2
+
+
+async def test_workers_out_of_reach_do_not_hold_up_a_deletion(
+    session_store_url: str, target: ScriptedTarget, draft: ScriptedDraft
+) -> None:
+    async with (
+        proxied(target.address) as proxy,
+        orchestrating(session_store_url, (target,), (draft,), targets=(proxy.address,)) as orchestrator,
+    ):
+        session_id = new_id()
+        await orchestrator.events(asking(session_id=session_id))
+        await proxy.set_blackhole(up=True, down=True)
+        await draft.die()
+        await until(lambda: not orchestrator.replicas.drafts[0].is_up)
+        async with asyncio.timeout(1):
+            await orchestrator.stub.DeleteSession(pb.DeleteSessionRequest(session_id=session_id))
+        assert orchestrator.replicas.targets[0].is_up, "nobody has noticed yet that it hears nothing"
+        with pytest.raises(SessionNotFound):
+            await orchestrator.session(session_id)
 
 
 async def test_text_comes_in_whole_characters(speaker: Orchestrator) -> None:

@@ -237,23 +237,6 @@ async def test_deleting(store: SessionStore) -> None:
         await store.append(lease, 3, [4])
 
 
-async def test_workers_names_say_which_sessions_are_gone(store: SessionStore, valkey: EmbeddedValkey) -> None:
-    kept = (await store.begin(REQUEST)).record
-    others = [dataclasses.replace(REQUEST, session_id=session_id) for session_id in ("deleted", "expired", "anew")]
-    records = {request.session_id: (await store.begin(request)).record for request in others}
-    names = {session_id: record.worker_key for session_id, record in records.items()}
-    assert await store.gone([kept.worker_key, *names.values()]) == []
-    await store.delete("t", "deleted")
-    await store.delete("t", "anew")
-    anew = (await store.begin(others[2])).record
-    for key in raw(valkey).scan_iter("*:session"):
-        if raw(valkey).hget(key, "session_id") == b"expired":
-            raw(valkey).delete(key)
-    asked = [kept.worker_key, *names.values(), anew.worker_key, "", "0" * 64, "somebody-elses"]
-    assert await store.gone(asked) == list(names.values())
-    assert await store.gone([]) == []
-
-
 async def test_losing_everything_is_noticed(store: SessionStore, valkey: EmbeddedValkey) -> None:
     _, lease = await leased(store)
     raw(valkey).script_flush()

@@ -119,6 +119,19 @@ async def test_a_deadline_frees_the_workers_and_leaves_the_session_resumable(
     assert session.committed_len > 2
 
 
+async def test_workers_forget_a_deleted_session(stack: LocalStack, client: OutriderClient) -> None:
+    await _until_idle(stack)
+    workers = (*stack.targets, *stack.drafts)
+    before = [(await _load(worker.address)).num_cached_sessions for worker in workers]
+    await client.complete(GenerationRequest(token_ids=(1, 2), parameters=PARAMETERS, session_id="gone"), timeout_s=30)
+    await _until_idle(stack)
+    assert [(await _load(worker.address)).num_cached_sessions for worker in workers] == [num + 1 for num in before]
+    await client.delete_session("gone")
+    async with asyncio.timeout(5):
+        while [(await _load(worker.address)).num_cached_sessions for worker in workers] != before:
+            await asyncio.sleep(0.02)
+
+
 async def test_a_deleted_session_leaves_nothing_behind(client: OutriderClient) -> None:
     first = GenerationRequest(token_ids=(1, 2, 3), parameters=PARAMETERS, session_id="again", speculation=PLAIN)
     await client.complete(first, timeout_s=30)

@@ -4,7 +4,7 @@ import asyncio
 import dataclasses
 import math
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import pytest
 
@@ -13,6 +13,7 @@ from outrider.parameters import AcceptanceRule, FinishReason, SamplingParameters
 from outrider.randomness import KeyedSource
 from outrider.tokens import Base, NodeKind, ProposalNode, SparseDistribution, TokenLogprobs
 from outrider.v1 import target_pb2 as pb
+from outrider.v1 import tokens_pb2
 from outrider.verification import draft_rejection
 from target_service.servicer import TargetServicer
 from tests.target_service.conversation import Caller, model, target
@@ -149,29 +150,51 @@ async def test_a_session_continues_where_it_was_closed() -> None:
         assert warm == await caller.plain(3, longer, parameters, session="cold", stop_token_ids=())
 
 
-async def test_idle_sessions_can_be_forgotten_and_running_ones_cannot() -> None:
+async def until(holds: Callable[[], bool]) -> None:
+    async with asyncio.timeout(10):
+        while not holds():
+            await asyncio.sleep(0.005)
+
+
+async def test_a_session_that_is_gone_is_forgotten_once_its_request_ends() -> None:
     async with target() as (engine, caller):
-        for handle, session in enumerate(("a", "b", "c"), start=1):
-            await caller.plain(handle, PROMPT, SAMPLED, session=session, stop_token_ids=())
-        await caller.open(4, PROMPT, SAMPLED, session="b", fencing_token=2)
-        ask = lambda question: asyncio.wrap_future(engine.ask(question))  # noqa: E731
-        assert await ask(engine.requests.idle_sessions) == ["a", "c"]
-        assert await ask(lambda: engine.requests.forget(["c", "b", "nobody", "c"])) == 1
-        assert await ask(engine.requests.idle_sessions) == ["a"]
-        assert engine.load.num_cached_sessions == 2
-        opened = await caller.open(5, [*PROMPT, 1], SAMPLED, session="c", fencing_token=2)
+        await caller.plain(1, PROMPT, SAMPLED, session="gone", stop_token_ids=())
+        await caller.plain(2, PROMPT, SAMPLED, session="kept", stop_token_ids=())
+        await caller.open(3, PROMPT, SAMPLED, session="running", stop_token_ids=())
+        for session_id in ("gone", "running", "nobody"):
+            await caller.send(0, forget=tokens_pb2.ForgetSession(session_id=session_id))
+        await until(lambda: engine.load.num_cached_sessions == 2)
+        await caller.span(3, 0, PROMPT)
+        output = [token_id async for verdict in caller.verdicts(3) for token_id in verdict.token_ids]
+        assert len(output) == 40, "it runs as long as it is open"
+        await caller.send(3, close=pb.VerifyClose(committed_len=len(PROMPT) + len(output)))
+        await until(lambda: engine.load.num_cached_sessions == 1)
+        for handle, (session_id, known_len) in enumerate({"gone": 0, "running": 0, "kept": len(PROMPT)}.items(), 4):
+            opened = await caller.open(handle, [*PROMPT, 1], SAMPLED, session=session_id, fencing_token=2)
+            assert opened.opened.cached_len == known_len, session_id
+
+
+async def test_an_idle_session_is_forgotten_when_it_gets_too_old() -> None:
+    async with target(idle_ttl_s=0.3) as (engine, caller):
+        await caller.plain(1, PROMPT, SAMPLED, session="idle", stop_token_ids=())
+        await caller.open(2, PROMPT, SAMPLED, session="waiting", stop_token_ids=())
+        await until(lambda: engine.load.num_cached_sessions == 2)
+        idle_since = asyncio.get_running_loop().time()
+        await until(lambda: engine.load.num_cached_sessions == 1)
+        assert asyncio.get_running_loop().time() - idle_since > 0.1
+        opened = await caller.open(3, [*PROMPT, 1], SAMPLED, session="idle", fencing_token=2)
         assert opened.opened.cached_len == 0
-        opened = await caller.open(6, [*PROMPT, 1], SAMPLED, session="a", fencing_token=2)
-        assert opened.opened.cached_len == len(PROMPT)
 
 
-async def test_whoever_asks_the_engine_may_lose_patience() -> None:
-    async with target() as (engine, caller):
-        answers = [engine.ask(engine.requests.idle_sessions) for _ in range(100)]
-        for answer in answers:
-            answer.cancel()
-        assert len(await caller.plain(1, PROMPT, GREEDY, stop_token_ids=())) == 40
-        assert engine.is_alive
+async def test_a_session_ages_while_others_are_busy() -> None:
+    """Each pass looks at the oldest one only, so that a target that never sleeps forgets too."""
+    async with target(idle_ttl_s=0.1) as (engine, caller):
+        await caller.plain(1, PROMPT, SAMPLED, session="idle", stop_token_ids=())
+        endless = dataclasses.replace(SAMPLED, max_tokens=1_000_000)
+        await caller.open(2, PROMPT, endless, session="busy", window=1_000_000, stop_token_ids=())
+        await caller.span(2, 0, PROMPT)
+        await until(lambda: engine.load.num_cached_sessions == 1)
+        assert engine.num_requests == 1
 
 
 async def test_nothing_is_said_before_the_span_has_come() -> None:

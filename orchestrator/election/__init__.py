@@ -1,1 +1,0 @@
-"""Which of the orchestrators does what only one of them should."""
