@@ -12,8 +12,8 @@ from outrider.drafters.loading import load_drafter
 from outrider.serving.metrics import new_registry
 from outrider.serving.server import Server, favour_engine, run_process
 from outrider.serving.settings import load_settings
+from outrider.serving.spans import export_spans
 from outrider.serving.telemetry import configure_logging
-from outrider.serving.tracing import new_tracer
 from outrider.v1.draft_pb2_grpc import add_DraftServiceServicer_to_server
 from outrider.v1.worker_pb2_grpc import add_WorkerServiceServicer_to_server
 
@@ -28,8 +28,8 @@ async def serve(settings: DraftSettings) -> None:
     with ThreadPoolExecutor(max_workers=1) as loader:
         drafter = await loop.run_in_executor(loader, load_drafter, settings)
     favour_engine()
-    tracer = new_tracer(settings.otlp_endpoint, "draft")
-    engine = Engine(drafter, _limits(settings), lambda: loop.call_soon_threadsafe(server.request_stop), tracer)
+    end_export = export_spans(settings.otlp_endpoint, "draft")
+    engine = Engine(drafter, _limits(settings), lambda: loop.call_soon_threadsafe(server.request_stop))
     registry = new_registry("draft")
     watch(registry, engine, settings)
     servicer = DraftServicer(engine, drafter.info)
@@ -50,7 +50,7 @@ async def serve(settings: DraftSettings) -> None:
         await server.run()
     finally:
         engine.stop()
-        await asyncio.to_thread(tracer.close)
+        await asyncio.to_thread(end_export)
 
 
 def main() -> None:

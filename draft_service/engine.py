@@ -31,7 +31,7 @@ from draft_service.sessions import Session, Sessions
 from outrider.drafters.drafter import Drafter, OpenProposal
 from outrider.drafters.stepping import SentProposal, Stepper
 from outrider.errors import Draining, Fenced, OutriderError
-from outrider.serving.tracing import NoTracer, SpanKind, Tracer
+from outrider.serving.spans import TRACER, context_of, fail
 
 _LOG: Final = logging.getLogger(__name__)
 _MAX_WAITING_COMMANDS: Final = 4096
@@ -143,7 +143,6 @@ class Engine:
         drafter: what drafts; used in that thread only, but for its `info`.
         limits: what the engine may hold.
         on_failure: called, in that thread, when an error that is no session's ends it.
-        tracer: traces requests.
     """
 
     def __init__(
@@ -151,10 +150,8 @@ class Engine:
         drafter: Drafter,
         limits: EngineLimits,
         on_failure: Callable[[], object] = lambda: None,
-        tracer: Tracer | None = None,
     ) -> None:
         self._drafter = drafter
-        self._tracer = tracer or NoTracer()
         self._limits = limits
         self._on_failure = on_failure
         self._inbox: Inbox[Command] = Inbox(_MAX_WAITING_COMMANDS)
@@ -280,12 +277,10 @@ class Engine:
             self._replies[lost.seat.stream].append(Refused(lost.seat.handle, error))
         _end_span(session, Fenced.reason)
         session.num_sent = 0
-        session.span = self._tracer.start(
+        session.span = TRACER.start_span(
             "draft",
-            SpanKind.INTERNAL,
-            command.traceparent,
-            request_id=command.request_id,
-            known_len=len(session.token_ids),
+            context_of(command.traceparent),
+            attributes={"outrider.request_id": command.request_id, "outrider.known_len": len(session.token_ids)},
         )
         features_len = self._drafter.resume(session.session_id)
         self._replies[command.seat.stream].append(Opened(command.seat.handle, len(session.token_ids), features_len))
@@ -397,4 +392,9 @@ class Engine:
 
 def _end_span(session: Session, error: str = "") -> None:
     """Ends the span of the request that a session was open for, if there is one that has not ended."""
-    session.span.end(error, num_nodes=session.num_sent)
+    if not session.span.is_recording():
+        return
+    session.span.set_attribute("outrider.num_nodes", session.num_sent)
+    if error:
+        fail(session.span, error)
+    session.span.end()

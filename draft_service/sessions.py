@@ -5,11 +5,12 @@ from array import array
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from opentelemetry import trace
+
 from draft_service.commands import ReplyStream, Seat
 from outrider.drafters.drafter import DraftTerms
 from outrider.errors import Fenced, InvalidArgument, KVCacheMiss, Overloaded, SessionNotFound
 from outrider.idle_sessions import IdleSessions
-from outrider.serving.tracing import NoSpan, Span
 from outrider.tokens import TokenSpan
 
 
@@ -35,7 +36,7 @@ class Session:
     seat: Seat | None = None
     token_ids: "array[int]" = field(default_factory=lambda: array("I"))
     num_feature_frames: int = 0
-    span: Span = field(default_factory=NoSpan)
+    span: trace.Span = trace.INVALID_SPAN
     num_sent: int = 0
     is_gone: bool = False
 

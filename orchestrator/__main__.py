@@ -14,8 +14,8 @@ from orchestrator.tenants import Tenants
 from outrider.serving.metrics import new_registry
 from outrider.serving.server import Server, run_process
 from outrider.serving.settings import load_settings
+from outrider.serving.spans import export_spans
 from outrider.serving.telemetry import configure_logging
-from outrider.serving.tracing import new_tracer
 from outrider.v1.generation_pb2_grpc import add_GenerationServiceServicer_to_server
 
 
@@ -35,8 +35,8 @@ async def serve(settings: OrchestratorSettings) -> None:
     registry = new_registry("orchestrator")
     metrics = OrchestratorMetrics(registry)
     metrics.watch(admission, replicas)
-    tracer = new_tracer(settings.otlp_endpoint, "orchestrator")
-    servicer = GenerationServicer(Services(store, replicas, settings, metrics, tracer), admission, tenants, quotas)
+    end_export = export_spans(settings.otlp_endpoint, "orchestrator")
+    servicer = GenerationServicer(Services(store, replicas, settings, metrics), admission, tenants, quotas)
     server = Server(
         settings,
         name="orchestrator",
@@ -52,7 +52,7 @@ async def serve(settings: OrchestratorSettings) -> None:
         await servicer.settle()
         await replicas.stop()
         await store.close()
-        await asyncio.to_thread(tracer.close)
+        await asyncio.to_thread(end_export)
 
 
 def main() -> None:

@@ -12,6 +12,8 @@ from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
+from opentelemetry.trace import Span
+
 from orchestrator.draft_session import DraftSession
 from orchestrator.metrics import OrchestratorMetrics
 from orchestrator.output import OutputText
@@ -36,7 +38,7 @@ from outrider.errors import (
 )
 from outrider.parameters import FinishReason
 from outrider.serving.frames import MAX_FRAME_BYTES_PER_MESSAGE
-from outrider.serving.tracing import NoTracer, Span, Tracer, log_fields
+from outrider.serving.spans import log_fields, traceparent_of
 from outrider.v1 import draft_pb2, generation_pb2, target_pb2, tokens_pb2
 
 _LOG: Final = logging.getLogger(__name__)
@@ -56,7 +58,6 @@ class Services:
     replicas: Replicas
     settings: OrchestratorSettings
     metrics: OrchestratorMetrics
-    tracer: Tracer = field(default_factory=NoTracer)
 
 
 @dataclass(slots=True)
@@ -107,7 +108,7 @@ class Generation:
         self._span = span
         # For what is logged where a worker's stream is read: there the request's own fields are not known.
         ids = {"request_id": record.request_id, "session_id": record.session_id, "tenant": record.tenant}
-        self._ids = {**ids, **log_fields(span.traceparent)}
+        self._ids = {**ids, **log_fields(span)}
         self._committed_len = record.committed_len
         self._target: TargetSession | None = None
         self._target_error: OutriderError | None = None
@@ -257,7 +258,7 @@ class Generation:
         known = self._tokens.until(self._committed_len)
         await self._store.restore(self._record, self._lease, known.start, known.token_ids)
         self._tally.fallback("session_restored")
-        self._span.event("session_restored")
+        self._span.add_event("session_restored")
         _LOG.warning("the session store had lost a session, which was written again")
 
     # What workers say; called in the event loop, never waits.
@@ -319,7 +320,7 @@ class Generation:
 
     def _on_draft_lost(self, draft: DraftSession, error: OutriderError) -> None:
         self._tally.fallback(f"draft_{error.reason.lower()}")
-        self._span.event("draft_lost", address=draft.link.address, reason=error.reason)
+        self._span.add_event("draft_lost", {"server.address": draft.link.address, "outrider.reason": error.reason})
         about = {**self._ids, "worker": draft.link.address, "reason": error.reason}
         _LOG.info("draft lost, going on without", extra=about)
         if not isinstance(error, Fenced):
@@ -348,7 +349,7 @@ class Generation:
         if self._left is not None and self._left[0] != link.address:
             self._metrics.target_changes.labels(self._left[1]).inc()
         self._left = None
-        self._span.event("target", address=link.address)
+        self._span.add_event("target", {"server.address": link.address})
         self._tally.target(link.info.numerics if link.info else "")
         if self._draft is not None:
             self._draft.on_new_target()
@@ -367,7 +368,7 @@ class Generation:
         self._failing_since = self._failing_since or now
         if isinstance(error, _FINAL) or now - self._failing_since > self._settings.failover_timeout_s:
             raise error
-        self._span.event("target_lost", reason=error.reason)
+        self._span.add_event("target_lost", {"outrider.reason": error.reason})
         _LOG.warning("target lost, going on elsewhere", extra={"reason": error.reason})
 
     def _verify_open(self) -> target_pb2.VerifyOpen:
@@ -384,7 +385,7 @@ class Generation:
             cache_salt=self._record.cache_salt,
             feature_layers=self._draft.feature_layers if self._draft else (),
             request_id=self._record.request_id,
-            traceparent=self._span.traceparent,
+            traceparent=traceparent_of(self._span),
         )
 
     def _speculation_settings(self) -> target_pb2.SpeculationSettings:
@@ -432,7 +433,7 @@ class Generation:
             self._tally.fallback("no_draft")
             return
         self._draft, self._draft_is_proved = draft, False
-        self._span.event("draft", address=link.address)
+        self._span.add_event("draft", {"server.address": link.address})
 
     def _draft_open(self) -> draft_pb2.DraftOpen:
         target = self._target.link.info if self._target else None
@@ -448,7 +449,7 @@ class Generation:
             cache_salt=self._record.cache_salt,
             draft_p_min=self._choice.draft_p_min,
             request_id=self._record.request_id,
-            traceparent=self._span.traceparent,
+            traceparent=traceparent_of(self._span),
         )
 
     # What clients see.

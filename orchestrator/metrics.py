@@ -7,6 +7,8 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Final
 
+from opentelemetry import trace
+from opentelemetry.trace import Span
 from prometheus_client import CollectorRegistry, Counter, Histogram, Metric
 from prometheus_client.core import GaugeMetricFamily
 
@@ -15,7 +17,7 @@ from orchestrator.replicas import Replicas
 from outrider import wire
 from outrider.errors import OutriderError
 from outrider.serving.metrics import LATENCY_BUCKETS_S, PREFIX, STEP_BUCKETS_S, Readings, gauge
-from outrider.serving.tracing import NoSpan, Span
+from outrider.serving.spans import fail
 from outrider.v1 import generation_pb2
 
 _LOG: Final = logging.getLogger(__name__)
@@ -87,9 +89,9 @@ class OrchestratorMetrics:
         self._registry.register(Readings(lambda: _present(admission, replicas)))
 
     @contextmanager
-    def request(self, span: Span | None = None) -> Iterator["RequestTimes"]:
+    def request(self, span: Span = trace.INVALID_SPAN) -> Iterator["RequestTimes"]:
         """Counts and times one request: the block is its life. `span` is of its trace, and ends with it."""
-        times = RequestTimes(self, span or NoSpan())
+        times = RequestTimes(self, span)
         try:
             yield times
         except OutriderError as error:
@@ -127,13 +129,14 @@ class RequestTimes:
     def admitted(self, *, is_resumed: bool) -> None:
         """Notes that its turn has come; `is_resumed` where a client takes a stream up again."""
         self._metrics.queue_time.observe(time.monotonic() - self._arrived)
-        self._span.event("admitted", is_resumed=is_resumed)
+        self._span.add_event("admitted", {"outrider.is_resumed": is_resumed})
         if is_resumed:
             self._metrics.resumes.inc()
 
     def begun(self, num_prompt_tokens: int) -> None:
         """Notes that the request is a new one, with a prompt of so many tokens."""
         self._counts["num_prompt_tokens"] = num_prompt_tokens
+        self._span.set_attribute("gen_ai.usage.input_tokens", num_prompt_tokens)
         self._metrics.prompt_tokens.inc(num_prompt_tokens)
 
     def event(self, event: generation_pb2.GenerateResponse) -> None:
@@ -153,7 +156,11 @@ class RequestTimes:
         metrics.duration.observe(duration_s)
         if self._num_later:
             metrics.per_token.observe((self._last - self._first) / self._num_later)
-        self._span.end(outcome if self.is_refused else "", outcome=outcome, **self._counts)
+        num_output_tokens = self._counts["num_output_tokens"]
+        self._span.set_attributes({"outrider.outcome": outcome, "gen_ai.usage.output_tokens": num_output_tokens})
+        if self.is_refused:
+            fail(self._span, outcome)
+        self._span.end()
         _LOG.info("request ended", extra={"outcome": outcome, "duration_s": round(duration_s, 3), **self._counts})
 
     def _tokens(self, num: int, num_new: int) -> None:
@@ -169,7 +176,7 @@ class RequestTimes:
         else:
             self._first = now
             self._metrics.first_token.observe(now - self._arrived)
-            self._span.event("first_token")
+            self._span.add_event("first_token")
         self._last = now
 
 

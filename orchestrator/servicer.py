@@ -7,6 +7,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Iterable
 from contextlib import aclosing
 
 import grpc
+from opentelemetry.trace import Span, SpanKind
 
 from orchestrator.admission import Admission
 from orchestrator.generation import Generation, Services
@@ -20,8 +21,8 @@ from orchestrator.tenants import Tenants
 from orchestrator.tokenizer import Tokenizer
 from outrider import wire
 from outrider.errors import DataLoss, InvalidArgument, SessionNotFound, Unavailable
+from outrider.serving.spans import TRACER, context_of, log_fields
 from outrider.serving.telemetry import add_log_fields
-from outrider.serving.tracing import Span, SpanKind, log_fields
 from outrider.v1 import generation_pb2, generation_pb2_grpc, worker_pb2
 
 
@@ -52,14 +53,14 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
     ) -> AsyncIterator[generation_pb2.GenerateResponse]:
         """Streams a continuation."""
         metadata = context.invocation_metadata()
-        span = self._services.tracer.start("generate", SpanKind.SERVER, _traceparent(metadata))
-        add_log_fields(**log_fields(span.traceparent))
+        span = TRACER.start_span("generate", context_of(_traceparent(metadata)), SpanKind.SERVER)
+        add_log_fields(**log_fields(span))
         with self._services.metrics.request(span) as times:
             tenant = self._tenants.of(metadata)
             checked = check_request(request, tenant.name, self._services.settings)
             ids = {"request_id": checked.request_id, "session_id": checked.session_id, "tenant": tenant.name}
             add_log_fields(**ids)
-            span.set(**ids)
+            span.set_attributes({f"outrider.{name}": value for name, value in ids.items()})
             async with self._admission.turn(), self._quotas.stream(tenant, checked.session_id) as usage:
                 times.admitted(is_resumed=checked.resume_offset is not None)
                 link = await self._services.replicas.target("")

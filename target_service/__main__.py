@@ -18,8 +18,8 @@ from outrider.lm.ranks import Ranks, num_ranks
 from outrider.serving.metrics import new_registry
 from outrider.serving.server import Server, favour_engine, run_process
 from outrider.serving.settings import load_settings
+from outrider.serving.spans import export_spans
 from outrider.serving.telemetry import configure_logging
-from outrider.serving.tracing import new_tracer
 from outrider.v1.target_pb2_grpc import add_TargetServiceServicer_to_server
 from outrider.v1.worker_pb2_grpc import add_WorkerServiceServicer_to_server
 from target_service.block_store import BlockStore
@@ -90,8 +90,8 @@ async def lead(loaded: LoadedModel, settings: TargetSettings, draft: ColocatedDr
     """Serves a model that is ready."""
     # Without its engine the process can only hold sessions up: gone at once, they go on elsewhere.
     blocks = remote_blocks(loaded.model, settings)
-    tracer = new_tracer(settings.otlp_endpoint, "target")
-    engine = Engine(loaded.model, settings, blocks, draft, lambda: os._exit(os.EX_SOFTWARE), tracer)
+    end_export = export_spans(settings.otlp_endpoint, "target")
+    engine = Engine(loaded.model, settings, blocks, draft, lambda: os._exit(os.EX_SOFTWARE))
     registry = new_registry("target")
     watch(registry, engine, loaded.model, settings)
     engine.start()
@@ -112,7 +112,7 @@ async def lead(loaded: LoadedModel, settings: TargetSettings, draft: ColocatedDr
         await server.run()
     finally:
         engine.stop()
-        await asyncio.to_thread(tracer.close)
+        await asyncio.to_thread(end_export)
         if blocks is not None:
             blocks.close()
 

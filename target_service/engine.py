@@ -19,7 +19,6 @@ from outrider.errors import Draining, OutriderError
 from outrider.experience import Experience
 from outrider.lm.model import LanguageModel
 from outrider.pass_times import PassTimes
-from outrider.serving.tracing import NoTracer, Tracer
 from target_service.colocated import ColocatedDraft
 from target_service.counters import EngineLoad
 from target_service.features import FeatureSender
@@ -47,7 +46,6 @@ class Engine:
         blocks: its KV blocks in Redis; None where there are none.
         draft: drafts within this process; None where none does.
         on_failure: called, in the engine's thread, when an error that is no session's ends it.
-        tracer: traces requests.
     """
 
     def __init__(
@@ -57,7 +55,6 @@ class Engine:
         blocks: RemoteBlocks | None = None,
         draft: ColocatedDraft | None = None,
         on_failure: Callable[[], object] = lambda: None,
-        tracer: Tracer | None = None,
     ) -> None:
         self._model = model
         self._blocks = blocks
@@ -95,7 +92,6 @@ class Engine:
             self._features,
             self._restore,
             self.max_len,
-            tracer or NoTracer(),
         )
 
     def start(self) -> None:
@@ -301,7 +297,7 @@ class Engine:
         )
         self.load.note_round(result, about, waited=waited, does_without=speculation.does_without)
         if not request.sums.num_rounds:
-            request.span.event("first_token")
+            request.span.add_event("first_token")
         request.sums.add(result, about)
         request.num_recomputed = speculation.num_proposed = 0
         request.stream.verdict(request.handle, base, result, about)

@@ -11,7 +11,7 @@ from outrider.errors import Draining, Fenced, InvalidArgument, ModelUnsupported,
 from outrider.experience import Experience
 from outrider.lm.model import LanguageModel
 from outrider.randomness import KeyedSource
-from outrider.serving.tracing import SpanKind, Tracer
+from outrider.serving.spans import TRACER, context_of
 from outrider.tokens import ProposalNode, ProposalPart, TokenSpan
 from target_service.counters import EngineLoad
 from target_service.features import FeatureSender
@@ -35,7 +35,6 @@ class Requests:
         features: sends what drafts ask for.
         restore: has what is missing of a request's KV cache fetched, if that pays.
         max_len: longest session, in tokens.
-        tracer: traces requests.
 
     Attributes:
         is_draining: whether new requests are refused. From any thread.
@@ -51,7 +50,6 @@ class Requests:
         features: FeatureSender,
         restore: Callable[[Request], None],
         max_len: int,
-        tracer: Tracer,
     ) -> None:
         self._model = model
         self._settings = settings
@@ -60,7 +58,6 @@ class Requests:
         self._features = features
         self._restore = restore
         self._max_len = max_len
-        self._tracer = tracer
         self._residents = Residents(settings.max_cached_sessions, settings.idle_ttl_s)
         self._fencing = FencingTokens()
         self._requests: dict[tuple[int, int], Request] = {}
@@ -125,8 +122,10 @@ class Requests:
             ),
             cache_salt=command.cache_salt,
             request_id=command.request_id,
-            span=self._tracer.start(
-                "verify", SpanKind.INTERNAL, command.traceparent, request_id=command.request_id, cached_len=cached_len
+            span=TRACER.start_span(
+                "verify",
+                context_of(command.traceparent),
+                attributes={"outrider.request_id": command.request_id, "outrider.cached_len": cached_len},
             ),
         )
         stream.opened(handle, cached_len)

@@ -1,16 +1,16 @@
 """What a target knows of its sessions: resident tokens and KV caches, and the requests that run on them."""
 
-import dataclasses
 from collections import OrderedDict
 from dataclasses import dataclass, field
+
+from opentelemetry import trace
 
 from outrider.errors import Fenced, InvalidArgument, KVCacheMiss
 from outrider.idle_sessions import IdleSessions
 from outrider.lm.model import KVCache
 from outrider.parameters import AcceptanceRule, SamplingParameters
 from outrider.randomness import KeyedSource
-from outrider.serving import tracing
-from outrider.serving.tracing import NoSpan, Span
+from outrider.serving import spans
 from outrider.tokens import Base, TokenSpan
 from target_service.results import RoundAbout, RoundResult
 from target_service.speculation import Speculation
@@ -89,6 +89,19 @@ class RoundSums:
     wait_s: float = 0.0
     queue_s: float = 0.0
 
+    @property
+    def attributes(self) -> dict[str, int | float]:
+        """Them, as a span has them."""
+        return {
+            "outrider.num_rounds": self.num_rounds,
+            "gen_ai.usage.output_tokens": self.num_output_tokens,
+            "outrider.num_draft_tokens": self.num_draft_tokens,
+            "outrider.num_accepted": self.num_accepted,
+            "outrider.model_s": self.model_s,
+            "outrider.wait_s": self.wait_s,
+            "outrider.queue_s": self.queue_s,
+        }
+
     def add(self, result: RoundResult, about: RoundAbout) -> None:
         """Adds a round."""
         self.num_rounds += 1
@@ -145,7 +158,7 @@ class Request:
     num_recomputed: int = 0
     finished: bool = False
     request_id: str = ""
-    span: Span = field(default_factory=NoSpan)
+    span: trace.Span = trace.INVALID_SPAN
     sums: RoundSums = field(default_factory=RoundSums)
 
     @property
@@ -174,11 +187,14 @@ class Request:
     def log_fields(self) -> dict[str, str]:
         """What records that are about it have."""
         ids = {"request_id": self.request_id, "session": self.resident.session_id}
-        return {**ids, **tracing.log_fields(self.span.traceparent)}
+        return {**ids, **spans.log_fields(self.span)}
 
     def end(self, error: str = "") -> None:
         """Ends its span: it runs no more, because of `error` where that is not empty."""
-        self.span.end(error, **dataclasses.asdict(self.sums))
+        self.span.set_attributes(self.sums.attributes)
+        if error:
+            spans.fail(self.span, error)
+        self.span.end()
 
     @property
     def room(self) -> int:

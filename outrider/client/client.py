@@ -10,16 +10,18 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Self, TypeVar
 
 from grpc import aio
+from opentelemetry import trace
 
+import outrider
 from outrider.client.events import Event, Generation
 from outrider.client.request import GenerationRequest
 from outrider.client.retry import Attempts, Deadline, RetryPolicy, is_transient
 from outrider.client.stream import ResumableStream
 from outrider.errors import InvalidArgument, OutriderError
 from outrider.serving.channel import open_channel
+from outrider.serving.spans import fail, traceparent_of
 from outrider.serving.status import error_from_rpc
 from outrider.serving.tls import TlsFiles
-from outrider.serving.tracing import Span, SpanKind, ambient_tracer
 from outrider.v1 import generation_pb2 as pb
 from outrider.v1.generation_pb2_grpc import GenerationServiceStub
 
@@ -177,20 +179,23 @@ def _connect(tls: TlsFiles | None, address: str) -> aio.Channel:
 
 
 @contextmanager
-def _traced() -> Iterator[Span]:
+def _traced() -> Iterator[trace.Span]:
     """Makes the block a span of the trace that the program is in, where it traces at all."""
-    span = ambient_tracer().start("outrider.generate", SpanKind.CLIENT)
+    # Of the provider that the program has now; where it has none, the span is nothing.
+    tracer = trace.get_tracer("outrider", outrider.__version__)
+    span = tracer.start_span("outrider.generate", kind=trace.SpanKind.CLIENT)
     try:
         yield span
     except OutriderError as error:
-        span.end(error.reason)
+        fail(span, error.reason)
         raise
     finally:
         span.end()
 
 
-def _trace_context(span: Span) -> tuple[tuple[str, str], ...]:
-    return (("traceparent", span.traceparent),) if span.traceparent else ()
+def _trace_context(span: trace.Span) -> tuple[tuple[str, str], ...]:
+    traceparent = traceparent_of(span)
+    return (("traceparent", traceparent),) if traceparent else ()
 
 
 def _authorization(token: str) -> tuple[tuple[str, str], ...]:

@@ -7,13 +7,13 @@ from contextlib import aclosing
 from typing import TYPE_CHECKING
 
 from grpc import aio
+from opentelemetry.trace import Span
 
 from outrider.client.events import Accepted, Delta, Event, Finished, event_from_message
 from outrider.client.request import GenerationRequest
 from outrider.client.retry import Attempts, is_transient
 from outrider.errors import DataLoss, OutriderError, RequestNotFound, SessionBusy, SessionNotFound, Unavailable
 from outrider.serving.status import error_from_rpc
-from outrider.serving.tracing import Span
 
 if TYPE_CHECKING:
     from outrider.v1.generation_pb2_grpc import GenerationServiceAsyncStub
@@ -100,7 +100,7 @@ class ResumableStream:
     async def _recover(self, error: OutriderError) -> None:
         may_be_ours = self._accepted is None and self._is_ambiguous and self._reinterpret(error)
         await self._attempts.failed(error, retry=may_be_ours or is_transient(error))
-        self._span.event("retry", reason=error.reason, num_tokens=self._num_tokens)
+        self._span.add_event("retry", {"outrider.reason": error.reason, "outrider.num_tokens": self._num_tokens})
         self._is_ambiguous = True
 
     def _reinterpret(self, error: OutriderError) -> bool:
