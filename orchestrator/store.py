@@ -313,11 +313,7 @@ async def _named(call: Awaitable[T]) -> T:
 
 def _keys(tenant: str, session_id: str) -> tuple[str, str, str]:
     tag = session_tag(tenant, session_id)
-    return _session_key(tag), f"outrider:{{{tag}}}:log", f"outrider:{{{tag}}}:deleted"
-
-
-def _session_key(tag: str) -> str:
-    return f"outrider:{{{tag}}}:session"
+    return f"outrider:{{{tag}}}:session", f"outrider:{{{tag}}}:log", f"outrider:{{{tag}}}:deleted"
 
 
 def _packed(token_ids: Sequence[int]) -> bytes:

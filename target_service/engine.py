@@ -11,7 +11,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from typing import Final, TypeVar
+from typing import Final
 
 import torch
 
@@ -33,8 +33,6 @@ from target_service.settings import TargetSettings
 
 _LOG: Final = logging.getLogger(__name__)
 _FLUSH_S: Final = 2.0
-
-T = TypeVar("T")
 
 
 class Engine:

@@ -8,7 +8,7 @@ import logging
 import math
 import time
 from collections.abc import AsyncIterator, Callable, Mapping
-from typing import Final, TypeVar
+from typing import Final
 
 import grpc
 
@@ -27,8 +27,6 @@ from target_service.stream import OpenCommand, Stream
 _LOG: Final = logging.getLogger(__name__)
 _CHUNK_BYTES: Final = 1 << 20
 _MAX_WAIT_S: Final = 60.0
-
-T = TypeVar("T")
 
 _GENTLE: Final[Mapping[str | None, Callable[[Requests, Stream, int, Exception], None]]] = {
     "proposal": Requests.refuse_proposal,

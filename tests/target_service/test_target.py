@@ -176,12 +176,11 @@ async def test_a_session_that_is_gone_is_forgotten_once_its_request_ends() -> No
 
 async def test_an_idle_session_is_forgotten_when_it_gets_too_old() -> None:
     async with target(idle_ttl_s=0.3) as (engine, caller):
-        await caller.plain(1, PROMPT, SAMPLED, session="idle", stop_token_ids=())
-        await caller.open(2, PROMPT, SAMPLED, session="waiting", stop_token_ids=())
-        await until(lambda: engine.load.num_cached_sessions == 2)
-        idle_since = asyncio.get_running_loop().time()
+        await caller.open(1, PROMPT, SAMPLED, session="waiting", stop_token_ids=())
+        began = asyncio.get_running_loop().time()
+        await caller.plain(2, PROMPT, SAMPLED, session="idle", stop_token_ids=())
         await until(lambda: engine.load.num_cached_sessions == 1)
-        assert asyncio.get_running_loop().time() - idle_since > 0.1
+        assert asyncio.get_running_loop().time() - began >= 0.3
         opened = await caller.open(3, [*PROMPT, 1], SAMPLED, session="idle", fencing_token=2)
         assert opened.opened.cached_len == 0
 
