@@ -13,7 +13,6 @@ from contextlib import AsyncExitStack, aclosing, asynccontextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Final
-from urllib.parse import urlsplit
 
 from bench.models import served_name
 from bench.progress import progress
@@ -120,9 +119,9 @@ async def _stack(options: Options, mode: str, bandwidth: float) -> AsyncIterator
     """A stack of two targets whose blocks are behind a link."""
     async with AsyncExitStack() as exits:
         server = exits.enter_context(EmbeddedValkey(durable=False, max_memory_bytes=_STORE_BYTES, evicts=True))
-        proxy = await exits.enter_async_context(proxied(urlsplit(server.url).netloc))
+        proxy = await exits.enter_async_context(proxied(server.address))
         proxy.up, proxy.down = Link(bytes_per_s=1e6 * bandwidth), Link(bytes_per_s=1e6 * bandwidth)
-        url = f"redis://{proxy.address}/0" if bandwidth else server.url
+        url = server.url_by(proxy.address) if bandwidth else server.url
         chosen = StackOptions(
             model=served_name(options.model),
             drafts=(),

@@ -11,6 +11,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
 from typing import Self
+from urllib.parse import urlsplit, urlunsplit
 
 from outrider.client.client import OutriderClient
 from outrider.client.process import ProcessSpec, ServiceProcess
@@ -42,7 +43,7 @@ class LocalStack:
         targets: the target processes.
         drafts: the draft processes.
         orchestrators: the orchestrator processes.
-        redis_url: where the sessions are.
+        redis_url: where the sessions are, with the password where there is one.
     """
 
     def __init__(self, options: StackOptions | None = None, *, progress: Progress = _silent) -> None:
@@ -130,7 +131,7 @@ class LocalStack:
 
         self._progress("valkey", "starting")
         self.redis_url = self._redis.enter_context(EmbeddedValkey()).url
-        self._progress("valkey", f"ready at {self.redis_url}")
+        self._progress("valkey", f"ready at {without_password(self.redis_url)}")
         return {"OUTRIDER_REDIS_URL": self.redis_url}
 
     def _start_block_store(self) -> str:
@@ -141,7 +142,7 @@ class LocalStack:
 
         server = EmbeddedValkey(durable=False, max_memory_bytes=self.options.kv_blocks_bytes, evicts=True)
         url = self._redis.enter_context(server).url
-        self._progress("kv-blocks", f"ready at {url}")
+        self._progress("kv-blocks", f"ready at {without_password(url)}")
         return url
 
     def _launch(self, specs: Iterable[ProcessSpec]) -> list[ServiceProcess]:
@@ -179,6 +180,14 @@ async def prepare_embedded_model() -> None:
     )
     if await process.wait() != 0:
         raise ModelUnsupported("the embedded model could not be prepared; the reason stands above")
+
+
+def without_password(url: str) -> str:
+    """Returns a URL as it may be shown: `***` stands for its password."""
+    parts = urlsplit(url)
+    if parts.password is None:
+        return url
+    return urlunsplit(parts._replace(netloc=f"{parts.username or ''}:***@{parts.netloc.rpartition('@')[2]}"))
 
 
 def _joined(processes: Sequence[ServiceProcess]) -> str:

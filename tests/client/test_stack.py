@@ -128,7 +128,7 @@ from tests.client.test_stack import TrivialOptions
 run = up._run
 up._run = lambda options: run(TrivialOptions(**{item.name: getattr(options, item.name) for item in fields(options)}))
 from outrider.client.cli import main
-main(["up", "--model", "toy", "--redis-url", "redis://127.0.0.1:1"])
+main(["up", "--model", "toy", "--redis-url", "redis://:secret@127.0.0.1:1"])
 """
     with subprocess.Popen(
         [sys.executable, "-c", program], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
@@ -137,7 +137,7 @@ main(["up", "--model", "toy", "--redis-url", "redis://127.0.0.1:1"])
         lines = [up.stdout.readline() for _ in range(6)]
         up.send_signal(signal.SIGINT)
         _, error = up.communicate(timeout=20)
-    assert lines[0].split() == ["redis", "redis://127.0.0.1:1"]
+    assert lines[0].split() == ["redis", "redis://:***@127.0.0.1:1"]
     assert lines[-1] == 'ready; try: outrider generate "Once upon a time" --address 127.0.0.1:4242\n'
     assert (up.returncode, error) == (0, "draining\n")
 

@@ -7,7 +7,6 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from urllib.parse import urlsplit
 
 from bench.proxy import Link, Proxy, proxied
 from outrider.client import DraftOptions, OutriderClient, StackOptions
@@ -110,13 +109,13 @@ class FaultStack:
     @property
     def redis_url(self) -> str:
         """The store, as orchestrators reach it."""
-        return f"redis://{self.to_redis.address}/0"
+        return self.redis.url_by(self.to_redis.address)
 
     async def start(self) -> None:
         """Starts everything; returns when all serve and are in rotation."""
         (self._directory / "redis").mkdir()
         self._exits.enter_context(self.redis)
-        self.to_redis = await self._exits.enter_async_context(proxied(urlsplit(self.redis.url).netloc))
+        self.to_redis = await self._exits.enter_async_context(proxied(self.redis.address))
         options, environment = self.options, {"OUTRIDER_ADAPTIVE_SPECULATION": "false"}
         draft = DraftOptions(
             options.drafter,

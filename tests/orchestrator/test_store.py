@@ -7,6 +7,7 @@ import signal
 import time
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import pytest
 import redis
@@ -490,6 +491,7 @@ async def test_a_write_counts_once_it_is_where_it_must_be(tmp_path: Path, level:
         if num:
             with pytest.raises(Unavailable, match="durable"):
                 await store.begin(dataclasses.replace(REQUEST, session_id="alone"))
+            raw(second).config_set("masterauth", str(urlsplit(server.url).password))
             raw(second).replicaof("127.0.0.1", str(server.port))
             async with asyncio.timeout(20):
                 while raw(server).info("replication").get("slave0", {}).get("state") != "online":

@@ -5,7 +5,6 @@ import os
 import signal
 import time
 from collections.abc import Callable, Iterator
-from urllib.parse import urlsplit
 
 import pytest
 import redis
@@ -210,9 +209,9 @@ class Large:
 
 async def test_what_is_measured_at_start_is_what_readers_reach_together(server: EmbeddedValkey) -> None:
     """Where a connection is the bottleneck two of them are twice as fast, and so are sessions' fetches."""
-    async with proxied(urlsplit(server.url).netloc) as proxy:
+    async with proxied(server.address) as proxy:
         proxy.down = Link(bytes_per_s=2.5e6)
-        store = BlockStore(f"redis://{proxy.address}/0", timeout_s=5, ttl_s=60)
+        store = BlockStore(server.url_by(proxy.address), timeout_s=5, ttl_s=60)
         blocks = RemoteBlocks(Large(), "numerics", store, BlockUse.AUTO, 1 << 20)
         await asyncio.to_thread(blocks.start)
         assert 3.75e6 < blocks.costs.bytes_per_s < 6.25e6

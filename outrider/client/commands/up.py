@@ -11,7 +11,7 @@ from outrider.client.commands.connection import started
 from outrider.client.commands.examples import ExampleCommand
 from outrider.client.commands.options import drafter_option, stack_options, take_stack
 from outrider.client.process import ServiceProcess
-from outrider.client.stack import LocalStack
+from outrider.client.stack import LocalStack, without_password
 from outrider.client.stack_options import StackOptions
 from outrider.errors import Unavailable
 
@@ -72,7 +72,7 @@ async def _run(options: StackOptions) -> None:
 
 
 def _print_addresses(stack: LocalStack) -> None:
-    click.echo(f"{'redis':<20} {stack.redis_url}")
+    click.echo(f"{'redis':<20} {without_password(stack.redis_url)}")
     for process in (*stack.targets, *stack.drafts, *stack.orchestrators):
         metrics = f"  http://{process.metrics_address}/metrics" if stack.options.tells_metrics else ""
         click.echo(f"{process.spec.name:<20} {process.address}{metrics}")
