@@ -10,6 +10,7 @@ from orchestrator.replicas import Replicas
 from orchestrator.servicer import GenerationServicer
 from orchestrator.settings import OrchestratorSettings
 from orchestrator.store import SessionStore
+from orchestrator.store_watch import StoreWatch
 from orchestrator.tenants import Tenants
 from outrider.serving.metrics import new_registry
 from outrider.serving.server import Server, run_process
@@ -37,19 +38,23 @@ async def serve(settings: OrchestratorSettings) -> None:
     metrics.watch(admission, replicas)
     end_export = export_spans(settings.otlp_endpoint, "orchestrator")
     servicer = GenerationServicer(Services(store, replicas, settings, metrics), admission, tenants, quotas)
+    watch = StoreWatch(store)
     server = Server(
         settings,
         name="orchestrator",
         drain=servicer.drain,
+        is_ready=lambda: watch.is_well,
         # Not when it is full: it answers OVERLOADED with the time to come back, which nobody would hear without it.
         registry=registry,
     )
     server.register(add_GenerationServiceServicer_to_server, servicer, "outrider.v1.GenerationService")
     try:
+        await watch.start()
         await replicas.start()
         await server.run()
     finally:
         await servicer.settle()
+        await watch.stop()
         await replicas.stop()
         await store.close()
         await asyncio.to_thread(end_export)

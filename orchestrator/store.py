@@ -15,7 +15,8 @@ from redis import exceptions
 from redis.asyncio.retry import Retry
 from redis.backoff import ExponentialBackoff
 
-from orchestrator.scripts import Durability, NotDurable, Scripts, uninterrupted
+from orchestrator.redis_errors import named
+from orchestrator.scripts import Durability, Scripts, uninterrupted
 from orchestrator.sessions import (
     BeginOutcome,
     Begun,
@@ -33,11 +34,9 @@ from outrider.errors import (
     InvalidArgument,
     ModelMismatch,
     OutriderError,
-    Overloaded,
     RequestNotFound,
     SessionBusy,
     SessionNotFound,
-    Unavailable,
 )
 from outrider.parameters import FinishReason
 
@@ -46,8 +45,8 @@ _DURABLE: Final = ("begin", "append", "restore", "cancel", "delete")
 _BEGUN: Final = {outcome.value for outcome in BeginOutcome}
 _RETRIES: Final = 2
 _MAX_CONNECTIONS: Final = 64
-_NOT_SERVING: Final = ("READONLY", "MASTERDOWN", "NOREPLICAS", "MISCONF", "CLUSTERDOWN", "TRYAGAIN", "LOADING", "BUSY")
-"""Answers of a server that takes no writes now: a demoted primary, a full disk, a script that does not end."""
+_CHECK_KEY: Final = "outrider:check"
+_CHECK_MS: Final = 60_000
 
 T = TypeVar("T")
 
@@ -102,9 +101,9 @@ class SessionStore:
         await self._scripts.settle()
         await self._redis.aclose()
 
-    async def ping(self) -> None:
-        """Returns when Redis answers; raises `Unavailable` when it does not."""
-        await _bounded(self._redis.ping())
+    async def check(self) -> None:
+        """Returns when Redis has taken a write, which expires by itself; raises `Overloaded` or `Unavailable`."""
+        await _bounded(self._redis.set(_CHECK_KEY, "1", px=_CHECK_MS))
 
     async def begin(self, request: NewRequest) -> Begun:
         """Leases the session and begins the request, or goes on with the same request; see lua/begin.lua.
@@ -284,31 +283,12 @@ class SessionStore:
             Overloaded: Redis is out of memory.
             Unavailable: Redis does not answer within the bound.
         """
-        return await _named(self._scripts.run(name, keys, *arguments))
+        return await named(self._scripts.run(name, keys, *arguments))
 
 
 async def _bounded(call: Awaitable[T]) -> T:
     """Makes a call whose time and attempts the connection bounds, and names what goes wrong."""
-    return await _named(uninterrupted(call))
-
-
-async def _named(call: Awaitable[T]) -> T:
-    """Returns what a call gives, and names what goes wrong."""
-    try:
-        return await call
-    except exceptions.OutOfMemoryError as error:
-        raise Overloaded("the session store is out of memory", retry_after_s=5.0) from error
-    except NotDurable as error:
-        raise Unavailable(f"the session store has not made a write durable: {error}") from error
-    except (exceptions.ConnectionError, exceptions.TimeoutError, OSError) as error:
-        raise Unavailable("the session store does not answer") from error
-    except exceptions.ResponseError as error:
-        # Redis 6.2 wraps what a command inside a script answered in a sentence of its own.
-        if "OOM" in str(error):
-            raise Overloaded("the session store is out of memory", retry_after_s=5.0) from error
-        if isinstance(error, exceptions.ReadOnlyError) or any(word in str(error).split() for word in _NOT_SERVING):
-            raise Unavailable("the session store takes no writes") from error
-        raise
+    return await named(uninterrupted(call))
 
 
 def _keys(tenant: str, session_id: str) -> tuple[str, str, str]:

@@ -1,24 +1,192 @@
 """What a Redis may hold or answer on purpose, and who may reach it."""
 
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
+import grpc
 import pytest
 import redis
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 from redis import exceptions
 
 from outrider.client.valkey import EmbeddedValkey
+from outrider.errors import OutriderError, Overloaded, Unavailable
+from tests.orchestrator.scripted import ScriptedTarget
+from tests.orchestrator.stage import Orchestrator, asking, orchestrating, tokens_of
+
+PASSWORD = "a-password-of-its-own"
+
+
+@pytest.fixture(scope="module")
+def valkey() -> Iterator[EmbeddedValkey]:
+    with EmbeddedValkey(durable=False) as server:
+        yield server
+
+
+@pytest.fixture
+def admin(valkey: EmbeddedValkey) -> Iterator[redis.Redis]:
+    """A client that stays connected, whatever becomes of the server's password."""
+    with redis.Redis.from_url(valkey.url, single_connection_client=True) as client:
+        yield client
+        client.config_set("requirepass", valkey.url.partition("@")[0].removeprefix("redis://:"))
 
 
 def test_attack_19_the_embedded_valkey_serves_nobody_without_its_password() -> None:
     with EmbeddedValkey(durable=False) as server, EmbeddedValkey(durable=False) as another:
-        assert redis.Redis.from_url(server.url).set("a", "1")
+        with redis.Redis.from_url(server.url) as client:
+            assert client.set("a", "1")
         for url in (f"redis://{server.address}/0", another.url_by(server.address)):
             with pytest.raises(exceptions.AuthenticationError), redis.Redis.from_url(url) as stranger:
                 stranger.get("a")
-        # What `ps` shows to every user, and what only this one may read.
+        # What `ps` shows to every user.
         password = server.url.partition("@")[0].removeprefix("redis://:")
         assert len(password) >= 32
         assert password.encode() not in Path(f"/proc/{server.pid}/cmdline").read_bytes()
         server.kill()
         server.start()
-        assert redis.Redis.from_url(server.url).ping()
+        with redis.Redis.from_url(server.url) as client:
+            assert client.ping()
+
+
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """A state in which a server refuses, and what must be said of it.
+
+    Attributes:
+        begin: brings it about.
+        end: ends it.
+        problem: part of what is logged, and told to clients.
+        error: what clients get.
+        code: its gRPC code.
+    """
+
+    begin: Callable[[redis.Redis], object]
+    end: Callable[[redis.Redis], object]
+    problem: str
+    error: type[OutriderError] = Unavailable
+    code: grpc.StatusCode = grpc.StatusCode.UNAVAILABLE
+
+
+def _lock(password: str) -> Callable[[redis.Redis], object]:
+    def lock(admin: redis.Redis) -> None:
+        admin.config_set("requirepass", password)
+        # Connections that have shown the password before keep their rights.
+        admin.client_kill_filter(_type="normal", skipme=True)
+
+    return lock
+
+
+def _demote(admin: redis.Redis) -> None:
+    admin.replicaof("127.0.0.1", "1")
+
+
+REFUSALS: Mapping[str, Refusal] = {
+    "wrong password": Refusal(_lock("another"), _lock(PASSWORD), "user or password is wrong"),
+    "replica": Refusal(_demote, lambda admin: admin.replicaof("NO", "ONE"), "it is a replica"),
+    "full": Refusal(
+        lambda admin: admin.config_set("maxmemory", "1"),
+        lambda admin: admin.config_set("maxmemory", "0"),
+        "out of memory",
+        Overloaded,
+        grpc.StatusCode.RESOURCE_EXHAUSTED,
+    ),
+    "user without rights": Refusal(
+        lambda admin: admin.acl_setuser("default", enabled=True, commands=["-@write"]),
+        lambda admin: admin.acl_setuser("default", enabled=True, commands=["+@all"]),
+        "its user may not do what is needed",
+    ),
+}
+
+
+async def until(is_so: Callable[[], bool]) -> None:
+    async with asyncio.timeout(10):
+        while not is_so():
+            await asyncio.sleep(0.01)
+
+
+async def check_refused(orchestrator: Orchestrator, refusal: Refusal, caplog: pytest.LogCaptureFixture) -> None:
+    """Asserts that nothing is served, that clients are told why, and that it was logged once."""
+    await until(lambda: not orchestrator.watch.is_well)
+    for _ in range(2):
+        with pytest.raises(refusal.error, match=refusal.problem) as caught:
+            await orchestrator.events(asking(max_tokens=2))
+        assert PASSWORD not in caught.value.message and "127.0.0.1" not in caught.value.message
+    await asyncio.sleep(0.1)  # two checks more
+    (line,) = [record.getMessage() for record in caplog.records if "OUTRIDER_REDIS_URL" in record.getMessage()]
+    assert refusal.problem in line
+    assert PASSWORD not in caplog.text
+
+
+@pytest.mark.parametrize("state", REFUSALS)
+async def test_attack_15_a_redis_that_refuses_ends_readiness_and_is_named(
+    state: str, valkey: EmbeddedValkey, admin: redis.Redis, caplog: pytest.LogCaptureFixture
+) -> None:
+    refusal = REFUSALS[state]
+    caplog.set_level(logging.INFO)
+    admin.config_set("requirepass", PASSWORD)
+    async with ScriptedTarget() as target:
+        url = f"redis://:{PASSWORD}@{valkey.address}/0"
+        async with orchestrating(url, (target,)) as orchestrator:
+            assert orchestrator.watch.is_well
+            refusal.begin(admin)
+            try:
+                await check_refused(orchestrator, refusal, caplog)
+            finally:
+                refusal.end(admin)
+            await until(lambda: orchestrator.watch.is_well)
+            assert len(tokens_of(await orchestrator.events(asking(max_tokens=2)))) == 2
+
+
+async def test_attack_15_a_redis_that_wants_a_password_is_not_ready_from_the_start(
+    valkey: EmbeddedValkey, admin: redis.Redis, caplog: pytest.LogCaptureFixture
+) -> None:
+    refusal = Refusal(_lock(PASSWORD), _lock(""), "it wants a password")
+    refusal.begin(admin)
+    async with ScriptedTarget() as target, orchestrating(f"redis://{valkey.address}/0", (target,)) as orchestrator:
+        async with grpc.aio.insecure_channel(orchestrator.address) as channel:
+            stub = health_pb2_grpc.HealthStub(channel)
+            asked = stub.Watch(health_pb2.HealthCheckRequest(service="readiness"), timeout=10)
+            assert (await asked.read()).status == health_pb2.HealthCheckResponse.NOT_SERVING
+            live = await stub.Check(health_pb2.HealthCheckRequest(service="liveness"))
+            assert live.status == health_pb2.HealthCheckResponse.SERVING
+            await check_refused(orchestrator, refusal, caplog)
+            refusal.end(admin)
+            assert (await asked.read()).status == health_pb2.HealthCheckResponse.SERVING
+        assert len(tokens_of(await orchestrator.events(asking(max_tokens=2)))) == 2
+
+
+@asynccontextmanager
+async def answering(answer: bytes) -> AsyncIterator[str]:
+    """A server that gives one answer to whoever connects; yields its address."""
+
+    async def answer_all(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(answer)
+        await writer.drain()
+        writer.close()
+
+    async with await asyncio.start_server(answer_all, "127.0.0.1", 0) as server:
+        yield f"127.0.0.1:{server.sockets[0].getsockname()[1]}"
+
+
+@pytest.mark.parametrize(
+    ("answer", "problem"),
+    [
+        # Valkey's own, which it gives to no caller on its own machine.
+        (b"-DENIED Valkey is running in protected mode because protected mode is enabled\r\n", "protected mode"),
+        (b"HTTP/1.1 400 Bad Request\r\n\r\n", "is no Redis"),
+        (b"-ERR max number of clients reached\r\n", "does not answer"),
+    ],
+)
+async def test_attack_15_a_server_that_takes_nobody_in_is_named(
+    answer: bytes, problem: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with (
+        answering(answer) as address,
+        ScriptedTarget() as target,
+        orchestrating(f"redis://{address}/0", (target,)) as orchestrator,
+    ):
+        await check_refused(orchestrator, Refusal(lambda _: None, lambda _: None, problem), caplog)

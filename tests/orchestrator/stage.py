@@ -16,6 +16,7 @@ from orchestrator.replicas import Replicas
 from orchestrator.servicer import GenerationServicer
 from orchestrator.settings import OrchestratorSettings
 from orchestrator.store import SessionStore
+from orchestrator.store_watch import StoreWatch
 from orchestrator.tenants import Tenants
 from outrider.serving.metrics import new_registry
 from outrider.serving.server import Server
@@ -36,8 +37,10 @@ class Orchestrator:
         address: str,
         services: Services,
         registry: CollectorRegistry,
+        watch: StoreWatch,
     ) -> None:
         self.registry = registry
+        self.watch = watch
         self.settings, self.metrics = services.settings, services.metrics
         self.address = address
         self.redis_url = services.settings.redis_url
@@ -94,14 +97,18 @@ async def orchestrating(
     metrics.watch(admission, replicas)
     services = Services(store, replicas, settings, metrics)
     servicer = GenerationServicer(services, admission, tenants, quotas)
-    server = Server(settings, name="orchestrator", drain=servicer.drain, registry=registry)
+    watch = StoreWatch(store, period_s=0.05)
+    server = Server(
+        settings, name="orchestrator", drain=servicer.drain, is_ready=lambda: watch.is_well, registry=registry
+    )
     server.register(
         generation_pb2_grpc.add_GenerationServiceServicer_to_server, servicer, "outrider.v1.GenerationService"
     )
+    await watch.start()
     address = await server.start()
     try:
         async with grpc.aio.insecure_channel(address) as channel:
-            orchestrator = Orchestrator(channel, address, services, registry)
+            orchestrator = Orchestrator(channel, address, services, registry, watch)
             fitting = [
                 draft
                 for draft in drafts
@@ -112,6 +119,7 @@ async def orchestrating(
     finally:
         await server.stop()
         await servicer.settle()
+        await watch.stop()
         await replicas.stop()
         await store.close()
 
