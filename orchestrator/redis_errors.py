@@ -42,7 +42,7 @@ _ERRORS: Final[Mapping[str, Callable[[], OutriderError]]] = {
     "LOADING": _rests("it is loading its data"),
     "BUSY": _rests("a script does not end"),
     "OOM": lambda: Overloaded("the session store is out of memory", retry_after_s=_FULL_RETRY_S),
-    "WRONGTYPE": lambda: DataLoss("what the session store holds is not a session"),
+    "WRONGTYPE": lambda: DataLoss("what is kept of it has another type"),
 }
 
 

@@ -108,11 +108,13 @@ class Scripts:
         bound_s: float = 60.0,
     ) -> None:
         folder = resources.files("orchestrator") / "lua"
+        checks = (folder / "checks.lua").read_text()
         self._client = client
         self._bound_s = bound_s
         self._durability = durability or Durability()
         self._durable = frozenset(durable)
-        self._scripts = {name: client.register_script((folder / f"{name}.lua").read_text()) for name in names}
+        texts = {name: checks + (folder / f"{name}.lua").read_text() for name in names}
+        self._scripts = {name: client.register_script(text) for name, text in texts.items()}
         self._pending: list[tuple[Call, asyncio.Future[Any]]] = []
         self._running: set[asyncio.Task[None]] = set()
 

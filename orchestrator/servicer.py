@@ -125,8 +125,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         """Deletes a session."""
         check_id("session_id", request.session_id)
         tenant = self._tenants.of(context.invocation_metadata())
-        record = await self._store.delete(tenant.name, request.session_id)
-        self._services.replicas.forget_session(record.worker_key)
+        self._services.replicas.forget_session(await self._store.delete(tenant.name, request.session_id))
         await self._quotas.forget(tenant, request.session_id)
         return generation_pb2.DeleteSessionResponse()
 

@@ -3,12 +3,17 @@
 import hashlib
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from enum import Enum
-from typing import Any
+from typing import Any, Final
 
-from outrider.parameters import AcceptanceRule, FinishReason, SamplingParameters
+from outrider.errors import DataLoss, InvalidArgument
+from outrider.parameters import MAX_SEED, AcceptanceRule, FinishReason, SamplingParameters
 
+_MAX_COUNT: Final = 2**53 - 1
+"""What Redis's scripts count exactly."""
+_MAX_DIGITS: Final = 20
+_MAX_TOKEN_ID: Final = 2**32 - 1
 
 @dataclass(frozen=True, slots=True)
 class SessionRecord:
@@ -55,7 +60,7 @@ class SessionRecord:
     @property
     def worker_key(self) -> str:
         """The name under which workers know the session: unique over tenants, and over sessions of the same name."""
-        return f"{session_tag(self.tenant, self.session_id)}.{self.created}"
+        return worker_key(self.tenant, self.session_id, self.created)
 
     @property
     def cache_salt(self) -> bytes:
@@ -63,26 +68,51 @@ class SessionRecord:
         return hashlib.sha256(f"salt\0{self.tenant}".encode()).digest()
 
     @classmethod
-    def from_hash(cls, fields: Mapping[bytes, bytes]) -> "SessionRecord":
-        """Returns the record of a Redis hash."""
-        text = {name.decode(): value.decode() for name, value in fields.items()}
+    def from_hash(cls, fields: Mapping[bytes, bytes], tenant: str, session_id: str) -> "SessionRecord":
+        """Returns the record of a Redis hash.
+
+        Args:
+            fields: of the hash.
+            tenant: whose session it must be.
+            session_id: which it must be.
+
+        Raises:
+            DataLoss: a field is missing, or is not what this class wrote there.
+        """
+        try:
+            record = cls._parsed({name.decode(): value.decode() for name, value in fields.items()})
+        except (LookupError, ValueError) as error:
+            raise DataLoss("its record is damaged") from error
+        is_in_order = record.prompt_start <= record.prompt_len <= record.committed_len
+        if not is_in_order or (record.tenant, record.session_id) != (tenant, session_id):
+            raise DataLoss("its record is damaged")
+        return record
+
+    @classmethod
+    def _parsed(cls, text: Mapping[str, str]) -> "SessionRecord":
+        """Returns the record of its fields; raises LookupError or ValueError where they are not those of `to_hash`."""
+        finish_reason = FinishReason(text["finish_reason"]) if text["finish_reason"] else None
+        if text["state"] != ("running" if finish_reason is None else "finished"):
+            raise ValueError("state and finish_reason do not fit")
+        if not text["request_id"]:
+            raise ValueError("no request_id")
         return cls(
             tenant=text["tenant"],
             session_id=text["session_id"],
-            created=int(text["created"]),
+            created=_count(text["created"]),
             model=text["model"],
             tokenizer=text["tokenizer"],
             request_id=text["request_id"],
             request_fingerprint=text["request_fingerprint"],
-            parameters=parameters_from_json(text["parameters"]).with_seed(int(text["seed"])),
+            parameters=parameters_from_json(text["parameters"]).with_seed(_count(text["seed"], MAX_SEED)),
             rule=AcceptanceRule(text["rule"]),
-            prompt_start=int(text["prompt_start"]),
-            prompt_len=int(text["prompt_len"]),
-            committed_len=int(text["committed_len"]),
-            fencing_token=int(text["fencing_token"]),
-            deadline=int(text["deadline"]),
-            finish_reason=FinishReason(text["finish_reason"]) if text["finish_reason"] else None,
-            cancelled=text["cancelled"] == "1",
+            prompt_start=_count(text["prompt_start"]),
+            prompt_len=_count(text["prompt_len"]),
+            committed_len=_count(text["committed_len"]),
+            fencing_token=_count(text["fencing_token"]),
+            deadline=_count(text["deadline"]),
+            finish_reason=finish_reason,
+            cancelled=bool(("0", "1").index(text["cancelled"])),
             target=text["target"],
         )
 
@@ -176,6 +206,11 @@ class Committed:
     cancelled: bool
 
 
+def worker_key(tenant: str, session_id: str, created: object) -> str:
+    """Returns the name under which workers know a session whose first lease had the fencing token `created`."""
+    return f"{session_tag(tenant, session_id)}.{created}"
+
+
 def session_tag(tenant: str, session_id: str) -> str:
     """Returns what stands for a session in the keys of Redis, and at workers: no other pair of ids has the same."""
     # With the length in front, no other pair has the same text.
@@ -193,7 +228,41 @@ def parameters_to_json(parameters: SamplingParameters) -> str:
 
 
 def parameters_from_json(text: str) -> SamplingParameters:
-    """Returns the parameters of `parameters_to_json`."""
-    values: dict[str, Any] = json.loads(text)
-    values["logit_bias"] = {int(token_id): bias for token_id, bias in values["logit_bias"].items()}
-    return SamplingParameters(**values | {name: tuple(values[name]) for name in ("stop", "stop_token_ids")})
+    """Returns the parameters of `parameters_to_json`; raises ValueError for what that cannot have written."""
+    try:
+        values: dict[str, Any] = json.loads(text)
+        biases = {_count(token_id, _MAX_TOKEN_ID): bias for token_id, bias in values["logit_bias"].items()}
+        lists = {name: values[name] for name in ("stop", "stop_token_ids")}
+        if any(type(value) is not list for value in lists.values()):
+            raise ValueError("a stop condition has another type")
+        tuples = {name: tuple(value) for name, value in lists.items()}
+        parameters = SamplingParameters(**values | tuples | {"logit_bias": biases})
+    except (LookupError, TypeError, AttributeError, OverflowError, RecursionError, InvalidArgument) as error:
+        raise ValueError("no sampling parameters") from error
+    _check_types(parameters)
+    return parameters
+
+
+def _check_types(parameters: SamplingParameters) -> None:
+    """Raises ValueError where a value has a type that the workers' messages do not take."""
+    for item in fields(parameters):
+        value = getattr(parameters, item.name)
+        kind = type(item.default)
+        if kind is float:
+            is_fit = type(value) in (float, int)
+        elif item.default is None:
+            is_fit = value is None or type(value) is int
+        else:
+            is_fit = kind is tuple or item.name == "logit_bias" or type(value) is kind
+        if not is_fit:
+            raise ValueError(f"{item.name} has another type")
+    is_fit = all(type(token_id) is int and 0 <= token_id <= _MAX_TOKEN_ID for token_id in parameters.stop_token_ids)
+    if not is_fit or not all(type(text) is str for text in parameters.stop):
+        raise ValueError("a stop condition has another type")
+
+
+def _count(text: str, most: int = _MAX_COUNT) -> int:
+    """Returns a whole number from 0 to `most`; raises ValueError for anything else."""
+    if not (text.isascii() and text.isdecimal() and len(text) <= _MAX_DIGITS and int(text) <= most):
+        raise ValueError("no count")
+    return int(text)

@@ -7,7 +7,8 @@ keys.
 
 import secrets
 import struct
-from collections.abc import Awaitable, Sequence
+from collections.abc import Awaitable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, Final, NoReturn, TypeVar, cast
 
 import redis.asyncio
@@ -26,6 +27,7 @@ from orchestrator.sessions import (
     SessionRecord,
     parameters_to_json,
     session_tag,
+    worker_key,
 )
 from outrider.errors import (
     DataLoss,
@@ -119,9 +121,10 @@ class SessionStore:
             Overloaded: Redis is out of memory.
             Unavailable: Redis does not answer within the bound.
         """
-        outcome, *fields = await self.run(
+        outcome, *fields = await self._run_on(
+            request.tenant,
+            request.session_id,
             "begin",
-            _keys(request.tenant, request.session_id),
             request.tenant,
             request.session_id,
             request.model,
@@ -143,7 +146,8 @@ class SessionStore:
         )
         if outcome.decode() not in _BEGUN:
             _refuse(outcome.decode(), request)
-        record = SessionRecord.from_hash(_pairs(fields))
+        with _damage_named(request.session_id):
+            record = SessionRecord.from_hash(_pairs(fields), request.tenant, request.session_id)
         lease = Lease(request.tenant, request.session_id, record.fencing_token)
         known = BeginOutcome(outcome.decode())
         return Begun(known, record, None if known is BeginOutcome.FINISHED else lease)
@@ -167,9 +171,10 @@ class SessionStore:
             Unavailable: Redis does not answer within the bound.
         """
         reason = "" if finish_reason is None else finish_reason.value
-        outcome, length, cancelled = await self.run(
+        outcome, length, cancelled = await self._run_on(
+            lease.tenant,
+            lease.session_id,
             "append",
-            _keys(lease.tenant, lease.session_id),
             lease.fencing_token,
             expected_len,
             _packed(token_ids),
@@ -197,9 +202,10 @@ class SessionStore:
             Overloaded: Redis is out of memory.
             Unavailable: Redis does not answer within the bound.
         """
-        outcome = await self.run(
+        outcome = await self._run_on(
+            lease.tenant,
+            lease.session_id,
             "restore",
-            _keys(lease.tenant, lease.session_id),
             lease.fencing_token,
             start,
             _packed(token_ids),
@@ -211,15 +217,15 @@ class SessionStore:
 
     async def renew(self, lease: Lease) -> bool:
         """Renews the lease; returns whether the request was told to end. Errors as for `append`."""
-        outcome, cancelled = await self.run(
-            "renew", _keys(lease.tenant, lease.session_id), lease.fencing_token, self._lease_us, self._ttl_ms
+        outcome, cancelled = await self._run_on(
+            lease.tenant, lease.session_id, "renew", lease.fencing_token, self._lease_us, self._ttl_ms
         )
         _check_lease(outcome, lease)
         return bool(cancelled == b"1")
 
     async def release(self, lease: Lease) -> None:
         """Gives the lease back; the request stays resumable. A lease that is gone already is no error."""
-        await self.run("renew", _keys(lease.tenant, lease.session_id), lease.fencing_token, 0, self._ttl_ms)
+        await self._run_on(lease.tenant, lease.session_id, "renew", lease.fencing_token, 0, self._ttl_ms)
 
     async def cancel(self, tenant: str, session_id: str, request_id: str = "") -> bool:
         """Tells a running request to end; returns whether one was running.
@@ -227,26 +233,34 @@ class SessionStore:
         Raises:
             SessionNotFound: there is no such session.
             RequestNotFound: its latest request is another one.
+            DataLoss: its record is damaged.
         """
-        outcome = await self.run("cancel", _keys(tenant, session_id), tenant, request_id)
+        outcome = await self._run_on(tenant, session_id, "cancel", tenant, request_id)
         if outcome == b"not_found":
             raise SessionNotFound("there is no such session")
         if outcome == b"no_request":
             raise RequestNotFound(f"the session's latest request is not {request_id}")
+        if outcome == b"data_loss":
+            raise DataLoss(f"session {session_id}: its record is damaged")
         return bool(outcome == b"cancelled")
 
-    async def delete(self, tenant: str, session_id: str) -> SessionRecord:
-        """Deletes the session and returns its last record; raises `SessionNotFound`."""
-        fields = await self.run("delete", _keys(tenant, session_id), tenant, self._ttl_ms)
-        if not fields:
+    async def delete(self, tenant: str, session_id: str) -> str:
+        """Deletes the session, whatever its record has become; raises `SessionNotFound`.
+
+        Returns:
+            The name under which workers know it; of a damaged record it may be one that no worker knows.
+        """
+        created = await self._run_on(tenant, session_id, "delete", self._ttl_ms)
+        if created is None:
             raise SessionNotFound("there is no such session")
-        return SessionRecord.from_hash(_pairs(fields))
+        return worker_key(tenant, session_id, created.decode(errors="replace"))
 
     async def get(self, tenant: str, session_id: str) -> SessionRecord | None:
-        """Returns the session's record; None where there is none."""
+        """Returns the session's record; None where there is none. Raises `DataLoss` for one that is damaged."""
         key = _keys(tenant, session_id)[0]
-        fields = await _bounded(cast("Awaitable[dict[bytes, bytes]]", self._redis.hgetall(key)))
-        return SessionRecord.from_hash(fields) if fields else None
+        with _damage_named(session_id):
+            fields = await _bounded(cast("Awaitable[dict[bytes, bytes]]", self._redis.hgetall(key)))
+            return SessionRecord.from_hash(fields, tenant, session_id) if fields else None
 
     async def is_leased(self, record: SessionRecord) -> bool:
         """Returns whether somebody holds a live lease, by Redis's clock."""
@@ -269,12 +283,18 @@ class SessionStore:
         if end <= start:
             return []
         key = _keys(tenant, session_id)[1]
-        data = await _bounded(cast("Awaitable[bytes]", self._redis.getrange(key, 4 * start, 4 * end - 1)))
+        with _damage_named(session_id):
+            data = await _bounded(cast("Awaitable[bytes]", self._redis.getrange(key, 4 * start, 4 * end - 1)))
         if not data and not await _bounded(self._redis.exists(key)):
             return []
         if len(data) != 4 * (end - start):
-            raise DataLoss("the token log is not what was committed")
+            raise DataLoss(f"session {session_id}: its token log is not what was committed")
         return list(struct.unpack(f"<{end - start}I", data))
+
+    async def _run_on(self, tenant: str, session_id: str, name: str, *arguments: Any) -> Any:
+        """Returns what a script on a session returns; raises what `run` does, and names the session."""
+        with _damage_named(session_id):
+            return await self.run(name, _keys(tenant, session_id), *arguments)
 
     async def run(self, name: str, keys: Sequence[str], *arguments: Any) -> Any:
         """Returns what a script returns; see lua/.
@@ -284,6 +304,15 @@ class SessionStore:
             Unavailable: Redis does not answer within the bound.
         """
         return await named(self._scripts.run(name, keys, *arguments))
+
+
+@contextmanager
+def _damage_named(session_id: str) -> Iterator[None]:
+    """Adds the session to a `DataLoss` of what is found in its keys."""
+    try:
+        yield
+    except DataLoss as error:
+        raise DataLoss(f"session {session_id}: {error.message}") from error
 
 
 async def _bounded(call: Awaitable[T]) -> T:
@@ -310,9 +339,9 @@ def _check_lease(outcome: bytes, lease: Lease) -> None:
     if outcome == b"deleted":
         raise SessionNotFound("the session was deleted")
     if outcome == b"gone":
-        raise SessionLost("the session is not there any more")
+        raise SessionLost(f"session {lease.session_id} is not there any more")
     if outcome == b"data_loss":
-        raise DataLoss("the token log is not what was committed")
+        raise DataLoss(f"session {lease.session_id}: its record or its token log is not what was committed")
 
 
 def _refuse(outcome: str, request: NewRequest) -> NoReturn:
@@ -324,6 +353,6 @@ def _refuse(outcome: str, request: NewRequest) -> NoReturn:
         "busy": SessionBusy("a request is running on the session"),
         "other_length": SessionBusy("another request changed the session meanwhile"),
         "too_long": InvalidArgument(f"the session would have no room left of {request.max_len} tokens", "prompt"),
-        "data_loss": DataLoss("the token log is not what was committed"),
+        "data_loss": DataLoss(f"session {request.session_id}: its record or its token log is not what was committed"),
     }
     raise errors[outcome]

@@ -5,11 +5,12 @@
 -- Returns {outcome, committed length, '1' when the request was cancelled}; outcome: 'ok', 'fenced', 'gone',
 -- 'deleted', 'data_loss'.
 local known = redis.call('HMGET', KEYS[1], 'fencing_token', 'committed_len', 'cancelled', 'state', 'finish_reason')
-if known[1] == false then return {redis.call('EXISTS', KEYS[3]) == 1 and 'deleted' or 'gone', 0, '0'} end
-if tonumber(known[1]) > tonumber(ARGV[1]) then return {'fenced', tonumber(known[2]), '0'} end
+if redis.call('EXISTS', KEYS[1]) == 0 then return {redis.call('EXISTS', KEYS[3]) == 1 and 'deleted' or 'gone', 0, '0'} end
+local token, length, expected, num = count(known[1]), count(known[2]), tonumber(ARGV[2]), #ARGV[3] / 4
+if not token or not length or not (known[4] == 'running' or known[4] == 'finished') then return {'data_loss', 0, '0'} end
+if token > tonumber(ARGV[1]) then return {'fenced', length, '0'} end
 -- A token that is not on record was granted by writes that a failover lost.
-if tonumber(known[1]) < tonumber(ARGV[1]) then return {'data_loss', tonumber(known[2]), '0'} end
-local length, expected, num = tonumber(known[2]), tonumber(ARGV[2]), #ARGV[3] / 4
+if token < tonumber(ARGV[1]) then return {'data_loss', length, '0'} end
 if redis.call('STRLEN', KEYS[2]) ~= 4 * length then return {'data_loss', length, '0'} end
 if known[4] == 'finished' then
   -- Ended by this lease, or cancelled while it had run out: the client may have seen the end, so nothing may follow it.

@@ -6,6 +6,9 @@
 --       13 prompt (4 bytes a token, little endian), 14 expected length or '', 15 '1' takes a live lease over,
 --       16 '1' refuses a new request, 17 longest session
 -- Returns {outcome, fields and values of the hash ...}; only 'new' and 'continued' lease.
+local fields = {'tenant', 'model', 'tokenizer', 'request_id', 'request_fingerprint', 'state', 'deadline', 'fencing_token',
+  'committed_len', 'owner', 'session_id', 'created', 'finish_reason'}
+
 local function reply(outcome)
   local record = redis.call('HGETALL', KEYS[1])
   table.insert(record, 1, outcome)
@@ -14,17 +17,24 @@ end
 
 local clock = redis.call('TIME')
 local now = tonumber(clock[1]) * 1000000 + tonumber(clock[2])
-local known = redis.call('HMGET', KEYS[1], 'tenant', 'model', 'tokenizer', 'request_id', 'request_fingerprint', 'state',
-  'deadline', 'fencing_token', 'committed_len', 'owner')
-local exists = known[1] ~= false
+local known = redis.call('HMGET', KEYS[1], unpack(fields))
+local exists = redis.call('EXISTS', KEYS[1]) == 1
 local length, fencing_token, live = 0, 0, false
 
 if exists then
-  if known[1] ~= ARGV[1] then return {'not_found'} end
+  for index = 1, #fields do
+    if known[index] == false then return {'data_loss'} end
+  end
+  local is_finished = known[6] == 'finished' and known[13] ~= ''
+  if not is_finished and not (known[6] == 'running' and known[13] == '') then return {'data_loss'} end
+  -- The key is a hash of tenant and session: no record of another pair's can stand there.
+  if known[1] ~= ARGV[1] or known[11] ~= ARGV[2] or not count(known[12]) then return {'data_loss'} end
   if known[2] ~= ARGV[3] or known[3] ~= ARGV[4] then return reply('other_model') end
-  length, fencing_token = tonumber(known[9]), tonumber(known[8])
+  length, fencing_token = count(known[9]), count(known[8])
+  local deadline = count(known[7])
+  if not length or not fencing_token or not deadline then return {'data_loss'} end
   if redis.call('STRLEN', KEYS[2]) ~= 4 * length then return reply('data_loss') end
-  live = tonumber(known[7]) > now
+  live = deadline > now
   if known[4] == ARGV[5] then
     if known[5] ~= ARGV[6] then return reply('duplicate') end
     if known[6] == 'finished' then

@@ -1,9 +1,10 @@
--- Deletes a session. A mark stays, so that whoever still holds its lease does not take it for lost.
+-- Deletes a session, whatever its record has become. A mark stays, so that whoever still holds its lease does not take it
+-- for lost.
 -- KEYS[1] session hash  KEYS[2] token log  KEYS[3] mark of a deleted session
--- ARGV: 1 tenant, 2 TTL of the mark in milliseconds
--- Returns the record as it was: fields and values; empty when there is none of this tenant's.
-if redis.call('HGET', KEYS[1], 'tenant') ~= ARGV[1] then return {} end
-local record = redis.call('HGETALL', KEYS[1])
+-- ARGV: 1 TTL of the mark in milliseconds
+-- Returns the field `created` of the record, '' where it has none; nil when there is no session.
+if redis.call('EXISTS', KEYS[1]) == 0 then return false end
+local created = redis.call('TYPE', KEYS[1]).ok == 'hash' and redis.call('HGET', KEYS[1], 'created') or ''
 redis.call('DEL', KEYS[1], KEYS[2])
-redis.call('SET', KEYS[3], '1', 'PX', ARGV[2])
-return record
+redis.call('SET', KEYS[3], '1', 'PX', ARGV[1])
+return created

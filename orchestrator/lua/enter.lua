@@ -5,6 +5,8 @@
 -- Returns {outcome, seconds to wait}; outcome: 'ok', 'streams', 'sessions', 'tokens'.
 local clock = redis.call('TIME')
 local now = tonumber(clock[1]) * 1000000 + tonumber(clock[2])
+-- Counts that were damaged begin anew: no reason to refuse all that a tenant asks for.
+drop_others({'zset', 'zset', 'hash'})
 redis.call('ZREMRANGEBYSCORE', KEYS[1], '-inf', string.format('%.0f', now))
 redis.call('ZREMRANGEBYSCORE', KEYS[2], '-inf', string.format('%.0f', now))
 if ARGV[8] ~= '1' then
@@ -18,7 +20,7 @@ if ARGV[8] ~= '1' then
   end
   local spent = redis.call('HMGET', KEYS[3], 'minute', 'tokens')
   local minute = math.floor(tonumber(clock[1]) / 60)
-  if tokens > 0 and tonumber(spent[1] or -1) == minute and tonumber(spent[2]) >= tokens then
+  if tokens > 0 and count(spent[1]) == minute and (count(spent[2]) or 0) >= tokens then
     return {'tokens', 60 - tonumber(clock[1]) % 60}
   end
 end

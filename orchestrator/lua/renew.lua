@@ -4,10 +4,12 @@
 -- Returns {outcome, '1' when the request was cancelled}; outcome: 'ok', 'fenced', 'gone', 'deleted',
 -- 'data_loss'.
 local known = redis.call('HMGET', KEYS[1], 'fencing_token', 'cancelled', 'state')
-if known[1] == false then return {redis.call('EXISTS', KEYS[3]) == 1 and 'deleted' or 'gone', '0'} end
-if tonumber(known[1]) > tonumber(ARGV[1]) then return {'fenced', '0'} end
+if redis.call('EXISTS', KEYS[1]) == 0 then return {redis.call('EXISTS', KEYS[3]) == 1 and 'deleted' or 'gone', '0'} end
+local token = count(known[1])
+if not token then return {'data_loss', '0'} end
+if token > tonumber(ARGV[1]) then return {'fenced', '0'} end
 -- A token that is not on record was granted by writes that a failover lost.
-if tonumber(known[1]) < tonumber(ARGV[1]) then return {'data_loss', '0'} end
+if token < tonumber(ARGV[1]) then return {'data_loss', '0'} end
 -- A renewal that comes after the end must not keep the next request waiting for a lease that nobody needs.
 if known[3] == 'finished' then return {'ok', known[2]} end
 local deadline = 0

@@ -5,9 +5,12 @@
 -- Returns 'ok', 'fenced', 'deleted', 'data_loss'.
 if redis.call('EXISTS', KEYS[3]) == 1 then return 'deleted' end
 local known = redis.call('HMGET', KEYS[1], 'fencing_token', 'state')
-if known[1] ~= false then
-  if tonumber(known[1]) > tonumber(ARGV[1]) then return 'fenced' end
-  if tonumber(known[1]) == tonumber(ARGV[1]) and known[2] == 'finished' then return 'fenced' end
+if redis.call('EXISTS', KEYS[1]) == 1 then
+  local token = count(known[1])
+  -- Whether a newer lease was granted cannot be seen any more.
+  if not token then return 'data_loss' end
+  if token > tonumber(ARGV[1]) then return 'fenced' end
+  if token == tonumber(ARGV[1]) and known[2] == 'finished' then return 'fenced' end
 end
 local first, length, missing = 4 * tonumber(ARGV[2]), redis.call('STRLEN', KEYS[2]), #ARGV[3]
 if length < first or length > first + missing then return 'data_loss' end

@@ -3,7 +3,10 @@
 -- ARGV: 1 tokens, 2 stream that has ended or '', 3 session that is gone or ''
 -- Returns the tokens of this minute.
 local minute = math.floor(tonumber(redis.call('TIME')[1]) / 60)
-if tonumber(redis.call('HGET', KEYS[3], 'minute') or -1) ~= minute then
+-- Counts that were damaged begin anew.
+drop_others({'zset', 'zset', 'hash'})
+local spent = redis.call('HMGET', KEYS[3], 'minute', 'tokens')
+if count(spent[1]) ~= minute or not count(spent[2]) then
   redis.call('HSET', KEYS[3], 'minute', minute, 'tokens', 0)
 end
 if ARGV[2] ~= '' then redis.call('ZREM', KEYS[1], ARGV[2]) end

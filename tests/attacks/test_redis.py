@@ -1,8 +1,9 @@
 """What a Redis may hold or answer on purpose, and who may reach it."""
 
 import asyncio
+import json
 import logging
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,8 +14,13 @@ import redis
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from redis import exceptions
 
+from orchestrator.sessions import NewRequest
+from orchestrator.store import SessionStore
 from outrider.client.valkey import EmbeddedValkey
-from outrider.errors import OutriderError, Overloaded, Unavailable
+from outrider.errors import DataLoss, OutriderError, Overloaded, Unavailable
+from outrider.parameters import AcceptanceRule, SamplingParameters
+from outrider.serving.status import peer_errors
+from outrider.v1 import generation_pb2 as pb
 from tests.orchestrator.scripted import ScriptedTarget
 from tests.orchestrator.stage import Orchestrator, asking, orchestrating, tokens_of
 
@@ -157,6 +163,163 @@ async def test_attack_15_a_redis_that_wants_a_password_is_not_ready_from_the_sta
             refusal.end(admin)
             assert (await asked.read()).status == health_pb2.HealthCheckResponse.SERVING
         assert len(tokens_of(await orchestrator.events(asking(max_tokens=2)))) == 2
+
+
+DAMAGES = (None, b"", b"x", b"-1", b"9" * 30, b"1e300", b"\xff", b"[]")
+"""What stands in place of a field; None for nothing."""
+CHECKED = (
+    "created",
+    "seed",
+    "rule",
+    "prompt_start",
+    "prompt_len",
+    "committed_len",
+    "fencing_token",
+    "state",
+    "deadline",
+)
+OTHER_PARAMETERS = (
+    {"max_tokens": "5"},
+    {"max_tokens": 5.5},
+    {"max_tokens": 10**400},
+    {"logit_bias": [1]},
+    {"logit_bias": {"-1": 1.0}},
+    {"logit_bias": {"1": "x"}},
+    {"stop": "abc"},
+    {"stop": [1]},
+    {"stop_token_ids": [-1]},
+    {"stop_token_ids": [2**32]},
+    {"ignore_eos": "yes"},
+    {"temperature": None},
+    {"unheard_of": 1},
+)
+
+
+async def reasons(orchestrator: Orchestrator, session_id: str) -> list[str]:
+    """Returns how the calls on a session end: Get, Generate anew, again, resumed, Cancel."""
+
+    async def get() -> object:
+        return await orchestrator.session(session_id)
+
+    async def cancel() -> object:
+        with peer_errors():
+            return await orchestrator.stub.CancelGeneration(pb.CancelGenerationRequest(session_id=session_id))
+
+    def generate(request_id: str, offset: int | None = None) -> Callable[[], Awaitable[object]]:
+        request = asking(session_id=session_id, request_id=request_id, resume_offset=offset, max_tokens=2)
+        return lambda: orchestrator.events(request)
+
+    found = []
+    for call in (get, generate("another"), generate("first"), generate("first", 0), cancel):
+        try:
+            await call()
+            found.append("OK")
+        except OutriderError as error:
+            found.append(error.reason)
+            if isinstance(error, DataLoss):
+                assert session_id in error.message and "127.0.0.1" not in error.message
+    return found
+
+
+async def delete(orchestrator: Orchestrator, session_id: str) -> None:
+    with peer_errors():
+        await orchestrator.stub.DeleteSession(pb.DeleteSessionRequest(session_id=session_id))
+
+
+# Every seventh of the table by default: each field is damaged in at least one of its eight ways.
+@pytest.mark.parametrize("step", [7, pytest.param(1, marks=pytest.mark.slow)])
+async def test_attack_14_a_damaged_record_is_data_loss_and_can_be_deleted(
+    valkey: EmbeddedValkey, admin: redis.Redis, caplog: pytest.LogCaptureFixture, step: int
+) -> None:
+    async with ScriptedTarget() as target, orchestrating(valkey.url, (target,)) as orchestrator:
+        for ends in (True, False):
+            admin.flushall()
+            await orchestrator.events(asking(session_id="s", request_id="first", max_tokens=2))
+            (key,), (log,) = admin.keys("*:session"), admin.keys("*:log")
+            if not ends:
+                admin.hset(key, mapping={"state": "running", "finish_reason": "", "deadline": "0"})
+            whole, tokens = admin.hgetall(key), admin.get(log)
+            parameters = json.loads(whole[b"parameters"])
+            changed = [(name, value) for name in whole for value in DAMAGES]
+            changed += [(b"parameters", json.dumps(parameters | other).encode()) for other in OTHER_PARAMETERS]
+            for name, value in changed[::step]:
+                admin.delete(key, log)
+                admin.hset(key, mapping=whole)
+                admin.set(log, tokens)
+                admin.hdel(key, name) if value is None else admin.hset(key, name, value)
+                found = await reasons(orchestrator, "s")
+                assert "INTERNAL" not in found, (name, value, found)
+                if name.decode() in (*CHECKED, "parameters"):
+                    assert found[:4] == ["DATA_LOSS"] * 4, (name, value, found)
+                await delete(orchestrator, "s")
+                assert admin.keys("*:session") == admin.keys("*:log") == []
+        assert len(tokens_of(await orchestrator.events(asking(session_id="s", max_tokens=2)))) == 2
+    assert not [record for record in caplog.records if record.exc_info]
+
+
+async def test_attack_14_keys_of_another_type_are_data_loss(valkey: EmbeddedValkey, admin: redis.Redis) -> None:
+    others: tuple[Callable[[bytes], object], ...] = (
+        lambda key: admin.set(key, "text"),
+        lambda key: admin.hset(key, "a", "b"),
+        lambda key: admin.rpush(key, "a"),
+        lambda key: admin.zadd(key, {"a": 1}),
+    )
+    async with ScriptedTarget() as target, orchestrating(valkey.url, (target,)) as orchestrator:
+        for kind in ("session", "log"):
+            for other in others:
+                admin.flushall()
+                await orchestrator.events(asking(session_id="s", request_id="first", max_tokens=2))
+                (key,) = admin.keys(f"*:{kind}")
+                admin.delete(key)
+                other(key)
+                found = await reasons(orchestrator, "s")
+                assert set(found) <= {"DATA_LOSS", "OK"} and found[0] == "DATA_LOSS", (kind, found)
+                await delete(orchestrator, "s")
+                assert not admin.exists(key)
+
+
+async def test_attack_14_a_record_damaged_under_a_stream_ends_it_by_name(
+    valkey: EmbeddedValkey, admin: redis.Redis
+) -> None:
+    store = SessionStore(valkey.url)
+    request = NewRequest(
+        tenant="t",
+        session_id="s",
+        request_id="a",
+        fingerprint="f",
+        model="m",
+        tokenizer="t",
+        parameters=SamplingParameters(seed=1),
+        rule=AcceptanceRule.COUPLED,
+        prompt=(1, 2, 3),
+        expected_len=None,
+        takes_over=False,
+        must_exist=False,
+        max_len=100,
+    )
+    try:
+        for name in ("fencing_token", "committed_len", "state"):
+            for value in DAMAGES:
+                admin.flushall()
+                begun = await store.begin(request)
+                assert begun.lease is not None
+                (key,) = admin.keys("*:session")
+                admin.hdel(key, name) if value is None else admin.hset(key, name, value)
+                with pytest.raises(DataLoss, match="session s"):
+                    await store.append(begun.lease, 3, [4])
+                if name == "fencing_token":
+                    # Whether another one has the session cannot be seen, so nothing is written over it.
+                    for call in (
+                        store.renew(begun.lease),
+                        store.restore(begun.record, begun.lease, 0, [1, 2, 3]),
+                    ):
+                        with pytest.raises(DataLoss, match="session s"):
+                            await call
+                else:
+                    await store.restore(begun.record, begun.lease, 0, [1, 2, 3])
+                    assert (await store.append(begun.lease, 3, [4])).length == 4
+    finally:
+        await store.close()
 
 
 @asynccontextmanager

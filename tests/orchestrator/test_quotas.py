@@ -1,11 +1,14 @@
 """Limits of tenants, counted in a real Redis by several orchestrators at once."""
 
 import asyncio
+import hashlib
+import time
 import uuid
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
 
 import pytest
+import redis
 
 from orchestrator.quotas import Quotas
 from orchestrator.store import SessionStore
@@ -54,6 +57,22 @@ async def test_sessions_are_counted_until_they_are_gone(store: SessionStore) -> 
         await asyncio.sleep(0.01)
     async with quotas.stream(short, "b"):
         pass
+
+
+async def test_attack_14_counts_that_were_damaged_begin_anew(store: SessionStore, session_store_url: str) -> None:
+    quotas, limited = Quotas(store, 100), tenant(max_streams=1, max_sessions=1, tokens_per_minute=5)
+    tag = hashlib.sha256(limited.name.encode()).hexdigest()
+    with redis.Redis.from_url(session_store_url) as raw:
+        for kind in ("streams", "sessions", "tokens"):
+            raw.set(f"outrider:{{{tag}}}:{kind}", "text")
+            async with quotas.stream(limited, "a") as usage:
+                usage.add(1)
+                raw.set(f"outrider:{{{tag}}}:{kind}", "text")
+        raw.hset(f"outrider:{{{tag}}}:tokens", mapping={"minute": int(time.time() / 60), "tokens": "many"})
+        async with quotas.stream(limited, "a"):
+            pass
+        await quotas.forget(limited, "a")
+    assert raw.hget(f"outrider:{{{tag}}}:tokens", "tokens") == b"0"
 
 
 async def test_tokens_of_a_minute(store: SessionStore) -> None:
