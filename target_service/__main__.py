@@ -12,6 +12,7 @@ from typing import Final
 import torch
 
 from outrider.drafters.loading import load_drafter
+from outrider.errors import InvalidArgument
 from outrider.lm.loading import LoadedModel, LoadOptions, chosen_device, load_model
 from outrider.lm.model import LanguageModel
 from outrider.lm.ranks import Ranks, num_ranks
@@ -31,6 +32,7 @@ from target_service.servicer import TargetServicer, TargetWorkerServicer
 from target_service.settings import BlockUse, TargetSettings
 
 _LOG: Final = logging.getLogger(__name__)
+_MIN_SECRET_LEN: Final = 16
 _HAND_OVER_SHARE: Final = 0.5
 """Of the drain budget: sessions that have not ended by then go on at another target."""
 
@@ -126,7 +128,21 @@ def remote_blocks(model: LanguageModel, settings: TargetSettings) -> RemoteBlock
         return None
     store = BlockStore(settings.kv_blocks_url, timeout_s=settings.kv_blocks_timeout_s, ttl_s=settings.kv_block_ttl_s)
     numerics = f"{model.info.fingerprint} {model.info.numerics}"
-    return RemoteBlocks(model.blocks, numerics, store, settings.kv_blocks, settings.kv_block_queue_bytes)
+    secret = kv_blocks_secret(settings)
+    return RemoteBlocks(model.blocks, numerics, store, settings.kv_blocks, settings.kv_block_queue_bytes, secret)
+
+
+def kv_blocks_secret(settings: TargetSettings) -> bytes:
+    """Returns what seals KV blocks; empty where nothing is to. Raises `InvalidArgument` for a file that holds none."""
+    if settings.kv_blocks_secret_file is None:
+        return b""
+    try:
+        secret = settings.kv_blocks_secret_file.read_bytes().strip()
+    except OSError as error:
+        raise InvalidArgument(f"cannot be read: {error.strerror}", "kv_blocks_secret_file") from None
+    if len(secret) < _MIN_SECRET_LEN:
+        raise InvalidArgument(f"has {len(secret)} bytes, must have {_MIN_SECRET_LEN}", "kv_blocks_secret_file")
+    return secret
 
 
 def main() -> None:

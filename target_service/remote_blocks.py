@@ -119,18 +119,28 @@ class RemoteBlocks:
         store: Redis.
         use: whether to write and restore; `auto` where that is measured to beat computing.
         queue_bytes: blocks that wait to be written, at most.
+        secret: seals blocks; see `block_format`.
 
     Attributes:
         counters: what became of blocks.
         costs: what restoring takes.
     """
 
-    def __init__(self, source: BlockSource, numerics: str, store: BlockStore, use: BlockUse, queue_bytes: int) -> None:
+    def __init__(
+        self,
+        source: BlockSource,
+        numerics: str,
+        store: BlockStore,
+        use: BlockUse,
+        queue_bytes: int,
+        secret: bytes = b"",
+    ) -> None:
         self._source = source
         self._numerics = numerics
         self._store = store
         self._use = use
         self._queue_bytes = queue_bytes
+        self._secret = secret
         self._queue: deque[_Waiting] = deque()
         self._queued_bytes = 0
         self._num_busy = 0
@@ -279,7 +289,7 @@ class RemoteBlocks:
             if data is None:
                 break
             try:
-                content = checked(data, digest, layout)
+                content = checked(data, digest, layout, self._secret)
             except BlockRefused as error:
                 self.counters.num_refused += 1
                 _LOG.warning("a KV block is refused and deleted: %s", error)
@@ -318,7 +328,7 @@ class RemoteBlocks:
             contents = [_view(item.content) for item in batch]
             self.counters.num_written += self._store.put(
                 [
-                    (item.digest, header(item.digest, item.layout, content), content)
+                    (item.digest, header(item.digest, item.layout, content, self._secret), content)
                     for item, content in zip(batch, contents, strict=True)
                 ]
             )
@@ -339,7 +349,7 @@ class RemoteBlocks:
                 began_s = time.monotonic()
                 self._store.get(digests[:1])
             self.costs.observe_answer(time.monotonic() - began_s)
-            self._store.put([(digest, header(digest, layout, view), view) for digest in digests])
+            self._store.put([(digest, header(digest, layout, view, self._secret), view) for digest in digests])
             for costs in (RestoreCosts(), self.costs):  # the first time readers may have to connect
                 self._rehearse(_Fetch([[part] for part in enumerate(digests)], costs, _PROBE_S), layout)
             self._store.delete(digests)

@@ -1,6 +1,7 @@
 """Settings of the target process."""
 
 from enum import Enum
+from pathlib import Path
 from typing import Any
 
 from pydantic import Field, Json
@@ -60,6 +61,11 @@ class TargetSettings(ServingSettings):
     )
     kv_blocks_url: str = Field(
         "", description="Redis or Valkey for blocks of the KV cache, which any target restores; empty for none."
+    )
+    kv_blocks_secret_file: Path | None = Field(
+        None,
+        description="File with a secret that all targets share: blocks are sealed with it, and others refused. Without "
+        "it, whoever may write to that Redis decides what targets restore.",
     )
     kv_blocks: BlockUse = Field(
         BlockUse.AUTO,

@@ -1,10 +1,13 @@
 """KV blocks between targets: over real sockets, with a real server, and with one that hangs, lies or is gone."""
 
 import asyncio
+import hmac
+import itertools
 import os
 import signal
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 import redis
@@ -13,13 +16,16 @@ import torch
 from bench.proxy import Link, proxied
 from outrider import wire
 from outrider.client.valkey import EmbeddedValkey
+from outrider.errors import InvalidArgument
 from outrider.lm.model import BlockSource
 from outrider.parameters import SamplingParameters
 from outrider.v1 import target_pb2 as pb
+from target_service.__main__ import kv_blocks_secret
+from target_service.block_format import HEADER_BYTES
 from target_service.block_store import BlockStore
 from target_service.engine import Engine
 from target_service.remote_blocks import RemoteBlocks
-from target_service.settings import BlockUse
+from target_service.settings import BlockUse, TargetSettings
 from tests.lm.models import CONFIGS, save_model
 from tests.target_service.conversation import Caller, target
 
@@ -45,6 +51,13 @@ def server() -> Iterator[EmbeddedValkey]:
         yield running
 
 
+@pytest.fixture
+def secret_file(tmp_path: Path) -> Path:
+    file = tmp_path / "secret"
+    file.write_text("what all targets of a fleet share\n")
+    return file
+
+
 def settings(server: EmbeddedValkey, **more: object) -> dict[str, object]:
     return {"kv_blocks_url": server.url, "kv_blocks": BlockUse.ALWAYS, "kv_budget_bytes": 1 << 24, **more}
 
@@ -63,16 +76,19 @@ async def plain(caller: Caller, handle: int = 1, prompt: list[int] | None = None
     return await caller.plain(handle, prompt or PROMPT, SAMPLED, stop_token_ids=(), **more)
 
 
-async def test_a_session_that_moves_is_restored_to_the_same_bits(folder: str, server: EmbeddedValkey) -> None:
+async def test_a_session_that_moves_is_restored_to_the_same_bits(
+    folder: str, server: EmbeddedValkey, secret_file: Path
+) -> None:
+    shared = settings(server, kv_blocks_secret_file=secret_file)
     async with target(folder, kv_budget_bytes=1 << 24) as (engine, caller):
         assert engine.blocks is None
         truth = await plain(caller)
-    async with target(folder, **settings(server)) as (engine, caller):
+    async with target(folder, **shared) as (engine, caller):
         assert await plain(caller) == truth
         assert blocks_of(engine).flush(5)
         num_written = blocks_of(engine).counters.num_written
         assert num_written == (len(PROMPT) + len(truth)) // 32 == len(keys(server))
-    async with target(folder, **settings(server)) as (engine, caller):
+    async with target(folder, **shared) as (engine, caller):
         # A session in the middle of its output moves here: what is there is restored, the rest is run.
         assert await plain(caller) == truth
         assert blocks_of(engine).counters.num_restored == NUM_BLOCKS
@@ -154,6 +170,36 @@ async def test_fault_28_a_poisoned_block_is_refused(
         assert blocks_of(engine).flush(5)
         # Those were deleted, and written anew once they had been computed.
         assert counters.num_written == counters.num_refused
+
+
+def resealed(value: bytes, secret: bytes) -> bytes:
+    """Returns a block with one byte changed, and its seal made anew as the format has it."""
+    label, content = value[: HEADER_BYTES - 32], bytes([value[HEADER_BYTES] ^ 1]) + value[HEADER_BYTES + 1 :]
+    return label + hmac.digest(secret, label + content, "sha256") + content
+
+
+async def test_attack_13_blocks_that_were_changed_and_sealed_anew_are_refused(
+    folder: str, server: EmbeddedValkey, secret_file: Path
+) -> None:
+    async with target(folder, **settings(server, kv_blocks_secret_file=secret_file)) as (engine, caller):
+        truth = await plain(caller)
+        assert blocks_of(engine).flush(5)
+    forged_with = itertools.cycle([b"", b"what another fleet has"])
+    overwrite(server, lambda value: resealed(value, next(forged_with)))
+    async with target(folder, **settings(server, kv_blocks_secret_file=secret_file)) as (engine, caller):
+        assert await plain(caller) == truth
+        assert blocks_of(engine).counters.num_refused >= 1
+        assert blocks_of(engine).counters.num_restored == 0
+
+
+@pytest.mark.parametrize(("content", "problem"), [(None, "cannot be read"), ("short\n", "5 bytes")])
+def test_a_secret_that_is_none_is_refused(tmp_path: Path, content: str | None, problem: str) -> None:
+    file = tmp_path / "secret"
+    if content is not None:
+        file.write_text(content)
+    with pytest.raises(InvalidArgument, match=problem) as caught:
+        kv_blocks_secret(TargetSettings(kv_blocks_secret_file=file))
+    assert caught.value.field == "kv_blocks_secret_file"
 
 
 async def test_fault_28_a_block_under_anothers_key_is_refused(folder: str, server: EmbeddedValkey) -> None:
