@@ -254,9 +254,12 @@ class RemoteBlocks:
     def _rests(self) -> bool:
         return time.monotonic() < self._rests_until
 
-    def _fail(self, error: BlockStoreError) -> None:
+    def _fail(self, error: Exception) -> None:
+        """Leaves Redis alone for a while. No error ends a thread here: nobody would notice that blocks are dropped."""
         self.counters.num_failures += 1
-        if not self._rests:
+        if not isinstance(error, BlockStoreError):
+            _LOG.error("KV blocks are left alone for a while after an unexpected error", exc_info=error)
+        elif not self._rests:
             _LOG.warning("KV blocks are left alone for a while: %s", error)
         self._rests_until = time.monotonic() + _REST_S
 
@@ -273,7 +276,7 @@ class RemoteBlocks:
                 num_bytes += sum(content.numel() for _, _, content in blocks)
                 if len(blocks) < len(part):
                     fetch.end()
-        except BlockStoreError as error:
+        except Exception as error:
             fetch.end()
             self._fail(error)
         finally:
@@ -332,7 +335,7 @@ class RemoteBlocks:
                     for item, content in zip(batch, contents, strict=True)
                 ]
             )
-        except BlockStoreError as error:
+        except Exception as error:
             self.counters.num_dropped += len(batch)
             self._fail(error)
 
@@ -353,7 +356,7 @@ class RemoteBlocks:
             for costs in (RestoreCosts(), self.costs):  # the first time readers may have to connect
                 self._rehearse(_Fetch([[part] for part in enumerate(digests)], costs, _PROBE_S), layout)
             self._store.delete(digests)
-        except BlockStoreError as error:
+        except Exception as error:
             self._fail(error)
 
     def _rehearse(self, fetch: _Fetch, layout: bytes) -> None:

@@ -5,6 +5,7 @@ import hmac
 import itertools
 import os
 import signal
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -331,6 +332,40 @@ def test_the_queue_is_bounded_and_what_does_not_fit_is_dropped(server: EmbeddedV
         os.kill(server.pid, signal.SIGCONT)
     blocks.close(5)
     assert len(keys(server)) <= 3
+
+
+def test_an_unexpected_error_ends_neither_writing_nor_restoring(
+    server: EmbeddedValkey, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("target_service.remote_blocks._REST_S", 0.0)
+    source = Source()
+    blocks = remote(source, server, queue_bytes=10_000)
+    blocks.start()
+    # Its bytes cannot be had: the error is torch's, which nobody expects of a block.
+    source.fresh = [(b"1" * 32, torch.zeros(100, requires_grad=True))]
+    blocks.write_behind(lambda num_tokens: 1.0)
+    assert blocks.flush(5)
+    assert blocks.counters.num_dropped == blocks.counters.num_failures == 1
+    assert len([record for record in caplog.records if record.exc_info]) == 1
+    source.fresh = new_blocks(3)
+    blocks.write_behind(lambda num_tokens: 1.0)
+    assert blocks.flush(5)
+    assert blocks.counters.num_written == len(keys(server)) == 3
+
+    over = threading.Event()
+
+    def fail_first(part: list[tuple[bytes, int, torch.Tensor]], is_last: bool) -> None:
+        if is_last:
+            over.set()
+        elif blocks.counters.num_failures == 1:
+            raise RuntimeError("of whoever gets the blocks")
+
+    for num_failures in (2, 2):
+        over.clear()
+        assert blocks.fetch([(0, bytes([0]) * 32)], 1.0, fail_first)
+        assert over.wait(5)
+        assert blocks.counters.num_failures == num_failures
+    blocks.close(5)
 
 
 def test_room_that_is_missing_ends_a_restoration(server: EmbeddedValkey) -> None:
