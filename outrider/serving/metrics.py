@@ -9,7 +9,6 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable
 from typing import Final
-from wsgiref.simple_server import WSGIServer
 
 from prometheus_client import (
     CollectorRegistry,
@@ -19,13 +18,13 @@ from prometheus_client import (
     PlatformCollector,
     ProcessCollector,
     disable_created_metrics,
-    start_http_server,
 )
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.registry import Collector
 
 import outrider
 from outrider.errors import InvalidArgument, Unavailable
+from outrider.serving.metrics_http import MetricsHTTPServer
 
 PREFIX: Final = "outrider_"
 
@@ -141,15 +140,17 @@ class MetricsServer:
             raise InvalidArgument(f"{address!r} is not host:port", "metrics_address")
         self._port = int(port)
         self._registry = registry
-        self._server: WSGIServer | None = None
+        self._server: MetricsHTTPServer | None = None
         self._thread: threading.Thread | None = None
 
     def start(self) -> str:
         """Serves; returns the bound address. Raises `Unavailable` when the address cannot be bound."""
         try:
-            self._server, self._thread = start_http_server(self._port, self._host.strip("[]"), registry=self._registry)
+            self._server = MetricsHTTPServer(self._host.strip("[]"), self._port, self._registry)
         except OSError as error:
             raise Unavailable(f"cannot listen on {self._host}:{self._port} for metrics: {error.strerror}") from None
+        self._thread = threading.Thread(target=self._server.serve_forever, name="metrics", daemon=True)
+        self._thread.start()
         return f"{self._host}:{self._server.server_port}"
 
     def close(self) -> None:
