@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Final
 
@@ -17,7 +17,6 @@ if TYPE_CHECKING:
     from outrider.lm.model import LanguageModel
     from outrider.lm.ranks import Ranks
     from outrider.lm.tokenizer import TokenizerFiles
-    from outrider.lm.transformer import PassPlan
 
 _MARKOV: Final = "markov:"
 
@@ -62,7 +61,7 @@ class LoadedModel:
 
     model: LanguageModel
     tokenizer: TokenizerFiles | None
-    run: Callable[[PassPlan], object] | None = None
+    run: Callable[[Sequence[int]], object] | None = None
 
 
 def load_model(name: str, options: LoadOptions | None = None) -> LoadedModel:

@@ -54,7 +54,7 @@ def load_pretrained(name: str, source: str, options: LoadOptions) -> LoadedModel
         trim_output_layer(model, vocabulary)
     ready = TransformersModel(label, model, tokenizer.fingerprint if tokenizer else "", engine)
     served = TrimmedModel(ready, vocabulary) if vocabulary is not None else ready
-    return LoadedModel(served, tokenizer, ready.run)
+    return LoadedModel(served, tokenizer, ready.follow)
 
 
 def _read(name: str, source: str, options: LoadOptions) -> tuple[TokenizerFiles | None, PreTrainedModel]:

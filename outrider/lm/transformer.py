@@ -22,6 +22,7 @@ from outrider.lm.kv_storage import KVStorage
 from outrider.lm.model import ModelInfo, SessionStep
 from outrider.lm.packed_linear import ROW_BLOCK, are_all_packed, pack_linears
 from outrider.lm.pages import KVUsage, PagePool
+from outrider.lm.pass_plan import PassPlan
 from outrider.lm.ranks import Ranks
 from outrider.pass_sizes import FOURS, PassSizes
 from outrider.tokens import NodeKind, ProposalNode, ProposalTree, TokenSpan
@@ -56,27 +57,6 @@ class EngineOptions:
     packs: bool = True
     ranks: Ranks | None = None
     invariant: bool = True
-
-
-@dataclass(frozen=True, slots=True)
-class PassPlan:
-    """All that a pass takes besides the model; small, and the same on every rank.
-
-    Attributes:
-        rows: where the rows stand.
-        new_pages: see `StepLayout`.
-        copies: see `StepLayout`.
-        token_ids: of all rows.
-        positions: of all rows.
-        wanted: rows whose logits are wanted.
-    """
-
-    rows: attention.PassRows
-    new_pages: list[tuple[int, int]]
-    copies: list[tuple[int, int]]
-    token_ids: list[int]
-    positions: list[int]
-    wanted: list[int]
 
 
 class TransformersModel:
@@ -168,14 +148,20 @@ class TransformersModel:
     def forward(self, steps: Sequence[SessionStep]) -> list[torch.Tensor]:
         """Runs one pass over all steps; see `LanguageModel.forward`."""
         plan = _planned(steps)
-        logits = self._ranks.run(plan, self.run) if self._ranks else self.run(plan)
+        logits = (
+            self._ranks.run(plan.to_numbers(), lambda: self._run_plan(plan)) if self._ranks else self._run_plan(plan)
+        )
         for step in steps:
             _paged(step).note_run()
         return _split(logits, steps)
 
     @torch.no_grad()
-    def run(self, plan: PassPlan) -> torch.Tensor:
-        """Runs a planned pass: on the first rank for its logits [wanted, V], on the others for their share of it."""
+    def follow(self, numbers: Sequence[int]) -> None:
+        """Runs this rank's share of a pass that the first rank has planned; see `Ranks.follow`."""
+        self._run_plan(PassPlan.from_numbers(numbers))
+
+    def _run_plan(self, plan: PassPlan) -> torch.Tensor:
+        """Returns the logits of the rows that are wanted: [wanted, V]."""
         self._storage.prepare(plan.new_pages, plan.copies)
         self._features.prepare(plan.copies)
         logits = self._run(plan.token_ids, plan.positions, plan.wanted or [0], self._made(plan.rows))
