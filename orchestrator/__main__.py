@@ -1,6 +1,7 @@
 """Starts an orchestrator: `python -m orchestrator --help`."""
 
 import asyncio
+import os
 
 from orchestrator.admission import Admission
 from orchestrator.generation import Services
@@ -46,6 +47,7 @@ async def serve(settings: OrchestratorSettings) -> None:
         is_ready=lambda: watch.is_well,
         # Not when it is full: it answers OVERLOADED with the time to come back, which nobody would hear without it.
         registry=registry,
+        authenticate=tenants.of,
     )
     server.register(add_GenerationServiceServicer_to_server, servicer, "outrider.v1.GenerationService")
     try:
@@ -63,6 +65,8 @@ async def serve(settings: OrchestratorSettings) -> None:
 def main() -> None:
     """Reads the settings and serves."""
     settings = load_settings(OrchestratorSettings, program="python -m orchestrator")
+    # A text is encoded by the thread that has its turn (orchestrator.encoding), not by one for each core beside it.
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     configure_logging(service="orchestrator", level=settings.log_level, form=settings.log_format)
     run_process(serve(settings))
 

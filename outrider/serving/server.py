@@ -1,4 +1,4 @@
-"""A gRPC server as every process runs it: health, reflection, readiness, and a drain that ends within its budget."""
+"""A gRPC server as every process runs it: health, readiness, and a drain that ends within its budget."""
 
 import asyncio
 import gc
@@ -17,7 +17,7 @@ from prometheus_client import CollectorRegistry
 
 from outrider.errors import OutriderError, Unavailable
 from outrider.serving.channel import keepalive_options
-from outrider.serving.interceptor import CallsInFlight, ErrorInterceptor
+from outrider.serving.interceptor import Authenticate, CallInterceptor, CallsInFlight, anybody
 from outrider.serving.metrics import MetricsServer, Readings, gauge, new_registry
 from outrider.serving.settings import ServingSettings
 from outrider.serving.tls import TlsFiles
@@ -47,7 +47,7 @@ def _always() -> bool:
 
 
 class Server:
-    """A gRPC server with health and reflection, and the life of the process around it.
+    """A gRPC server with health, reflection where the settings want it, and the life of the process around it.
 
     Make it inside the running event loop. What happens, in order:
 
@@ -71,6 +71,8 @@ class Server:
         is_live: tells whether the service works; asked twice a second.
         is_ready: tells whether it should get new work; likewise.
         registry: its metrics, told where the settings have an address for them; None for those of every process.
+        authenticate: raises `Unauthenticated` for a call whose metadata has no known token; called before a caller is
+            told that its message is malformed. Methods check their callers themselves.
     """
 
     def __init__(
@@ -82,6 +84,7 @@ class Server:
         is_live: Callable[[], bool] = _always,
         is_ready: Callable[[], bool] = _always,
         registry: CollectorRegistry | None = None,
+        authenticate: Authenticate = anybody,
     ) -> None:
         self._settings = settings
         self._name = name
@@ -90,7 +93,8 @@ class Server:
         self._is_ready = is_ready
         self._looking: asyncio.Task[None] | None = None
         self._calls = CallsInFlight()
-        self._server = grpc.aio.server(interceptors=[ErrorInterceptor(self._calls)], options=_options(settings))
+        interceptor = CallInterceptor(self._calls, authenticate)
+        self._server = grpc.aio.server(interceptors=[interceptor], options=_options(settings))
         self._health = health.aio.HealthServicer()
         self._health_server = grpc.aio.server() if settings.health_address else None
         self._metrics_server: MetricsServer | None = None
@@ -98,7 +102,7 @@ class Server:
             registry = registry or new_registry(name)
             registry.register(Readings(lambda: [gauge("draining", "Whether the drain has begun.", self.draining)]))
             self._metrics_server = MetricsServer(settings.metrics_address, registry)
-        self._names = [health.SERVICE_NAME, reflection.SERVICE_NAME]
+        self._names = [health.SERVICE_NAME]
         self._stopping = asyncio.Event()
         self._address = ""
         self._health_address = ""
@@ -140,7 +144,9 @@ class Server:
     async def start(self) -> str:
         """Serves; returns the bound address. Raises `Unavailable` when the address cannot be bound."""
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
-        reflection.enable_server_reflection(self._names, self._server)
+        if self._settings.reflection:
+            self._names.append(reflection.SERVICE_NAME)
+            reflection.enable_server_reflection(self._names, self._server)
         self._address = _bind(self._server, self._settings.address, self._settings.tls)
         await self._server.start()
         if self._health_server is not None:

@@ -46,6 +46,11 @@ class ServingSettings(BaseSettings):
     health_address: str = Field(
         "", description="Plain address that answers health checks only, for probes that present no certificate."
     )
+    reflection: bool = Field(
+        False,
+        description="Answer gRPC server reflection, by which grpcurl and others list services and messages; without a "
+        "token, to whoever reaches the address.",
+    )
     metrics_address: str = Field(
         "", description="Plain HTTP address that tells Prometheus metrics, at /metrics; empty tells none."
     )

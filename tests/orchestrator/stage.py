@@ -99,7 +99,12 @@ async def orchestrating(
     servicer = GenerationServicer(services, admission, tenants, quotas)
     watch = StoreWatch(store, period_s=0.05)
     server = Server(
-        settings, name="orchestrator", drain=servicer.drain, is_ready=lambda: watch.is_well, registry=registry
+        settings,
+        name="orchestrator",
+        drain=servicer.drain,
+        is_ready=lambda: watch.is_well,
+        registry=registry,
+        authenticate=tenants.of,
     )
     server.register(
         generation_pb2_grpc.add_GenerationServiceServicer_to_server, servicer, "outrider.v1.GenerationService"

@@ -17,7 +17,7 @@ from outrider.serving.channel import open_channel
 from outrider.serving.server import Server
 from outrider.serving.settings import ServingSettings
 from outrider.v1 import worker_pb2, worker_pb2_grpc
-from tests.serving.conftest import ROOT, told_process
+from tests.serving.conftest import ROOT, new_server, told_process
 
 SERVING = health_pb2.HealthCheckResponse.SERVING
 NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
@@ -98,10 +98,13 @@ async def test_health_can_be_asked_from_the_shell():
         assert await asked("readiness") == 1
 
 
-async def test_reflection_lists_the_services(channel):
+async def test_reflection_lists_the_services(worker, draft):
+    server = new_server(ServingSettings(reflection=True, drain_budget_s=1.0), worker, draft)
     request = reflection_pb2.ServerReflectionRequest(list_services="")
-    responses = reflection_pb2_grpc.ServerReflectionStub(channel).ServerReflectionInfo(iter([request]))
-    names = [service.name async for response in responses for service in response.list_services_response.service]
+    async with open_channel(await server.start()) as channel:
+        responses = reflection_pb2_grpc.ServerReflectionStub(channel).ServerReflectionInfo(iter([request]))
+        names = [service.name async for response in responses for service in response.list_services_response.service]
+    await server.stop()
     assert {"outrider.v1.WorkerService", "outrider.v1.DraftService", "grpc.health.v1.Health"} <= set(names)
 
 
