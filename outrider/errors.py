@@ -24,6 +24,9 @@ One table, in `serving.status`, maps reasons to gRPC codes, for servers and clie
 from collections.abc import Mapping
 from typing import ClassVar
 
+_MAX_MESSAGE_LEN = 1000
+"""Characters of a message: it may quote what a caller sent, and crosses the wire in headers, which are small."""
+
 
 class OutriderError(Exception):
     """An error with a `reason` that crosses the wire, a one-line message, and typed fields as `metadata`."""
@@ -31,8 +34,8 @@ class OutriderError(Exception):
     reason: ClassVar[str] = "INTERNAL"
 
     def __init__(self, message: str) -> None:
-        super().__init__(message)
-        self.message = message
+        self.message = message if len(message) <= _MAX_MESSAGE_LEN else f"{message[:_MAX_MESSAGE_LEN]} ..."
+        super().__init__(self.message)
 
     @property
     def metadata(self) -> dict[str, str]:

@@ -13,6 +13,11 @@ MAX_STOP_TOKEN_IDS = 64
 MAX_LOGIT_BIASES = 1024
 MAX_LOGPROBS = 20
 MAX_SEED = 2**64 - 1
+MIN_TEMPERATURE = 1e-12
+MIN_TOP_P = 1e-12
+MIN_REPETITION_PENALTY = 0.01
+"""What is nearer to 0 changes nothing that anybody could want, and divides by next to nothing: the logits times 100, or
+their differences over 1e-12, are far from the end of a float64, and of a float32 for the logits that models give."""
 
 
 class AcceptanceRule(Enum):
@@ -38,11 +43,12 @@ class SamplingParameters:
     are checked against a vocabulary by `check_vocabulary`.
 
     Attributes:
-        temperature: divides the logits; 0 is greedy decoding. In [0, 100].
+        temperature: divides the logits; 0 is greedy decoding. 0, or in [1e-12, 100].
         top_k: keeps the k most likely tokens; 0 keeps all.
-        top_p: keeps the smallest set of most likely tokens with at least this probability. In (0, 1].
+        top_p: keeps the smallest set of most likely tokens with at least this probability. In [1e-12, 1].
         min_p: drops tokens less likely than this share of the most likely one. In [0, 1].
-        repetition_penalty: divides positive and multiplies negative logits of tokens in prompt or output. In (0, 10].
+        repetition_penalty: divides positive and multiplies negative logits of tokens in prompt or output. In
+            [0.01, 10].
         presence_penalty: subtracted from logits of tokens in the output. In [-2, 2].
         frequency_penalty: subtracted once for each time a token stands in the output. In [-2, 2].
         logit_bias: added to the logits of its token ids. Values in [-100, 100].
@@ -72,11 +78,12 @@ class SamplingParameters:
     logprobs: int | None = None
 
     def __post_init__(self) -> None:
-        _check_range("temperature", self.temperature, 0, 100)
+        if self.temperature != 0:
+            _check_range("temperature", self.temperature, MIN_TEMPERATURE, 100, "0 or ")
         _check_range("top_k", self.top_k, 0, 2**31 - 1)
-        _check_range("top_p", self.top_p, 0, 1, low_open=True)
+        _check_range("top_p", self.top_p, MIN_TOP_P, 1)
         _check_range("min_p", self.min_p, 0, 1)
-        _check_range("repetition_penalty", self.repetition_penalty, 0, 10, low_open=True)
+        _check_range("repetition_penalty", self.repetition_penalty, MIN_REPETITION_PENALTY, 10)
         _check_range("presence_penalty", self.presence_penalty, -2, 2)
         _check_range("frequency_penalty", self.frequency_penalty, -2, 2)
         _check_range("max_tokens", self.max_tokens, 1, 2**31 - 1)
@@ -102,11 +109,15 @@ class SamplingParameters:
                 )
 
     def check_vocabulary(self, vocabulary_size: int) -> None:
-        """Raises `InvalidArgument` where a token id is not below `vocabulary_size`."""
+        """Raises `InvalidArgument` where a token id is not below `vocabulary_size`, or no token could be drawn."""
         for name, token_ids in (("stop_token_ids", self.stop_token_ids), ("logit_bias", tuple(self.logit_bias))):
             for token_id in token_ids:
                 if not 0 <= token_id < vocabulary_size:
                     raise InvalidArgument(f"{name} has token id {token_id}, the vocabulary has {vocabulary_size}", name)
+        # Before `min_tokens` none of them is drawn.
+        if self.min_tokens and len(set(self.stop_token_ids)) >= vocabulary_size:
+            problem = "stop_token_ids has the whole vocabulary, and min_tokens wants output"
+            raise InvalidArgument(problem, "stop_token_ids")
 
     @property
     def is_greedy(self) -> bool:
@@ -128,10 +139,9 @@ class SamplingParameters:
         return {name: dict(value) if isinstance(value, Mapping) else value for name, value in plain.items()}
 
 
-def _check_range(name: str, value: float, low: float, high: float, *, low_open: bool = False) -> None:
-    if not isfinite(value) or not low <= value <= high or (low_open and value == low):
-        bracket = "(" if low_open else "["
-        raise InvalidArgument(f"{name} is {value}, must be in {bracket}{low}, {high}]", name)
+def _check_range(name: str, value: float, low: float, high: float, also: str = "") -> None:
+    if not isfinite(value) or not low <= value <= high:
+        raise InvalidArgument(f"{name} is {value}, must be {also}in [{low}, {high}]", name)
 
 
 def _check_num(name: str, num: int, most: int) -> None:

@@ -17,11 +17,11 @@ from outrider.parameters import (
 )
 
 BOUNDS: dict[str, tuple[list[Any], list[Any]]] = {
-    "temperature": ([0, 1e-9, 100], [-0.1, 100.1, math.nan, math.inf]),
+    "temperature": ([0, 1e-12, 1e-9, 100], [-0.1, 1e-13, 5e-324, 100.1, math.nan, math.inf]),
     "top_k": ([0, 1, 2**31 - 1], [-1, 2**31]),
-    "top_p": ([1e-9, 0.5, 1], [0, -0.1, 1.1, math.nan]),
+    "top_p": ([1e-12, 1e-9, 0.5, 1], [0, 5e-324, -0.1, 1.1, math.nan]),
     "min_p": ([0, 0.5, 1], [-0.1, 1.1, math.nan]),
-    "repetition_penalty": ([1e-9, 1, 10], [0, -1, 10.1, math.nan]),
+    "repetition_penalty": ([0.01, 0.5, 1, 10], [0, 1e-310, 1e-9, -1, 10.1, math.nan]),
     "presence_penalty": ([-2, 0, 2], [-2.1, 2.1, math.nan]),
     "frequency_penalty": ([-2, 0, 2], [-2.1, 2.1, math.nan]),
     "logit_bias": (
@@ -75,6 +75,13 @@ def test_token_ids_outside_the_vocabulary_are_refused(name: str, token_id: int) 
 
 def test_token_ids_inside_the_vocabulary_are_taken() -> None:
     SamplingParameters(stop_token_ids=(0, 9), logit_bias={9: 1.0}).check_vocabulary(10)
+
+
+def test_stop_tokens_leave_something_to_draw() -> None:
+    SamplingParameters(stop_token_ids=(0, 1, 2)).check_vocabulary(3)
+    SamplingParameters(stop_token_ids=(0, 1, 1), min_tokens=1).check_vocabulary(3)
+    with pytest.raises(InvalidArgument, match="stop_token_ids"):
+        SamplingParameters(stop_token_ids=(0, 1, 2), min_tokens=1).check_vocabulary(3)
 
 
 def test_greedy_is_temperature_zero() -> None:
