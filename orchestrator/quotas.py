@@ -50,6 +50,11 @@ class Quotas:
         self._store = store
         self._ttl_ms = int(1e3 * session_ttl_s)
         self._lease_s = lease_s
+        self._leaving: set[asyncio.Task[None]] = set()
+
+    async def settle(self) -> None:
+        """Returns when streams that have ended are counted no more."""
+        await asyncio.gather(*self._leaving, return_exceptions=True)
 
     @asynccontextmanager
     async def stream(self, tenant: Tenant, session_id: str) -> AsyncIterator[Usage]:
@@ -64,13 +69,20 @@ class Quotas:
             yield usage
             return
         stream_id = secrets.token_hex(8)
-        await self._enter(tenant, stream_id, session_id)
-        renewal = asyncio.create_task(self._renew(tenant, stream_id, session_id, usage))
+        # A task of its own: a caller that is cancelled under it must not leave without what Redis may have counted.
+        entering = asyncio.create_task(self._enter(tenant, stream_id, session_id))
+        ended = asyncio.Event()
+        renewal: asyncio.Task[None] | None = None
         try:
+            await asyncio.shield(entering)
+            renewal = asyncio.create_task(self._renew(tenant, stream_id, session_id, usage, ended))
             yield usage
         finally:
-            renewal.cancel()
-            await asyncio.shield(self._leave(tenant, stream_id, usage))
+            ended.set()
+            leaving = asyncio.create_task(self._leave(tenant, stream_id, usage, entering, renewal))
+            self._leaving.add(leaving)
+            leaving.add_done_callback(self._leaving.discard)
+            await asyncio.shield(leaving)
 
     async def forget(self, tenant: Tenant, session_id: str) -> None:
         """Counts a session that was deleted no more."""
@@ -95,9 +107,8 @@ class Quotas:
             limit = getattr(tenant, name)
             raise Overloaded(f"{limit} {what}, the tenant's limit", retry_after_s=float(wait_s))
 
-    async def _renew(self, tenant: Tenant, stream_id: str, session_id: str, usage: Usage) -> None:
-        while True:
-            await asyncio.sleep(self._lease_s / 3)
+    async def _renew(self, tenant: Tenant, stream_id: str, session_id: str, usage: Usage, ended: asyncio.Event) -> None:
+        while not await _is_set_within(ended, self._lease_s / 3):
             try:
                 await self._enter(tenant, stream_id, session_id, again=True)
                 await self._spend(tenant, usage)
@@ -105,7 +116,18 @@ class Quotas:
                 # It is counted with the next one; the stream itself hears of Redis by its commits.
                 _LOG.warning("usage not counted", extra={"reason": error.reason})
 
-    async def _leave(self, tenant: Tenant, stream_id: str, usage: Usage) -> None:
+    async def _leave(
+        self,
+        tenant: Tenant,
+        stream_id: str,
+        usage: Usage,
+        entering: "asyncio.Task[None]",
+        renewal: "asyncio.Task[None] | None",
+    ) -> None:
+        # Behind whatever counts the stream, which may come to Redis on another connection. Scripts are bounded in time.
+        await asyncio.wait((entering,) if renewal is None else (entering, renewal))
+        if isinstance(entering.exception(), Overloaded):
+            return
         try:
             await self._spend(tenant, usage, stream_id)
         except OutriderError as error:
@@ -118,6 +140,14 @@ class Quotas:
         except OutriderError:
             usage.num_tokens += num
             raise
+
+
+async def _is_set_within(event: asyncio.Event, seconds: float) -> bool:
+    try:
+        async with asyncio.timeout(seconds):
+            return await event.wait()
+    except TimeoutError:
+        return False
 
 
 def _keys(tenant: Tenant) -> tuple[str, str, str]:

@@ -1,6 +1,7 @@
 """The workers, which of them are in rotation, and which one a session gets."""
 
 import asyncio
+import functools
 from collections.abc import Iterable, Iterator
 from typing import Final
 from weakref import WeakKeyDictionary
@@ -16,6 +17,8 @@ from outrider.parameters import AcceptanceRule
 from outrider.v1 import generation_pb2, tokens_pb2, worker_pb2
 
 _LOOK_S: Final = 0.5
+_MAX_FETCHES: Final = 3
+"""Targets that are asked for a tokenizer, one after the other, while requests wait."""
 
 
 class Replicas:
@@ -32,7 +35,7 @@ class Replicas:
         self._targets = LinkPool(TARGET, settings.targets, "targets", settings, self._cluster)
         self._drafts = LinkPool(DRAFT, settings.drafts, "drafts", settings, self._cluster)
         self._tokenizers: dict[str, Tokenizer | None] = {}
-        self._fetching = asyncio.Lock()
+        self._fetches: dict[str, asyncio.Task[Tokenizer | None]] = {}
         self._breakers: WeakKeyDictionary[WorkerLink, Breaker] = WeakKeyDictionary()
 
     @property
@@ -52,6 +55,8 @@ class Replicas:
 
     async def stop(self) -> None:
         """Ends all links."""
+        for fetch in tuple(self._fetches.values()):
+            fetch.cancel()
         await self._targets.stop()
         await self._drafts.stop()
         await self._cluster.close()
@@ -133,12 +138,38 @@ class Replicas:
         return chosen
 
     async def tokenizer(self, link: WorkerLink) -> Tokenizer | None:
-        """Returns a target's tokenizer, fetched once; None where its model has none. Raises `Unavailable`."""
+        """Returns a target's tokenizer, fetched once, for all who wait for it; None where its model has none.
+
+        Raises:
+            Unavailable: neither this target nor another one with the same tokenizer sends it.
+        """
         fingerprint = link.info.tokenizer_fingerprint if link.info else ""
-        async with self._fetching:
-            if fingerprint not in self._tokenizers:
-                self._tokenizers[fingerprint] = await fetch_tokenizer(link.channel)
-        return self._tokenizers[fingerprint]
+        if fingerprint in self._tokenizers:
+            return self._tokenizers[fingerprint]
+        fetch = self._fetches.get(fingerprint)
+        if fetch is None:
+            fetch = self._fetches[fingerprint] = asyncio.create_task(self._fetch(fingerprint, link))
+            fetch.add_done_callback(functools.partial(self._forget_fetch, fingerprint))
+        # One caller that gives up takes it from nobody else.
+        return await asyncio.shield(fetch)
+
+    async def _fetch(self, fingerprint: str, first: WorkerLink) -> Tokenizer | None:
+        others = [link for link in self.targets if link is not first and not self.target_problem(link)]
+        links = [first, *(link for link in others if link.info and link.info.tokenizer_fingerprint == fingerprint)]
+        problem = Unavailable("no target sends its tokenizer")
+        for link in links[:_MAX_FETCHES]:
+            try:
+                tokenizer = self._tokenizers[fingerprint] = await fetch_tokenizer(link.channel)
+                return tokenizer
+            except Unavailable as error:
+                problem = error
+        raise problem
+
+    def _forget_fetch(self, fingerprint: str, fetch: "asyncio.Task[Tokenizer | None]") -> None:
+        del self._fetches[fingerprint]
+        # Looked at, as nobody may be left who waits for it.
+        if not fetch.cancelled():
+            fetch.exception()
 
     def forget_session(self, worker_key: str) -> None:
         """Has the workers forget a session that is gone; does not wait for them.

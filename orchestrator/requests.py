@@ -6,10 +6,9 @@ import secrets
 from dataclasses import dataclass
 from typing import Final
 
-from orchestrator.sessions import SessionRecord, derived_session_id
+from orchestrator.sessions import derived_session_id
 from orchestrator.settings import OrchestratorSettings
 from orchestrator.speculation import SpeculationChoice
-from orchestrator.tokenizer import Tokenizer
 from outrider import wire
 from outrider.errors import InvalidArgument
 from outrider.parameters import AcceptanceRule, SamplingParameters
@@ -109,44 +108,6 @@ def check_id(field: str, value: str) -> None:
     """Raises `InvalidArgument` unless the value is an id."""
     if not _ID.fullmatch(value):
         raise InvalidArgument(f"{field} must be 1 to 128 characters of A-Z a-z 0-9 . _ : -", field)
-
-
-def prompt_tokens(
-    message: generation_pb2.GenerateRequest,
-    tokenizer: Tokenizer | None,
-    record: SessionRecord | None,
-    last_token: int | None,
-    vocabulary_size: int,
-) -> tuple[int, ...]:
-    """Returns the token ids that a request adds to its session.
-
-    Args:
-        message: the request.
-        tokenizer: the target's; None where it has none.
-        record: the session as it is; None for a new one.
-        last_token: the session's last token; None for a new one.
-        vocabulary_size: token ids are below it.
-
-    Raises:
-        InvalidArgument: the prompt is empty, or cannot be read.
-    """
-    kind = message.WhichOneof("prompt")
-    if kind == "token_ids":
-        token_ids = tuple(message.token_ids.token_ids)
-        if wrong := [token_id for token_id in token_ids if token_id >= vocabulary_size]:
-            raise InvalidArgument(f"token_ids has {wrong[0]}, the vocabulary has {vocabulary_size}", "token_ids")
-    elif tokenizer is None:
-        raise InvalidArgument("the model has no tokenizer: give token_ids", str(kind))
-    elif kind == "text":
-        token_ids = tuple(tokenizer.encode(message.text))
-    else:
-        messages = [(item.role, item.content) for item in message.chat.messages]
-        if not messages:
-            raise InvalidArgument("chat has no messages", "chat")
-        token_ids = tuple(tokenizer.encode_chat(messages, continues=record is not None, last_token=last_token))
-    if not token_ids:
-        raise InvalidArgument("the prompt is empty", str(kind))
-    return token_ids
 
 
 def _fingerprint(message: generation_pb2.GenerateRequest) -> str:

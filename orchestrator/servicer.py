@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import functools
 from collections.abc import AsyncGenerator, AsyncIterator, Iterable
 from contextlib import aclosing
 
@@ -10,17 +12,19 @@ import grpc
 from opentelemetry.trace import Span, SpanKind
 
 from orchestrator.admission import Admission
+from orchestrator.encoding import EncodingThreads
 from orchestrator.generation import Generation, Services
 from orchestrator.links import WorkerLink
 from orchestrator.output import OutputText
+from orchestrator.prompts import PromptTerms, check_prompt, prompt_tokens
 from orchestrator.quotas import Quotas
-from orchestrator.requests import CheckedRequest, check_id, check_request, prompt_tokens
+from orchestrator.requests import CheckedRequest, check_id, check_request
 from orchestrator.session_tokens import SessionTokens
 from orchestrator.sessions import BeginOutcome, Begun, NewRequest, SessionRecord
 from orchestrator.tenants import Tenants
 from orchestrator.tokenizer import Tokenizer
 from outrider import wire
-from outrider.errors import DataLoss, InvalidArgument, SessionNotFound, Unavailable
+from outrider.errors import DataLoss, InvalidArgument, OutriderError, SessionNotFound, Unavailable
 from outrider.serving.spans import TRACER, context_of, log_fields
 from outrider.serving.telemetry import add_log_fields
 from outrider.v1 import generation_pb2, generation_pb2_grpc, worker_pb2
@@ -35,6 +39,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         self._admission = admission
         self._tenants = tenants
         self._quotas = quotas
+        self._encoding = EncodingThreads()
         self._running: dict[tuple[str, str], Generation] = {}
         self._releases: set[asyncio.Task[None]] = set()
 
@@ -43,8 +48,10 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         self._admission.close()
 
     async def settle(self) -> None:
-        """Returns when the leases of all streams that have ended are given back."""
+        """Returns when the leases of all streams that have ended are given back, and their tenants' places."""
+        self._encoding.close()
         await asyncio.gather(*self._releases, return_exceptions=True)
+        await self._quotas.settle()
 
     async def Generate(
         self,
@@ -83,8 +90,10 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         ],
     ) -> generation_pb2.CancelGenerationResponse:
         """Ends a running request."""
-        check_id("session_id", request.session_id)
         tenant = self._tenants.of(context.invocation_metadata())
+        check_id("session_id", request.session_id)
+        if request.request_id:
+            check_id("request_id", request.request_id)
         cancelled = await self._store.cancel(tenant.name, request.session_id, request.request_id)
         running = self._running.get((tenant.name, request.session_id))
         if cancelled and running is not None and request.request_id in ("", running.request_id):
@@ -97,8 +106,8 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         context: grpc.aio.ServicerContext[generation_pb2.GetSessionRequest, generation_pb2.GetSessionResponse],
     ) -> generation_pb2.GetSessionResponse:
         """Returns a session's record."""
-        check_id("session_id", request.session_id)
         tenant = self._tenants.of(context.invocation_metadata()).name
+        check_id("session_id", request.session_id)
         record = await self._store.get(tenant, request.session_id)
         if record is None:
             raise SessionNotFound("there is no such session")
@@ -123,8 +132,8 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         context: grpc.aio.ServicerContext[generation_pb2.DeleteSessionRequest, generation_pb2.DeleteSessionResponse],
     ) -> generation_pb2.DeleteSessionResponse:
         """Deletes a session."""
-        check_id("session_id", request.session_id)
         tenant = self._tenants.of(context.invocation_metadata())
+        check_id("session_id", request.session_id)
         self._services.replicas.forget_session(await self._store.delete(tenant.name, request.session_id))
         await self._quotas.forget(tenant, request.session_id)
         return generation_pb2.DeleteSessionResponse()
@@ -162,12 +171,17 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         is_known = record is not None and record.request_id == checked.request_id
         prompt: tuple[int, ...] = ()
         if not is_known and checked.resume_offset is None:
-            last_token = await self._last_token(record)
-            # In a thread, because a long text takes a second, during which no other stream would go on.
-            prompt = await asyncio.to_thread(
-                prompt_tokens, request, tokenizer, record, last_token, info.vocabulary_size
+            terms = PromptTerms(
+                tokenizer=tokenizer,
+                vocabulary_size=info.vocabulary_size,
+                # The output needs one.
+                max_tokens=max(0, info.max_session_len - (record.committed_len if record else 0) - 1),
+                continues=record is not None,
+                last_token=await self._last_token(record),
             )
-        return await self._store.begin(
+            num_chars = check_prompt(request, terms)
+            prompt = await self._encoding.run(num_chars, functools.partial(prompt_tokens, request, terms))
+        return await self._leased(
             NewRequest(
                 tenant=tenant,
                 session_id=checked.session_id,
@@ -184,6 +198,20 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
                 max_len=info.max_session_len,
             )
         )
+
+    async def _leased(self, request: NewRequest) -> Begun:
+        """Begins the request; the lease of a caller that is cancelled meanwhile is given back."""
+        beginning = asyncio.create_task(self._store.begin(request))
+        try:
+            return await asyncio.shield(beginning)
+        except asyncio.CancelledError:
+            self._keep(asyncio.create_task(self._give_back(beginning)))
+            raise
+
+    async def _give_back(self, beginning: asyncio.Task[Begun]) -> None:
+        with contextlib.suppress(OutriderError):
+            if (lease := (await beginning).lease) is not None:
+                await self._store.release(lease)
 
     async def _last_token(self, record: SessionRecord | None) -> int | None:
         if record is None or record.committed_len == 0:
@@ -245,8 +273,11 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         else:
             task = None
         if task is not None:
-            self._releases.add(task)
-            task.add_done_callback(self._releases.discard)
+            self._keep(task)
+
+    def _keep(self, release: asyncio.Task[None]) -> None:
+        self._releases.add(release)
+        release.add_done_callback(self._releases.discard)
 
 
 def _traceparent(metadata: Iterable[tuple[str, str | bytes]] | None) -> str:

@@ -64,7 +64,7 @@ class Tenants:
         path: the file; None takes every caller for the tenant `default`, without limits.
 
     Raises:
-        InvalidArgument: the file cannot be read or understood.
+        InvalidArgument: the file cannot be read or understood, or has no token.
     """
 
     def __init__(self, path: Path | None) -> None:
@@ -123,6 +123,8 @@ def _read(path: Path) -> list[tuple[bytes, Tenant]]:
         raise InvalidArgument(f"{path}: {where}: {problem['msg']}", "tenants_file") from error
     except ValueError as error:
         raise InvalidArgument(f"{path}: {error}", "tenants_file") from error
+    if not digests:
+        raise InvalidArgument(f"{path} has no tenant with a token, so nobody could call", "tenants_file")
     if len({digest for digest, _ in digests}) < len(digests):
         raise InvalidArgument(f"{path}: a token stands there twice", "tenants_file")
     return digests

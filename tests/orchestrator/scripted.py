@@ -37,7 +37,12 @@ def continuation(tokens: list[int], num: int, next_token: NextToken = counting) 
 
 
 class ScriptedWorker(worker_pb2_grpc.WorkerServiceServicer):
-    """What both workers do: say who they are, and keep one outbox for each stream."""
+    """What both workers do: say who they are, and keep one outbox for each stream.
+
+    Attributes:
+        num_fetches: times that its tokenizer was asked for.
+        is_tokenizer_silent: whether it does not send it yet.
+    """
 
     def __init__(self, name: str, role: worker_pb2.WorkerRole.ValueType) -> None:
         self.info = worker_pb2.GetInfoResponse(
@@ -58,6 +63,8 @@ class ScriptedWorker(worker_pb2_grpc.WorkerServiceServicer):
         self.frames: list[Any] = []
         self.refusals: list[OutriderError] = []
         self.answers_load = True
+        self.num_fetches = 0
+        self.is_tokenizer_silent = False
         self.changed = asyncio.Condition()
         self._outboxes: list[FrameOutbox[Any, Any]] = []
         self._server: grpc.aio.Server | None = None
@@ -78,6 +85,9 @@ class ScriptedWorker(worker_pb2_grpc.WorkerServiceServicer):
     async def GetTokenizer(
         self, request: worker_pb2.GetTokenizerRequest, context: grpc.aio.ServicerContext
     ) -> AsyncIterator[worker_pb2.GetTokenizerResponse]:
+        self.num_fetches += 1
+        while self.is_tokenizer_silent:
+            await asyncio.sleep(0.01)
         if not self.files:
             await context.abort(grpc.StatusCode.UNIMPLEMENTED, "no tokenizer")
         for name, content in self.files.items():

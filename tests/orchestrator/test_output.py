@@ -31,6 +31,7 @@ def byte_tokenizer(template: str | None = TEMPLATE) -> Tokenizer:
 
 
 TOKENIZER = byte_tokenizer()
+ROOM = 1000
 
 
 def _random_text(rng: random.Random) -> str:
@@ -43,22 +44,22 @@ def test_pieces_make_the_whole_text_and_split_no_character() -> None:
     for _ in range(200):
         text = _random_text(rng)
         detokenizer = TOKENIZER.detokenizer()
-        pieces = [detokenizer.push(token_id) for token_id in TOKENIZER.encode(text)]
+        pieces = [detokenizer.push(token_id) for token_id in TOKENIZER.encode(text, ROOM)]
         assert "\ufffd" not in "".join(pieces)
         assert "".join(pieces) + detokenizer.flush() == text
 
 
 def test_an_end_within_a_character_is_shown_as_such() -> None:
     detokenizer = TOKENIZER.detokenizer()
-    pieces = [detokenizer.push(token_id) for token_id in TOKENIZER.encode("a🙂")[:-1]]
+    pieces = [detokenizer.push(token_id) for token_id in TOKENIZER.encode("a🙂", ROOM)[:-1]]
     assert "".join(pieces) == "a"
     assert set(detokenizer.flush()) == {"\ufffd"}
 
 
 def test_special_tokens_are_left_out() -> None:
     output = OutputText(TOKENIZER, SamplingParameters())
-    end = TOKENIZER.encode_chat([("user", "x")], continues=False, last_token=None)[0]
-    assert output.absorb([*TOKENIZER.encode("hi"), end]).text == "hi"
+    end = TOKENIZER.encode_chat([("user", "x")], continues=False, last_token=None, max_tokens=ROOM)[0]
+    assert output.absorb([*TOKENIZER.encode("hi", ROOM), end]).text == "hi"
 
 
 def _naive(text: str, stops: tuple[str, ...]) -> tuple[str, bool]:
@@ -86,7 +87,7 @@ def test_stop_strings_equal_the_naive_search() -> None:
 
 
 def test_the_output_ends_with_the_token_that_completes_a_stop_string() -> None:
-    tokens = TOKENIZER.encode("one two three")
+    tokens = TOKENIZER.encode("one two three", ROOM)
     output = OutputText(TOKENIZER, SamplingParameters(stop=("two",)))
     absorbed = output.absorb(tokens)
     assert (absorbed.num_tokens, absorbed.text, absorbed.stopped) == (7, "one ", True)
@@ -96,12 +97,12 @@ def test_the_output_ends_with_the_token_that_completes_a_stop_string() -> None:
 @pytest.mark.parametrize(("min_tokens", "text"), [(0, "one "), (7, "one two "), (9, "one two ")])
 def test_stop_strings_wait_for_min_tokens(min_tokens: int, text: str) -> None:
     output = OutputText(TOKENIZER, SamplingParameters(stop=("two",), min_tokens=min_tokens))
-    assert output.absorb(TOKENIZER.encode("one two two")).text == text
+    assert output.absorb(TOKENIZER.encode("one two two", ROOM)).text == text
 
 
 def test_held_back_text_is_released_at_the_end() -> None:
     output = OutputText(TOKENIZER, SamplingParameters(stop=("end.",)))
-    absorbed = output.absorb(TOKENIZER.encode("the en"))
+    absorbed = output.absorb(TOKENIZER.encode("the en", ROOM))
     assert absorbed.text == "the "
     assert output.finish(stopped=False) == "en"
 
@@ -109,7 +110,7 @@ def test_held_back_text_is_released_at_the_end() -> None:
 def test_a_replay_continues_exactly_however_it_is_cut() -> None:
     rng = random.Random(3)
     for _ in range(100):
-        tokens = TOKENIZER.encode(_random_text(rng) + "🙂 stop " + _random_text(rng))
+        tokens = TOKENIZER.encode(_random_text(rng) + "🙂 stop " + _random_text(rng), ROOM)
         cut = rng.randrange(len(tokens) + 1)
         whole, replay = (OutputText(TOKENIZER, SamplingParameters(stop=("op",))) for _ in range(2))
         expected = whole.absorb(tokens)
@@ -128,13 +129,13 @@ def test_without_a_tokenizer_there_is_no_text() -> None:
 
 def test_a_chat_continues_as_if_it_had_been_sent_whole() -> None:
     first = [("user", "Hi")]
-    turn_1 = TOKENIZER.encode_chat(first, continues=False, last_token=None)
-    answer = TOKENIZER.encode("Hello!")
-    end = TOKENIZER.encode_chat(first, continues=False, last_token=None)[len("Xuser\nHi")]
+    turn_1 = TOKENIZER.encode_chat(first, continues=False, last_token=None, max_tokens=ROOM)
+    answer = TOKENIZER.encode("Hello!", ROOM)
+    end = TOKENIZER.encode_chat(first, continues=False, last_token=None, max_tokens=ROOM)[len("Xuser\nHi")]
     whole = [*first, ("assistant", "Hello!"), ("user", "Bye")]
-    expected = TOKENIZER.encode_chat(whole, continues=False, last_token=None)
+    expected = TOKENIZER.encode_chat(whole, continues=False, last_token=None, max_tokens=ROOM)
     for said in (answer, [*answer, end]):
-        turn_2 = TOKENIZER.encode_chat([("user", "Bye")], continues=True, last_token=said[-1])
+        turn_2 = TOKENIZER.encode_chat([("user", "Bye")], continues=True, last_token=said[-1], max_tokens=ROOM)
         assert turn_1 + said + turn_2 == expected
 
 
@@ -149,6 +150,6 @@ def test_a_chat_continues_as_if_it_had_been_sent_whole() -> None:
 )
 def test_chats_that_cannot_be_rendered(tokenizer: Tokenizer, messages: list[tuple[str, str]], field: str) -> None:
     with pytest.raises(InvalidArgument) as caught:
-        tokenizer.encode_chat(messages, continues=False, last_token=None)
+        tokenizer.encode_chat(messages, continues=False, last_token=None, max_tokens=ROOM)
     assert caught.value.field == field
     assert json.dumps(caught.value.metadata)
