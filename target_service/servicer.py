@@ -81,8 +81,10 @@ class TargetServicer(target_pb2_grpc.TargetServiceServicer):
             async for request in requests:
                 for frame in request.frames:
                     self._submit(stream, frame)
-        except Exception as error:
+        except OutriderError as error:
             # Bytes that are no message, above all.
+            stream.outbox.close(error)
+        except Exception as error:
             _LOG.warning("the stream could not be read", extra={"problem": type(error).__name__})
             stream.outbox.close(InvalidArgument("the stream could not be read", "request"))
         finally:

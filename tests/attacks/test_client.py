@@ -22,9 +22,13 @@ from outrider.serving.settings import ServingSettings
 from outrider.serving.status import error_from_rpc, peer_errors
 from outrider.v1 import generation_pb2 as pb
 from outrider.v1.generation_pb2_grpc import GenerationServiceStub
+from outrider.v1.target_pb2_grpc import add_TargetServiceServicer_to_server
+from target_service.servicer import TargetServicer
+from tests.draft_service.conftest import ngram_drafter, running_draft
 from tests.orchestrator.scripted import ScriptedTarget, continuation
 from tests.orchestrator.stage import PROMPT, Orchestrator, asking, orchestrating, tokens_of
 from tests.orchestrator.test_servicer import new_id, tokenizer_files
+from tests.target_service.conversation import target as target_engine
 
 TOKEN = "token-of-a-tenant"
 # Without probing for bandwidth the transport holds no more than this for a reader, and its own buffers.
@@ -209,6 +213,31 @@ async def test_attack_06_malformed_messages_are_named_behind_the_token(
         with pytest.raises(InvalidArgument), peer_errors():
             await generate(data, timeout=5, metadata=bearing(TOKEN)).read()
     assert len([record for record in caplog.records if record.levelno >= logging.WARNING]) == 1
+
+
+@pytest.mark.parametrize("data", [b"\xff" * 40, b"\x0a\xff\xff\xff\xff\x0f"], ids=["garbage", "truncated"])
+async def test_attack_06_malformed_messages_end_the_stream_of_a_worker_with_a_name(
+    data: bytes, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with target_engine() as (engine, _), running_draft(ngram_drafter()) as drafting:
+        server = Server(ServingSettings(drain_budget_s=1.0), name="target")
+        server.register(add_TargetServiceServicer_to_server, TargetServicer(engine), "outrider.v1.TargetService")
+        async with grpc.aio.insecure_channel(await server.start()) as channel:
+            for workers, method in (
+                (channel, "/outrider.v1.TargetService/Verify"),
+                (drafting.channel, "/outrider.v1.DraftService/Draft"),
+            ):
+                for _ in range(5):
+                    # The second message: a stream that has begun.
+                    call = workers.stream_stream(method)(iter([b"", data]), timeout=5)
+                    with pytest.raises(InvalidArgument) as caught, peer_errors():
+                        await call.read()
+                    assert caught.value.field == "request"
+            with pytest.raises(InvalidArgument), peer_errors():
+                await drafting.channel.unary_unary("/outrider.v1.WorkerService/GetInfo")(data, timeout=5)
+        await server.stop()
+    # One for each server.
+    assert len([record for record in caplog.records if record.levelno >= logging.WARNING]) == 2
 
 
 async def test_attack_17_nothing_is_told_without_a_token(guarded: Orchestrator) -> None:

@@ -131,6 +131,13 @@ def test_ports_are_those_of_the_settings(name: str) -> None:
         check_probes(service, container(workload), ports["grpc"])
 
 
+@every_overlay
+def test_attack_17_reflection_is_off_in_every_overlay(name: str) -> None:
+    objects = overlay(name)
+    for service in SERVICES:
+        assert environment(objects, workloads(objects)[service]).get("OUTRIDER_REFLECTION", "false") == "false"
+
+
 def check_probes(service: str, found: Manifest, port: int) -> None:
     """Asserts that all three probes ask the right thing at a port that answers without a certificate."""
     # A worker has started once its model is loaded; a restart of an orchestrator brings no Redis.
