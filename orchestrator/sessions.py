@@ -15,6 +15,7 @@ _MAX_COUNT: Final = 2**53 - 1
 _MAX_DIGITS: Final = 20
 _MAX_TOKEN_ID: Final = 2**32 - 1
 
+
 @dataclass(frozen=True, slots=True)
 class SessionRecord:
     """A session as Redis holds it.
