@@ -10,7 +10,7 @@ import inspect
 import logging
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterable, Iterator
-from contextlib import aclosing, contextmanager, suppress
+from contextlib import aclosing, contextmanager, nullcontext, suppress
 from typing import Any, Final, TypeAlias
 
 import grpc
@@ -22,6 +22,8 @@ _LOG: Final = logging.getLogger(__name__)
 _READER_TIMEOUT_S: Final = 60.0
 """How long a message waits for a reader that takes nothing. A reader at 1 kB/s frees a part of gRPC's least window
 (64 kB) more often than that."""
+_BOOKKEEPING: Final = "/grpc."
+"""Begins the names of methods of health and reflection: whoever asks needs no token, and no drain waits for them."""
 _MALFORMED_LOG_S: Final = 10.0
 """Least seconds between log records about messages that cannot be read: anybody can send any number of them."""
 
@@ -102,17 +104,18 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
         """Returns the method's handler, wrapped; None where there is no such method."""
         handler = await continuation(handler_call_details)
         method = handler_call_details.method
-        if handler is None or method.startswith("/grpc."):
-            return handler
+        if handler is None:
+            return None
         return _with_behaviour(handler, lambda behaviour: self._wrapped(handler, behaviour, method))
 
     def _wrapped(self, handler: _Handler, behaviour: _Behaviour, method: str) -> _Behaviour:
         respond = _stream if inspect.isasyncgenfunction(behaviour) else _respond
         check = self._checked_stream if handler.request_streaming else self._checked
+        entered = nullcontext if method.startswith(_BOOKKEEPING) else self._calls.entered
 
         async def call(request: Any, context: _Context) -> Any:
             try:
-                with self._calls.entered():
+                with entered():
                     return await respond(behaviour, check(request, context, method), context)
             except (Exception, asyncio.CancelledError) as error:
                 # No longer counted: the status of a caller that does not read may never get through.
@@ -124,7 +127,8 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
         """Returns the request; raises `InvalidArgument` where its bytes were none, `Unauthenticated` before that."""
         if not isinstance(request, _Malformed):
             return request
-        self._authenticate(context.invocation_metadata())
+        if not method.startswith(_BOOKKEEPING):
+            self._authenticate(context.invocation_metadata())
         self._log_malformed(method)
         raise InvalidArgument("the message cannot be read: it is not what the method takes", "request")
 

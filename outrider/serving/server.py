@@ -96,7 +96,7 @@ class Server:
         interceptor = CallInterceptor(self._calls, authenticate)
         self._server = grpc.aio.server(interceptors=[interceptor], options=_options(settings))
         self._health = health.aio.HealthServicer()
-        self._health_server = grpc.aio.server() if settings.health_address else None
+        self._health_server = grpc.aio.server(interceptors=[interceptor]) if settings.health_address else None
         self._metrics_server: MetricsServer | None = None
         if settings.metrics_address:
             registry = registry or new_registry(name)

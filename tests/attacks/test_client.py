@@ -207,6 +207,8 @@ async def test_attack_06_malformed_messages_are_named_behind_the_token(
                     await call(data, timeout=5, metadata=bearing(TOKEN))
                 assert caught.value.field == "request"
                 assert "Error" not in caught.value.message
+            with pytest.raises(InvalidArgument), peer_errors():
+                await channel.unary_unary("/grpc.health.v1.Health/Check")(data, timeout=5)
         generate = channel.unary_stream(f"{service}/Generate")
         with pytest.raises(Unauthenticated), peer_errors():
             await generate(data, timeout=5).read()
