@@ -91,7 +91,7 @@ async def test_attack_01_streams_and_leases_go_on_while_long_texts_are_encoded(
     session_id = new_id()
     running = asyncio.create_task(orchestrator.events(asking(session_id=session_id)))
     await target.saw("open")
-    long = "hello world, " * 80_000
+    long = "hello world, " * 50_000
     texts = asyncio.gather(*(refusal(orchestrator, texting(long)) for _ in range(2)))
     gap = await longest_gap(texts)
     # They were all encoded, and found to be too long then.
