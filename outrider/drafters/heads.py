@@ -60,7 +60,7 @@ def _eagle3(
     head, vocabulary = load_eagle3(folder, shared.output_layer.__getitem__)
     _check_fit(folder, head.config.target_hidden_size, vocabulary, shared)
     layers = manifest.feature_layers if manifest else feature_layers_of(folder, shared.num_layers)
-    info = _describe(settings, head, vocabulary, manifest, shared, layers)
+    info = _describe(settings, head, vocabulary, manifest, shared, layers, device)
     options = HeadOptions(settings.kv_budget_bytes, settings.prefill_chunk_len, growth)
     embedding = shared.embedding.to(device, torch.bfloat16)
     pack_linears(head.to(device), joins=False)
@@ -77,7 +77,7 @@ def _medusa(
 ) -> Drafter:
     heads, vocabulary = load_medusa(folder, shared.output_layer.__getitem__)
     _check_fit(folder, heads.lm_head.in_features, vocabulary, shared)
-    info = _describe(settings, heads, vocabulary, manifest, shared, (shared.num_layers,))
+    info = _describe(settings, heads, vocabulary, manifest, shared, (shared.num_layers,), device)
     pack_linears(heads.to(device), joins=False)
     return MedusaDrafter(heads, vocabulary, info, growth, device)
 
@@ -102,14 +102,16 @@ def _describe(
     manifest: DraftManifest | None,
     shared: SharedWeights,
     layers: tuple[int, ...],
+    device: torch.device,
 ) -> DrafterInfo:
+    """Returns what the drafter is; the head is still where it was loaded, `device` is where it will run."""
     weights = dict(head.state_dict())
     return DrafterInfo(
         drafter=settings.drafter.value,
         model=settings.model,
         model_fingerprint=_fingerprint(weights),
         tokenizer_fingerprint=manifest.tokenizer_fingerprint if manifest else "",
-        numerics=f"{next(iter(weights.values())).device.type} bfloat16 torch-{torch.__version__}",
+        numerics=f"{device.type} bfloat16 torch-{torch.__version__}",
         vocabulary_size=vocabulary.target_size,
         max_session_len=min(shared.max_len or settings.max_session_len, settings.max_session_len),
         eos_token_ids=shared.eos_token_ids,

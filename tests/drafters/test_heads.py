@@ -117,6 +117,19 @@ def test_the_ends_of_a_target_are_read_without_it(tmp_path: Path, *, tied: bool,
     assert (shared.num_layers, shared.max_len) == (3, 2048)
 
 
+@pytest.mark.parametrize("kind", [DrafterKind.EAGLE3, DrafterKind.MEDUSA], ids=lambda kind: kind.value)
+def test_numerics_name_the_device_that_runs_the_head(kind: DrafterKind, tmp_path: Path, target: str) -> None:
+    """On a device without memory, which every machine has; it was the CPU, where heads are loaded."""
+    described = manifest(target, kind.value)
+    if kind is DrafterKind.EAGLE3:
+        save_eagle3(tmp_path / "head", make_head(), VOCABULARY, described)
+    else:
+        save_medusa(tmp_path / "head", MedusaHeads(WIDTH, 3, 16), VOCABULARY, described)
+    drafter = load_drafter(settings(tmp_path / "head", kind).model_copy(update={"device": "meta"}))
+    assert drafter.info.numerics.split()[0] == "meta"
+    assert load_drafter(settings(tmp_path / "head", kind)).info.numerics.split()[0] == "cpu"
+
+
 def test_a_target_is_the_same_in_another_dtype_and_not_with_other_weights(target: str, tmp_path: Path) -> None:
     whole = AutoModelForCausalLM.from_pretrained(target)
     half = AutoModelForCausalLM.from_pretrained(target, dtype=torch.bfloat16)
