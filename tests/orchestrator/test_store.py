@@ -489,8 +489,12 @@ async def test_a_write_counts_once_it_is_where_it_must_be(tmp_path: Path, level:
         num = 0 if level is DurabilityLevel.NONE else 1
         store = SessionStore(server.url, timeout_s=1.0, durability=Durability(level, num, timeout_s=3.0))
         if num:
+            hasty = SessionStore(server.url, timeout_s=1.0, durability=Durability(level, num, timeout_s=0.3))
             with pytest.raises(Unavailable, match="durable"):
-                await store.begin(dataclasses.replace(REQUEST, session_id="alone"))
+                await hasty.begin(dataclasses.replace(REQUEST, session_id="alone"))
+            await hasty.close()
+            # By default a primary waits for further replicas for 5 s.
+            raw(server).config_set("repl-diskless-sync-delay", 0)
             raw(second).config_set("masterauth", str(urlsplit(server.url).password))
             raw(second).replicaof("127.0.0.1", str(server.port))
             async with asyncio.timeout(20):
