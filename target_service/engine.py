@@ -81,7 +81,7 @@ class Engine:
                 blocks, self._scheduler.budget, self.submit, lambda request: self.requests.is_open(request)
             )
         self.load = EngineLoad()
-        self._features = FeatureSender(model, self.load)
+        self._features = FeatureSender(model, self.load, self.max_len)
         self.requests = Requests(
             model,
             settings,

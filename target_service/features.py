@@ -20,18 +20,20 @@ class FeatureSender:
     Args:
         model: has them.
         load: counts what is sent.
+        max_len: longest session, in tokens; features leave room for it.
     """
 
-    def __init__(self, model: LanguageModel, load: EngineLoad) -> None:
+    def __init__(self, model: LanguageModel, load: EngineLoad, max_len: int) -> None:
         self._source = model.features
         self._position_bytes = 2 * model.info.hidden_size
         self._load = load
+        self._max_len = max_len
 
     def keep(self, layers: tuple[int, ...]) -> None:
-        """Has passes keep the features of these layers; raises `ModelUnsupported` where there are none."""
+        """Has passes keep the features of these layers; raises `ModelUnsupported` where there are none, or no room."""
         if self._source is None:
             raise ModelUnsupported("the target has no features to give")
-        self._source.keep(layers)
+        self._source.keep(layers, self._max_len)
 
     def send(self, request: Request) -> None:
         """Sends what a session's draft has not been sent yet, in parts; what there is no room for waits for a pass.

@@ -28,8 +28,9 @@ class FeatureStore:
 
     Layer n stands for what layer n takes in; the number of layers, for what the output layer does, normalised.
 
-    Nothing is kept until a draft asks for it. What is kept from then on takes memory of its own beside the KV cache's,
-    as it fills: `hidden_size` * 2 bytes a layer and position.
+    Nothing is kept until a draft asks for it. What is kept from then on takes `hidden_size` * 2 bytes a layer and
+    position. On a CPU that comes out of the KV cache's memory: there are fewer pages, and memory is taken as they fill.
+    On a GPU, where the memory of all pages is taken at the start, it comes on top, at once.
 
     Args:
         decoder: the model without its output layer.
@@ -60,14 +61,18 @@ class FeatureStore:
         """The layers whose features are kept."""
         return tuple(sorted(self._planes))
 
-    def keep(self, layers: Sequence[int]) -> None:
+    def keep(self, layers: Sequence[int], min_len: int = 0) -> None:
         """Has all passes from now on keep the features of these layers too.
 
         What was cached before has none. It is not found by `adopt` any more, and the caches that were made before are
         not `is_current`.
 
+        Args:
+            layers: their numbers.
+            min_len: tokens of a session that must still fit into the KV cache.
+
         Raises:
-            ModelUnsupported: the model has no such layer, or they are too many.
+            ModelUnsupported: the model has no such layer, they are too many, or there is no memory for them.
         """
         new = sorted(set(layers) - set(self._planes))
         if not new:
@@ -78,12 +83,30 @@ class FeatureStore:
             )
         if len(self._planes) + len(new) > _MAX_LAYERS:
             raise ModelUnsupported(f"features of more than {_MAX_LAYERS} layers are asked for")
-        num_slots = len(self._storage.positions)
+        self._take_memory(new, min_len)
         for layer in new:
-            self._planes[layer] = lazy_zeros((num_slots, self.hidden_size), DTYPE, self._storage.positions.device)
             self._tap(layer)
         kept = ",".join(map(str, self.layers))
         self._pool.rename(lambda root: hashlib.sha256(root + f" features {kept}".encode()).digest())
+
+    def _take_memory(self, new: Sequence[int], min_len: int) -> None:
+        """Makes room for further layers; changes nothing where there is none."""
+        device = self._storage.positions.device
+        beside_bytes = (len(self._planes) + len(new)) * self._storage.page_len * self.hidden_size * DTYPE.itemsize
+        room_len = self._pool.num_pages_beside(beside_bytes) * self._pool.page_len
+        if device.type == "cpu" and room_len < max(1, min_len):
+            raise ModelUnsupported(
+                f"with features of {len(self._planes) + len(new)} layers the KV cache has room for {room_len} tokens, "
+                f"sessions may have {min_len}: a larger kv_budget_bytes or a smaller max_session_len is needed"
+            )
+        size = (len(self._storage.positions), self.hidden_size)
+        try:
+            planes = {layer: lazy_zeros(size, DTYPE, device) for layer in new}
+        except (torch.OutOfMemoryError, OSError) as error:
+            raise ModelUnsupported(f"there is no memory for features of {len(new)} layers") from error
+        self._planes.update(planes)
+        if device.type == "cpu":
+            self._pool.keep_beside(beside_bytes)
 
     def prepare(self, copies: Sequence[tuple[int, int]]) -> None:
         """Copies what is needed in two pages, before a pass; see `StepLayout`."""

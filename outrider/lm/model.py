@@ -118,13 +118,17 @@ class SessionStep:
 class FeatureSource(Protocol):
     """Features of a model's cached positions; see `features`."""
 
-    def keep(self, layers: Sequence[int]) -> None:
+    def keep(self, layers: Sequence[int], min_len: int = 0) -> None:
         """Has all passes from now on keep the features of these layers too.
 
         Caches that were made before are not `is_current`, and not to be read from.
 
+        Args:
+            layers: their numbers.
+            min_len: tokens of a session that must still fit into the KV cache.
+
         Raises:
-            ModelUnsupported: there are no such layers, or they are too many.
+            ModelUnsupported: there are no such layers, they are too many, or there is no memory for them.
         """
 
     def read(self, cache: KVCache, layers: Sequence[int], start: int, end: int) -> torch.Tensor:

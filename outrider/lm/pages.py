@@ -23,7 +23,7 @@ class KVUsage:
 
     Attributes:
         page_len: positions a page.
-        page_bytes: memory of a page.
+        page_bytes: memory of a page, with what is kept beside it.
         num_pages: pages that can be held.
         num_held: pages that sessions hold; a shared page counts once.
         num_reusable: pages that nobody holds but that can be found again.
@@ -66,6 +66,8 @@ class PagePool:
         self.page_len = page_len
         self.page_bytes = page_bytes
         self._num_pages = num_pages
+        self._memory_bytes = num_pages * page_bytes
+        self._beside_bytes = 0
         self._root = root
         # The page freed last is handed out first: its memory is warm, and pages never needed are never touched.
         self._free: list[int] = []
@@ -83,7 +85,7 @@ class PagePool:
         """How full the pool is now."""
         return KVUsage(
             page_len=self.page_len,
-            page_bytes=self.page_bytes,
+            page_bytes=self.page_bytes + self._beside_bytes,
             num_pages=self._num_pages,
             num_held=len(self._holders),
             num_reusable=len(self._reusable),
@@ -102,6 +104,23 @@ class PagePool:
             rename: returns the new name of model and numerics for the present one.
         """
         self._root = rename(self._root)
+
+    def num_pages_beside(self, num_bytes: int) -> int:
+        """Returns how many pages the pool's memory holds with so many bytes kept beside each."""
+        return self._memory_bytes // (self.page_bytes + num_bytes)
+
+    def keep_beside(self, num_bytes: int) -> None:
+        """Counts bytes that are kept beside each page in the pool's memory: from now on fewer pages are handed out.
+
+        Those with the highest numbers are given up; what sessions hold of them, once they are dropped. Memory that was
+        written to before stays with the process.
+        """
+        self._beside_bytes = num_bytes
+        self._num_pages = max(1, self.num_pages_beside(num_bytes))
+        self._free = [page for page in self._free if page <= self._num_pages]
+        for page in [page for page in self._reusable if page > self._num_pages]:
+            del self._reusable[page]
+            self._withdraw(page)
 
     def num_pages_for(self, length: int) -> int:
         """Returns how many pages `length` positions take."""
@@ -140,7 +159,9 @@ class PagePool:
             if self._holders[page]:
                 continue
             del self._holders[page]
-            if page in self._digests:
+            if page > self._num_pages:
+                self._withdraw(page)
+            elif page in self._digests:
                 self._reusable[page] = None
             else:
                 self._free.append(page)

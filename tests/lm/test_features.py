@@ -128,3 +128,32 @@ def test_a_model_without_layers_has_none() -> None:
     model = load_model("markov:vocabulary=8").model
     assert model.features is None
     assert model.info.num_layers == 0
+
+
+def test_their_memory_is_part_of_the_kv_budget(model: LanguageModel) -> None:
+    before = model.kv_usage
+    source(model).keep(LAYERS)
+    after = model.kv_usage
+    assert after.page_bytes == before.page_bytes + source(model).page_bytes
+    assert after.num_pages < before.num_pages
+    assert after.num_pages * after.page_bytes <= before.num_pages * before.page_bytes <= 1 << 22
+    # All pages that are left can be held, and their features read.
+    caches = [model.new_cache(bytes([number])) for number in range(4)]
+    length = after.max_len // 4 // 32 * 32
+    for cache in caches:
+        for start in range(0, length, 512):
+            run(model, cache, tuple(3 + at % 60 for at in range(start, min(length, start + 512))))
+    assert model.kv_usage.num_held == 4 * length // 32
+    for cache in caches:
+        rows = source(model).read(cache, LAYERS, 0, length)
+        assert rows.shape[0] == length and rows.abs().sum(1).min() > 0
+
+
+def test_they_leave_room_for_the_longest_session_or_are_refused(model: LanguageModel) -> None:
+    before = model.kv_usage
+    with pytest.raises(ModelUnsupported, match="kv_budget_bytes"):
+        source(model).keep(LAYERS, min_len=before.max_len)
+    assert source(model).layers == ()
+    assert model.kv_usage == before
+    source(model).keep(LAYERS, min_len=before.max_len // 2)
+    assert model.kv_usage.max_len >= before.max_len // 2

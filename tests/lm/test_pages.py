@@ -88,3 +88,25 @@ def test_digests_tell_models_salts_and_prefixes_apart() -> None:
 def test_a_pool_needs_a_page() -> None:
     with pytest.raises(ValueError, match="0 pages"):
         PagePool(0, 2, 10)
+
+
+def test_what_is_kept_beside_pages_leaves_fewer_of_them() -> None:
+    pool = PagePool(8, page_len=2, page_bytes=10, root=b"model")
+    pages = pool.take(8) or []
+    for page in pages:
+        pool.publish(page, bytes([page]))
+    pool.drop(pages[:5])
+    held = pages[5:]
+    pool.keep_beside(6)  # 80 bytes are five pages of 16
+    assert (pool.usage.num_pages, pool.usage.page_bytes, pool.usage.max_len) == (5, 16, 10)
+    assert pool.usage.num_reusable == len([page for page in pages[:5] if page <= 5])
+    assert pool.take(3) is None, "three are held yet, of five"
+    more = pool.take(2)
+    assert more is not None and max(more) <= 5
+    pool.drop(held)
+    pool.drop(more)
+    # Those beyond the fifth have gone for good, and nobody finds them.
+    assert all(pool.hold(bytes([page])) is None for page in range(6, 9))
+    whole = pool.take(5)
+    assert whole is not None and set(whole) == {1, 2, 3, 4, 5}
+    assert pool.take(1) is None
