@@ -1,6 +1,7 @@
 """Starts a draft: `python -m draft_service --help`."""
 
 import asyncio
+import os
 from concurrent.futures import ThreadPoolExecutor
 
 from draft_service.engine import Engine, EngineLimits
@@ -29,7 +30,8 @@ async def serve(settings: DraftSettings) -> None:
         drafter = await loop.run_in_executor(loader, load_drafter, settings)
     favour_engine()
     end_export = export_spans(settings.otlp_endpoint, "draft")
-    engine = Engine(drafter, _limits(settings), lambda: loop.call_soon_threadsafe(server.request_stop))
+    # Without its engine the process can only hold sessions up: it ends at once, and says that it failed.
+    engine = Engine(drafter, _limits(settings), lambda: os._exit(os.EX_SOFTWARE))
     registry = new_registry("draft")
     watch(registry, engine, settings)
     servicer = DraftServicer(engine, drafter.info)

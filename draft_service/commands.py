@@ -120,9 +120,11 @@ class BeginDrain:
 
 @dataclass(frozen=True, slots=True)
 class ForgetSession:
-    """Forgets a session, as soon as it is open nowhere."""
+    """Forgets a session, as soon as it is open nowhere. Only the stream of its seat means anything."""
 
+    seat: Seat
     session_id: str
 
 
-Command: TypeAlias = OpenSession | AdvanceSession | GiveFeatures | CloseSession | EndStream | BeginDrain | ForgetSession
+SessionCommand: TypeAlias = OpenSession | AdvanceSession | GiveFeatures | CloseSession | ForgetSession
+Command: TypeAlias = SessionCommand | EndStream | BeginDrain

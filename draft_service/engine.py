@@ -1,4 +1,8 @@
-"""The thread that drafts: every step brings the sessions that wait for proposals further."""
+"""The thread that drafts: every step brings the sessions that wait for proposals further.
+
+Any exception that one session causes ends drafting for that session, and nothing else; then a probe shows whether the
+drafter drafts at all. Only a probe that fails ends the engine.
+"""
 
 import asyncio
 import logging
@@ -25,16 +29,18 @@ from draft_service.commands import (
     Reply,
     ReplyStream,
     Seat,
+    SessionCommand,
 )
-from draft_service.inbox import Inbox
+from draft_service.probe import probe
 from draft_service.sessions import Session, Sessions
 from outrider.drafters.drafter import Drafter, OpenProposal
 from outrider.drafters.stepping import SentProposal, Stepper
-from outrider.errors import Draining, Fenced, OutriderError
+from outrider.errors import Draining, Fenced, OutriderError, RequestFailed
+from outrider.serving.inbox import Inbox, ReadBudget
 from outrider.serving.spans import TRACER, context_of, fail
+from outrider.serving.unexpected import UnexpectedErrors
 
 _LOG: Final = logging.getLogger(__name__)
-_MAX_WAITING_COMMANDS: Final = 4096
 _STREAM_ENDED: Final = "STREAM_ENDED"
 
 
@@ -136,13 +142,13 @@ class _Drafting:
 class Engine:
     """Runs a drafter in one thread of its own. `submit` and `end_stream` are for the event loop.
 
-    All state of sessions belongs to that thread. Between two steps it applies every command that has come, so that a
+    All state of sessions belongs to that thread. Between two steps it applies the commands that have come, so that a
     newer base replaces an older one at the next step, and replies leave once a step.
 
     Args:
         drafter: what drafts; used in that thread only, but for its `info`.
         limits: what the engine may hold.
-        on_failure: called, in that thread, when an error that is no session's ends it.
+        on_failure: called, in that thread, when the drafter drafts no more.
     """
 
     def __init__(
@@ -154,12 +160,14 @@ class Engine:
         self._drafter = drafter
         self._limits = limits
         self._on_failure = on_failure
-        self._inbox: Inbox[Command] = Inbox(_MAX_WAITING_COMMANDS)
+        self._inbox: Inbox[Command] = Inbox()
+        self._unexpected = UnexpectedErrors()
+        self._is_suspect = False
         self._sessions = Sessions(
             max_open=limits.max_sessions,
             max_cached=limits.max_cached_sessions,
             idle_ttl_s=limits.idle_ttl_s,
-            forget=drafter.forget,
+            forget=self._forget,
         )
         self._draftings: dict[str, _Drafting] = {}
         self._replies: defaultdict[ReplyStream, list[Reply]] = defaultdict(list)
@@ -201,17 +209,22 @@ class Engine:
         self._inbox.close()
         self._thread.join()
 
-    async def submit(self, command: Command) -> None:
-        """Hands a command to the thread; waits while too many wait."""
-        await self._inbox.put(command)
+    async def submit(self, command: SessionCommand, num_bytes: int = 0) -> None:
+        """Hands a command for a session to the thread; waits while too much of its stream waits.
+
+        Args:
+            command: the command.
+            num_bytes: of the frame that it came in.
+        """
+        await self._inbox.put(command.seat.stream, command, num_bytes)
 
     def end_stream(self, stream: ReplyStream) -> None:
-        """Ends a stream's sessions at once, however many commands wait."""
-        self._inbox.put_now(EndStream(stream))
+        """Ends a stream's sessions behind its commands, without waiting for room."""
+        self._inbox.put_now(stream, EndStream(stream))
 
     async def drain(self, patience_s: float) -> None:
         """Opens no more sessions; returns when none is open any more, or after `patience_s` seconds."""
-        self._inbox.put_now(BeginDrain())
+        self._inbox.put_now(None, BeginDrain())
         await asyncio.to_thread(self._quiet.wait, patience_s)
 
     def _run(self) -> None:
@@ -219,8 +232,7 @@ class Engine:
             while not self._inbox.closed:
                 self._turn()
             # Streams that were cut at the end still have sessions to end.
-            for command in self._inbox.take(wait=False):
-                self._apply(command)
+            self._inbox.read(self._apply)
         except Exception:
             _LOG.exception("the draft engine failed")
             self._on_failure()
@@ -230,12 +242,16 @@ class Engine:
     def _turn(self) -> None:
         idle = not any(drafting.sent.can_go_on for drafting in self._draftings.values())
         self._busy_since = None
-        commands = self._inbox.take(wait=idle, timeout_s=self._sessions.next_expiry_s() if idle else None)
+        if idle:
+            self._inbox.wait(self._sessions.next_expiry_s())
         self._busy_since = time.monotonic()
-        for command in commands:
-            self._apply(command)
+        self._inbox.read(self._apply, ReadBudget.beside(self._stepper.step_time_s, self._sessions.num_open))
         self._sessions.expire()
         self._step()
+        if self._is_suspect:
+            self._is_suspect = False
+            # Before anyone is told: a session must not be blamed for a drafter that fails.
+            probe(self._drafter)
         self._publish()
         self._send_replies()
 
@@ -251,7 +267,7 @@ class Engine:
                 stream.end()
             case BeginDrain():
                 self._draining = True
-            case ForgetSession(session_id):
+            case ForgetSession(_, session_id):
                 self._sessions.forget(session_id)
 
     def _try(self, command: OpenSession | AdvanceSession | GiveFeatures) -> None:
@@ -267,6 +283,30 @@ class Engine:
         except OutriderError as error:
             self._num_stale += isinstance(error, Fenced)
             self._replies[seat.stream].append(Refused(seat.handle, error))
+        except Exception as error:
+            self._fail(seat, error)
+
+    def _fail(self, seat: Seat, error: Exception) -> None:
+        """Ends drafting for a session that failed by itself."""
+        session = self._sessions.session(seat)
+        self._suspect("drafting failed for a session", error, session=session.session_id if session else "")
+        self._close([seat], RequestFailed.reason)
+        if session is not None:
+            self._sessions.forget(session.session_id)
+        failure = RequestFailed("drafting failed for this session")
+        self._replies[seat.stream].append(Refused(seat.handle, failure))
+
+    def _suspect(self, message: str, error: Exception, **about: object) -> None:
+        """Notes that something failed that should not: the drafter is probed before anyone is told."""
+        self._unexpected.log(message, error, **about)
+        self._is_suspect = True
+
+    def _forget(self, session_id: str) -> None:
+        """Has the drafter drop what it keeps of a session."""
+        try:
+            self._drafter.forget(session_id)
+        except Exception as error:
+            self._suspect("a session could not be forgotten", error)
 
     def _open(self, command: OpenSession) -> None:
         if self._draining:
@@ -287,7 +327,8 @@ class Engine:
 
     def _advance(self, command: AdvanceSession) -> None:
         session = self._sessions.at(command.seat, command.base.fencing_token)
-        is_news = command.span.start == len(session.token_ids)
+        # A span without tokens only takes back what is behind it, if anything is.
+        is_news = bool(command.span.token_ids) and command.span.start == len(session.token_ids)
         same_len = session.apply(command.span)
         self._num_asked += command.num_speculative_tokens > 0
         drafting = self._draftings.get(session.session_id)
@@ -320,7 +361,11 @@ class Engine:
         """Ends what is drafted for a session; returns it."""
         drafting = self._draftings.pop(session_id, None)
         if drafting is not None:
-            self._drafter.end(drafting.proposal)
+            try:
+                self._drafter.end(drafting.proposal)
+            except Exception as error:
+                self._suspect("a proposal could not be ended", error)
+                self._forget(session_id)
         return drafting
 
     def _give(self, command: GiveFeatures) -> None:
@@ -355,10 +400,15 @@ class Engine:
     def _step(self) -> None:
         proposals = [drafting.proposal for drafting in self._draftings.values() if drafting.sent.can_go_on]
         if proposals:
-            self._stepper.step(proposals)
+            self._run_step(proposals)
         for drafting in list(self._draftings.values()):
             num_sent = drafting.sent.num_sent
-            if (reply := drafting.next_reply(self._stepper.step_time_s)) is not None:
+            try:
+                reply = drafting.next_reply(self._stepper.step_time_s)
+            except Exception as error:
+                self._fail(drafting.seat, error)
+                continue
+            if reply is not None:
                 self._replies[drafting.seat.stream].append(reply)
             num_sent = drafting.sent.num_sent - num_sent
             self._num_sent += num_sent
@@ -366,6 +416,16 @@ class Engine:
                 session.num_sent += num_sent
             if drafting.proposal.refusal is not None:
                 self._end(drafting.proposal.session_id)
+
+    def _run_step(self, proposals: list[OpenProposal]) -> None:
+        num_failed = self._stepper.num_failed
+        try:
+            self._stepper.step(proposals)
+        except Exception as error:
+            self._suspect("a draft step failed", error)
+            for proposal in proposals:
+                proposal.refuse(RequestFailed("drafting failed for this session"))
+        self._is_suspect = self._is_suspect or self._stepper.num_failed > num_failed
 
     def _publish(self) -> None:
         self._load = EngineLoad(
@@ -385,9 +445,14 @@ class Engine:
             self._quiet.set()
 
     def _send_replies(self) -> None:
-        for stream, replies in self._replies.items():
-            stream.post(replies)
-        self._replies.clear()
+        all_replies, self._replies = self._replies, defaultdict(list)
+        for stream, replies in all_replies.items():
+            try:
+                stream.post(replies)
+            except Exception as error:
+                self._unexpected.log("replies could not be sent", error)
+                self._close(self._sessions.seats_of(stream), _STREAM_ENDED)
+                stream.end()
 
 
 def _end_span(session: Session, error: str = "") -> None:

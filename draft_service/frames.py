@@ -1,9 +1,10 @@
 """Frames of the wire to commands of the engine, checked; and replies of the engine to frames."""
 
+from typing import Final
+
 from draft_service.commands import (
     AdvanceSession,
     CloseSession,
-    Command,
     FeaturesMissing,
     ForgetSession,
     GiveFeatures,
@@ -13,6 +14,7 @@ from draft_service.commands import (
     Refused,
     Reply,
     Seat,
+    SessionCommand,
 )
 from outrider.drafters.drafter import DrafterInfo, DraftTerms
 from outrider.errors import InvalidArgument, ModelMismatch, TokenizerMismatch
@@ -21,6 +23,7 @@ from outrider.tokens import FeatureSpan
 from outrider.v1 import draft_pb2
 from outrider.wire import (
     base_from_message,
+    check_name,
     parameters_from_message,
     proposal_to_message,
     refusal_to_message,
@@ -28,10 +31,11 @@ from outrider.wire import (
     span_from_message,
 )
 
-MAX_SESSION_ID_LEN = 512
+_MAX_STOP_TOKEN_IDS: Final = 1024
+"""A request's own are 64 at most; the model's end-of-text tokens come with them."""
 
 
-def command_from_frame(frame: draft_pb2.DraftRequestFrame, seat: Seat, info: DrafterInfo) -> Command:
+def command_from_frame(frame: draft_pb2.DraftRequestFrame, seat: Seat, info: DrafterInfo) -> SessionCommand:
     """Returns the command that a frame stands for.
 
     Args:
@@ -53,7 +57,8 @@ def command_from_frame(frame: draft_pb2.DraftRequestFrame, seat: Seat, info: Dra
         case "close":
             return CloseSession(seat)
         case "forget":
-            return ForgetSession(frame.forget.session_id)
+            check_name(frame.forget.session_id, "session_id", least=1)
+            return ForgetSession(seat, frame.forget.session_id)
         case _:
             raise InvalidArgument("the frame holds no instruction that is known here", "frame")
 
@@ -74,14 +79,17 @@ def frame_from_reply(reply: Reply) -> draft_pb2.DraftResponseFrame:
 
 
 def _open(message: draft_pb2.DraftOpen, seat: Seat, info: DrafterInfo) -> OpenSession:
-    if not 1 <= len(message.session_id) <= MAX_SESSION_ID_LEN:
-        raise InvalidArgument(f"must have 1 to {MAX_SESSION_ID_LEN} characters", "session_id")
+    check_name(message.session_id, "session_id", least=1)
+    for field in ("request_id", "traceparent", "cache_salt", "tokenizer_fingerprint", "target_fingerprint"):
+        check_name(getattr(message, field), field)
     _check_tokenizer(message.tokenizer_fingerprint, info.tokenizer_fingerprint)
     _check_target(message.target_fingerprint, info)
     parameters = parameters_from_message(message.parameters)
     parameters.check_vocabulary(info.vocabulary_size)
     if parameters.seed is None and not parameters.is_greedy:
         raise InvalidArgument("must be set", "seed")
+    if (num := len(message.stop_token_ids)) > _MAX_STOP_TOKEN_IDS:
+        raise InvalidArgument(f"has {num} entries, may have at most {_MAX_STOP_TOKEN_IDS}", "stop_token_ids")
     stop_token_ids = tuple(message.stop_token_ids)
     _check_token_ids(stop_token_ids, info.vocabulary_size, "stop_token_ids")
     terms = DraftTerms(
@@ -100,11 +108,13 @@ def _open(message: draft_pb2.DraftOpen, seat: Seat, info: DrafterInfo) -> OpenSe
 
 def _advance(message: draft_pb2.DraftAdvance, seat: Seat, info: DrafterInfo) -> AdvanceSession:
     base = base_from_message(message.base)
-    span = span_from_message(message.span)
-    if base.len != span.end:
-        raise InvalidArgument(f"is {base.len}, the span ends at {span.end}", "base.len")
+    # What is too long is not even read.
+    end = message.span.start + len(message.span.token_ids)
+    if base.len != end:
+        raise InvalidArgument(f"is {base.len}, the span ends at {end}", "base.len")
     if not 1 <= base.len <= info.max_session_len:
         raise InvalidArgument(f"is {base.len}, must be in [1, {info.max_session_len}]", "base.len")
+    span = span_from_message(message.span)
     _check_token_ids(span.token_ids, info.vocabulary_size, "span.token_ids")
     return AdvanceSession(seat, base, span, message.num_speculative_tokens, message.max_nodes, message.lookahead_nodes)
 

@@ -2,20 +2,22 @@
 
 import asyncio
 import contextlib
+import logging
 from collections.abc import AsyncIterator, Sequence
 from typing import Any, Final
 
 import grpc
 
-from draft_service.commands import Refused, Reply, Seat
+from draft_service.commands import CloseSession, Refused, Reply, Seat
 from draft_service.engine import Engine
 from draft_service.frames import command_from_frame, frame_from_reply
 from outrider.drafters.drafter import DrafterInfo
-from outrider.errors import Draining, InvalidArgument, OutriderError, Overloaded
-from outrider.serving.frames import FrameOutbox
+from outrider.errors import Draining, InvalidArgument, OutriderError, Overloaded, RequestFailed
+from outrider.serving.frames import FRAMES_AT_ONCE, FrameOutbox, check_num_frames, checked_size
+from outrider.serving.unexpected import UnexpectedErrors
 from outrider.v1 import draft_pb2, draft_pb2_grpc
 
-MAX_FRAMES_PER_MESSAGE: Final = 4096
+_LOG: Final = logging.getLogger(__name__)
 
 _Outbox = FrameOutbox[draft_pb2.DraftResponseFrame, draft_pb2.DraftResponse]
 
@@ -47,6 +49,7 @@ class DraftServicer(draft_pb2_grpc.DraftServiceServicer):
         self._engine = engine
         self._info = info
         self._streams: set[DraftStream] = set()
+        self._unexpected = UnexpectedErrors()
 
     async def Draft(
         self, request_iterator: AsyncIterator[draft_pb2.DraftRequest], context: grpc.aio.ServicerContext[Any, Any]
@@ -75,27 +78,30 @@ class DraftServicer(draft_pb2_grpc.DraftServiceServicer):
     async def _read(self, requests: AsyncIterator[draft_pb2.DraftRequest], stream: DraftStream) -> None:
         try:
             async for request in requests:
-                _check_num_frames(request)
-                for frame in request.frames:
+                check_num_frames(request.frames)
+                for number, frame in enumerate(request.frames, start=1):
                     await self._take(frame, stream)
+                    if not number % FRAMES_AT_ONCE:
+                        await asyncio.sleep(0)
         except OutriderError as error:
             stream.end(error)
-        except Exception:
-            stream.end(OutriderError("the stream could not be read"))
-            raise
+        except Exception as error:
+            # Bytes that are no message, above all.
+            _LOG.warning("the stream could not be read", extra={"problem": type(error).__name__})
+            stream.end(InvalidArgument("the stream could not be read", "request"))
         else:
             self._engine.end_stream(stream)
 
     async def _take(self, frame: draft_pb2.DraftRequestFrame, stream: DraftStream) -> None:
+        """Hands a frame to the engine; whatever is wrong with it ends one session at most."""
+        seat = Seat(stream, frame.handle)
         try:
-            command = command_from_frame(frame, Seat(stream, frame.handle), self._info)
-        except OutriderError as error:
-            stream.post([Refused(frame.handle, error)])
+            num_bytes = checked_size(frame)
+            command = command_from_frame(frame, seat, self._info)
+        except Exception as error:
+            named = self._unexpected.named("the frame could not be read", error)
+            stream.post([Refused(frame.handle, named)])
+            if isinstance(named, RequestFailed):
+                await self._engine.submit(CloseSession(seat))
         else:
-            await self._engine.submit(command)
-
-
-def _check_num_frames(request: draft_pb2.DraftRequest) -> None:
-    # A message of a million empty frames would keep the event loop from everything else.
-    if len(request.frames) > MAX_FRAMES_PER_MESSAGE:
-        raise InvalidArgument(f"has {len(request.frames)}, may have at most {MAX_FRAMES_PER_MESSAGE}", "frames")
+            await self._engine.submit(command, num_bytes)

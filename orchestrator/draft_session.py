@@ -1,6 +1,7 @@
 """A request's place on a draft. Whatever happens to it, the request goes on by plain decoding."""
 
 import asyncio
+import logging
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Final
 
@@ -11,6 +12,9 @@ from outrider.errors import KVCacheMiss, OutriderError, Unavailable
 from outrider.tokens import Base, TokenSpan
 from outrider.v1 import draft_pb2, tokens_pb2
 
+_LOG: Final = logging.getLogger(__name__)
+_ANSWER_S: Final = 10.0
+"""How long a draft may take to open a session; without a bound, a draft that never does would never be replaced."""
 _MAX_MISSES: Final = 3
 """Misses of the KV cache, or of features, without a proposal between them, after which a draft is taken for broken."""
 _MAX_PENDING_BYTES: Final = 16 << 20
@@ -59,6 +63,7 @@ class DraftSession:
         self._num_given = 0
         self._num_misses = 0
         self._replay: asyncio.Task[None] | None = None
+        self._waiting: asyncio.TimerHandle | None = None
 
     def open(self, message: draft_pb2.DraftOpen, committed_len: int) -> None:
         """Opens the session without waiting for the answer; raises `Unavailable` when there is no stream."""
@@ -67,6 +72,7 @@ class DraftSession:
         self._trusted_len = committed_len
         self._handle = self.link.open(self)
         self._handle.send(open=message)
+        self._waiting = asyncio.get_running_loop().call_later(_ANSWER_S, self._on_no_answer)
 
     @property
     def known_len(self) -> int:
@@ -135,6 +141,7 @@ class DraftSession:
                 self._num_misses = 0
                 self._on_proposal(frame.proposal)
             case "opened":
+                self._stop_waiting()
                 if self.feature_layers:
                     self._features_len = min(frame.opened.features_len, self._trusted_len)
                     self._ask_features(self.feature_layers, self._features_len)
@@ -156,6 +163,7 @@ class DraftSession:
     def close(self) -> None:
         """Ends drafting."""
         self.is_ready = False
+        self._stop_waiting()
         if self._replay is not None:
             self._replay.cancel()
             self._replay = None
@@ -187,6 +195,10 @@ class DraftSession:
         except OutriderError as error:
             self._lose(error)
             return
+        except Exception:
+            _LOG.exception("a span could not be read", extra={"worker": self.link.address})
+            self._lose(Unavailable(f"the span for {self.link.address} could not be read"))
+            return
         finally:
             self._replay = None
         self._ask(span)
@@ -205,6 +217,14 @@ class DraftSession:
         elif self.link.pending_bytes <= _MAX_PENDING_BYTES:
             self._features_len, self._has_gap = start, False
             self._ask_features(self.feature_layers, start)
+
+    def _stop_waiting(self) -> None:
+        if self._waiting is not None:
+            self._waiting.cancel()
+            self._waiting = None
+
+    def _on_no_answer(self) -> None:
+        self._lose(Unavailable(f"{self.link.address} did not answer within {_ANSWER_S:g} s"))
 
     def _lose(self, error: OutriderError) -> None:
         if self._handle is not None:

@@ -7,6 +7,7 @@ coroutine (`events`) takes the verdicts that have come, commits their tokens tog
 import asyncio
 import functools
 import logging
+import math
 import time
 from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass, field
@@ -25,6 +26,7 @@ from orchestrator.settings import OrchestratorSettings
 from orchestrator.speculation import SpeculationChoice
 from orchestrator.store import SessionLost, SessionStore
 from orchestrator.tally import Tally
+from orchestrator.target_losses import TargetLosses
 from orchestrator.target_session import TargetSession
 from outrider import wire
 from outrider.errors import (
@@ -33,6 +35,7 @@ from outrider.errors import (
     InvalidArgument,
     ModelMismatch,
     OutriderError,
+    RequestFailed,
     SessionNotFound,
     Unavailable,
 )
@@ -44,6 +47,8 @@ from outrider.v1 import draft_pb2, generation_pb2, target_pb2, tokens_pb2
 _LOG: Final = logging.getLogger(__name__)
 _FINAL: Final = (DataLoss, Fenced, InvalidArgument, ModelMismatch, SessionNotFound)
 """Errors that another target would give too."""
+_OWN: Final = (InvalidArgument, RequestFailed)
+"""Errors of a draft that are about the request, and not about the draft."""
 _FIRST_PAUSE_S: Final = 0.05
 _MAX_PAUSE_S: Final = 1.0
 _STALL_S: Final = 300.0
@@ -114,6 +119,8 @@ class Generation:
         self._target_error: OutriderError | None = None
         self._failed_targets: list[str] = []
         self._failing_since: float | None = None
+        self._losses = TargetLosses()
+        self._opened_len = 0
         self._left: tuple[str, str] | None = None
         self._draft: DraftSession | None = None
         self._draft_retry_at = 0.0
@@ -323,10 +330,13 @@ class Generation:
         self._span.add_event("draft_lost", {"server.address": draft.link.address, "outrider.reason": error.reason})
         about = {**self._ids, "worker": draft.link.address, "reason": error.reason}
         _LOG.info("draft lost, going on without", extra=about)
-        if not isinstance(error, Fenced):
-            self._replicas.failed(draft.link)
         self._draft = None
         self._draft_retry_at = time.monotonic() + self._settings.draft_retry_s
+        if isinstance(error, _OWN):
+            # No other draft would do better; and the draft has not failed, so others go on with it.
+            self._draft_retry_at = math.inf
+        elif not isinstance(error, Fenced):
+            self._replicas.failed(draft.link)
         if self._target is not None:
             self._target.speculate(self._speculation_settings())
 
@@ -340,7 +350,7 @@ class Generation:
             # No other one is there; it is not worth asking as fast as it refuses.
             await asyncio.sleep(min(_FIRST_PAUSE_S * 2 ** (num_failures - 1), _MAX_PAUSE_S))
         target = TargetSession(link, self._on_verdict, self._on_target_error, self._on_features, self._tokens.read_from)
-        self._target, self._target_error = target, None
+        self._target, self._target_error, self._opened_len = target, None, self._tokens.end
         try:
             await target.open(self._verify_open())
         except OutriderError as error:
@@ -362,8 +372,10 @@ class Generation:
             # The first one, whoever else refuses before another takes the request.
             self._left = self._left or (self._target.link.address, error.reason)
             self._failed_targets.append(self._target.link.address)
-            self._target.close(self._committed_len)
-            self._target = None
+            lost, self._target = self._target, None
+            lost.close(self._committed_len)
+            num_output = self._tokens.end - self._opened_len
+            self._losses.note(error, lost.incarnation, num_output, was_open=lost.was_lost)
         now = time.monotonic()
         self._failing_since = self._failing_since or now
         if isinstance(error, _FINAL) or now - self._failing_since > self._settings.failover_timeout_s:

@@ -14,8 +14,10 @@ from outrider.errors import OutriderError, Overloaded, Unavailable
 from outrider.serving.channel import open_channel, wait_connected
 from outrider.serving.frames import FrameOutbox
 from outrider.serving.status import peer_errors
+from outrider.serving.unexpected import UnexpectedErrors
 from outrider.v1 import draft_pb2, draft_pb2_grpc, target_pb2, target_pb2_grpc, worker_pb2
 from outrider.v1.worker_pb2_grpc import WorkerServiceStub
+from outrider.wire import check_name
 
 _LOG: Final = logging.getLogger(__name__)
 _FIRST_BACKOFF_S: Final = 0.05
@@ -23,6 +25,14 @@ _MAX_BACKOFF_S: Final = 1.0
 _CALL_TIMEOUT_S: Final = 5.0
 _END_S: Final = 5.0
 """How long a worker that is no longer listed may take to end a stream that has nothing more to say."""
+_NAMES: Final = (
+    "replica",
+    "incarnation",
+    "model_fingerprint",
+    "tokenizer_fingerprint",
+    "weights_fingerprint",
+    "target_fingerprint",
+)
 _MAX_UNANSWERED: Final = 2
 """Looks at the load in a row without an answer, after which a worker is taken for hung: a stopped process keeps its
 connections, and pings notice it later."""
@@ -107,6 +117,7 @@ class WorkerLink:
         self._channel: grpc.aio.Channel | None = None
         self._call: grpc.aio.StreamStreamCall[Any, Any] | None = None
         self._failure: OutriderError | None = None
+        self._unexpected = UnexpectedErrors()
 
     @property
     def is_up(self) -> bool:
@@ -224,6 +235,9 @@ class WorkerLink:
         if info.role not in (worker_pb2.WORKER_ROLE_UNSPECIFIED, self.kind.role):
             role = worker_pb2.WorkerRole.Name(info.role)
             raise Unavailable(f"{self.address} is a {role.removeprefix('WORKER_ROLE_').lower()}")
+        # They are kept, and written to Redis with every commit.
+        for field in _NAMES:
+            check_name(getattr(info, field), field)
         if self.info is not None and self.info.incarnation != info.incarnation:
             _LOG.info("worker restarted", extra={"worker": self.address})
         # What was said of the load belongs to the stream before; above all, whoever is back does not drain.
@@ -257,10 +271,18 @@ class WorkerLink:
             return
         try:
             handle.receiver.on_frame(frame)
-        except Exception:
+        except Exception as error:
             # What one session cannot take must not cost the others their stream.
-            _LOG.exception("frame not understood", extra={"worker": self.address})
-            handle.receiver.on_lost(Unavailable(f"{self.address} sent a frame that makes no sense"))
+            self._unexpected.log("frame not understood", error, worker=self.address)
+            self._tell_lost(handle, Unavailable(f"{self.address} sent a frame that makes no sense"))
+
+    def _tell_lost(self, handle: Handle, error: OutriderError) -> None:
+        try:
+            handle.receiver.on_lost(error)
+        except Exception as failure:
+            # Nothing more can be done for it; the others have to be told, or go on.
+            self._unexpected.log("a session could not be told that its worker is lost", failure, worker=self.address)
+            self._handles.pop(handle.number, None)
 
     def _give_up(self, error: OutriderError) -> None:
         """Breaks the stream from this side. A worker that reads nothing would not notice the end of the outbox."""
@@ -279,6 +301,10 @@ class WorkerLink:
                 _LOG.debug("no load", extra={"worker": self.address, "code": error.code().name})
                 # Any other status is an answer: the worker lives.
                 num_unanswered += error.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+            except Exception as error:
+                # It ended the look-out for good once: whoever cannot even be asked has not answered.
+                self._unexpected.log("the load could not be asked for", error, worker=self.address)
+                num_unanswered += 1
             await asyncio.sleep(self._settings.load_interval_s)
         self._give_up(Unavailable(f"{self.address} does not answer"))
 
@@ -290,4 +316,4 @@ class WorkerLink:
         self.changed.set()
         handles, self._handles = self._handles, {}
         for handle in handles.values():
-            handle.receiver.on_lost(Unavailable(f"{self.address}: {error.message}"))
+            self._tell_lost(handle, Unavailable(f"{self.address}: {error.message}"))

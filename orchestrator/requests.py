@@ -11,11 +11,10 @@ from orchestrator.settings import OrchestratorSettings
 from orchestrator.speculation import SpeculationChoice
 from outrider import wire
 from outrider.errors import InvalidArgument
-from outrider.parameters import AcceptanceRule, SamplingParameters
+from outrider.parameters import MAX_SPECULATIVE_TOKENS, AcceptanceRule, SamplingParameters
 from outrider.v1 import generation_pb2
 
 _ID: Final = re.compile(r"[A-Za-z0-9._:-]{1,128}")
-_MAX_SPECULATIVE_TOKENS: Final = 64
 _MAX_NODES: Final = 4096
 DRAFTERS: Final = ("", "model", "ngram", "layers", "eagle3", "medusa")
 
@@ -71,9 +70,9 @@ def _speculation(
     speculation: generation_pb2.SpeculationParameters, settings: OrchestratorSettings
 ) -> SpeculationChoice:
     """Returns how a request speculates; raises `InvalidArgument` with the field's name."""
-    if speculation.num_speculative_tokens > _MAX_SPECULATIVE_TOKENS:
+    if speculation.num_speculative_tokens > MAX_SPECULATIVE_TOKENS:
         raise InvalidArgument(
-            f"num_speculative_tokens is {speculation.num_speculative_tokens}, may be at most {_MAX_SPECULATIVE_TOKENS}",
+            f"num_speculative_tokens is {speculation.num_speculative_tokens}, may be at most {MAX_SPECULATIVE_TOKENS}",
             "num_speculative_tokens",
         )
     if speculation.max_nodes > _MAX_NODES:

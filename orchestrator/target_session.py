@@ -1,6 +1,7 @@
 """A request's place on a target: opened, given its span, heard, closed."""
 
 import asyncio
+import logging
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Final
 
@@ -10,6 +11,7 @@ from outrider.errors import KVCacheMiss, OutriderError, Unavailable
 from outrider.tokens import TokenSpan
 from outrider.v1 import target_pb2, tokens_pb2
 
+_LOG: Final = logging.getLogger(__name__)
 _ANSWER_S: Final = 10.0
 _WINDOW_PARTS: Final = 4
 """Times that a window is moved within its own length."""
@@ -45,6 +47,8 @@ class TargetSession:
         self._handle: Handle | None = None
         self._replays: set[asyncio.Task[None]] = set()
         self._has_failed = False
+        self._is_cut_off = False
+        self._incarnation = link.info.incarnation if link.info else ""
         self._span_start = 0
         self._told_len = 0
 
@@ -52,6 +56,16 @@ class TargetSession:
     def replica(self) -> str:
         """Name of the target's replica."""
         return self.link.info.replica if self.link.info else ""
+
+    @property
+    def incarnation(self) -> str:
+        """Names the process that the request was opened on."""
+        return self._incarnation
+
+    @property
+    def was_lost(self) -> bool:
+        """Whether the target, on which the request was open, is gone, or its stream is."""
+        return self._is_cut_off and self._opened.done() and self._opened.exception() is None
 
     async def open(self, message: target_pb2.VerifyOpen) -> None:
         """Opens the request and sends the tokens the target lacks; generation starts.
@@ -89,6 +103,7 @@ class TargetSession:
 
     def on_lost(self, error: OutriderError) -> None:
         """Learns that the stream is broken; see `Receiver`."""
+        self._is_cut_off = not self._has_failed
         self._fail(error)
 
     def propose(self, proposal: tokens_pb2.Proposal) -> None:
@@ -140,8 +155,13 @@ class TargetSession:
 
     def _end_replay(self, task: asyncio.Task[None]) -> None:
         self._replays.discard(task)
-        if not task.cancelled() and isinstance(error := task.exception(), OutriderError):
+        error = None if task.cancelled() else task.exception()
+        if isinstance(error, OutriderError):
             self._fail(error)
+        elif error is not None:
+            # Without it the target would wait for the span, and this session for the target, until the stall limit.
+            _LOG.error("a span could not be sent", exc_info=error, extra={"worker": self.link.address})
+            self._fail(Unavailable(f"the span for {self.link.address} could not be read"))
 
     def _fail(self, error: OutriderError) -> None:
         if self._has_failed:

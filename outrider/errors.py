@@ -15,6 +15,7 @@
     ├── TokenizerMismatch    draft and target (or session and target) do not share a tokenizer
     ├── ModelMismatch        the session was made with another model
     ├── ModelUnsupported     the model's cache cannot roll back, or its attention cannot be replaced
+    ├── RequestFailed        the request fails by itself, at a worker that is well; repeating it may not help
     ├── Unavailable          a needed process cannot be reached within its bound
     └── DeadlineExceeded     the client's deadline passed
 
@@ -185,6 +186,12 @@ class ModelUnsupported(OutriderError):
     reason = "MODEL_UNSUPPORTED"
 
 
+class RequestFailed(OutriderError):
+    """The request fails by itself: the worker is well, and serves others. Repeating it is likely to fail again."""
+
+    reason = "REQUEST_FAILED"
+
+
 class Unavailable(OutriderError):
     """A needed process cannot be reached within its bound."""
 
@@ -212,6 +219,7 @@ _KINDS: tuple[type[OutriderError], ...] = (
     TokenizerMismatch,
     ModelMismatch,
     ModelUnsupported,
+    RequestFailed,
     Unavailable,
     DeadlineExceeded,
 )

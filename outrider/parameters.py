@@ -12,6 +12,8 @@ MAX_STOP_STRING_LEN = 256
 MAX_STOP_TOKEN_IDS = 64
 MAX_LOGIT_BIASES = 1024
 MAX_LOGPROBS = 20
+MAX_SPECULATIVE_TOKENS = 64
+"""Longest main line of a proposal that may be asked for."""
 MAX_SEED = 2**64 - 1
 MIN_TEMPERATURE = 1e-12
 MIN_TOP_P = 1e-12
@@ -109,7 +111,12 @@ class SamplingParameters:
                 )
 
     def check_vocabulary(self, vocabulary_size: int) -> None:
-        """Raises `InvalidArgument` where a token id is not below `vocabulary_size`, or no token could be drawn."""
+        """Raises `InvalidArgument` where a token id is not below `vocabulary_size`, or no token could be drawn.
+
+        So it does where more tokens are to be reported (`logprobs`) than there are.
+        """
+        if self.logprobs is not None and self.logprobs > vocabulary_size:
+            raise InvalidArgument(f"logprobs is {self.logprobs}, the vocabulary has {vocabulary_size}", "logprobs")
         for name, token_ids in (("stop_token_ids", self.stop_token_ids), ("logit_bias", tuple(self.logit_bias))):
             for token_id in token_ids:
                 if not 0 <= token_id < vocabulary_size:

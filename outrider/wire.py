@@ -46,6 +46,8 @@ _KIND_NUMBERS: Final = {kind: number for number, kind in _KINDS.items()}
 _ORIGIN_NUMBERS: Final = {origin: number for number, origin in _ORIGINS.items()}
 _FINISH_NUMBERS: Final = {reason: number for number, reason in _FINISHES.items()}
 
+MAX_NAME_LEN: Final = 512
+"""Characters of an id, or bytes of a salt, on the wire between services: workers keep thousands of them."""
 _SCALARS: Final = (
     "temperature",
     "top_k",
@@ -60,6 +62,12 @@ _SCALARS: Final = (
     "ignore_eos",
     "logprobs",
 )
+
+
+def check_name(value: str | bytes, field: str, least: int = 0) -> None:
+    """Raises `InvalidArgument` unless an id, a fingerprint or a salt has `least` to `MAX_NAME_LEN` characters."""
+    if not least <= len(value) <= MAX_NAME_LEN:
+        raise InvalidArgument(f"has {len(value)} characters, must have {least} to {MAX_NAME_LEN}", field)
 
 
 def parameters_from_message(message: tokens_pb2.SamplingParameters) -> SamplingParameters:

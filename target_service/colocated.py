@@ -13,6 +13,7 @@ from typing import Final
 from outrider.drafters.drafter import Drafter, DraftTerms, OpenProposal
 from outrider.drafters.stepping import SentProposal, Stepper
 from outrider.errors import OutriderError
+from outrider.serving.unexpected import UnexpectedErrors
 from target_service.sessions import Request
 
 _MAX_KNOWN_SESSIONS: Final = 4096
@@ -51,6 +52,7 @@ class ColocatedDraft:
         self._draftings: dict[str, _Drafting] = {}
         self._known_lens: OrderedDict[str, int] = OrderedDict()
         self._stepper = Stepper(drafter)
+        self._unexpected = UnexpectedErrors()
 
     @property
     def kind(self) -> str:
@@ -67,15 +69,34 @@ class ColocatedDraft:
         self._draftings = {key: item for key, item in self._draftings.items() if item.is_wanted}
         for request in requests:
             if _waits(request) and request.resident.session_id not in self._draftings:
-                self._draftings[request.resident.session_id] = self._begin(request)
+                try:
+                    self._draftings[request.resident.session_id] = self._begin(request)
+                except Exception as error:
+                    self._do_without(request, error)
         if not self._draftings:
             return
         self._stepper.step([item.sent.proposal for item in self._draftings.values()])
         now = time.monotonic()
         for key, item in list(self._draftings.items()):
-            item.give(self._stepper.step_time_s, now)
+            try:
+                item.give(self._stepper.step_time_s, now)
+            except Exception as error:
+                self._do_without(item.request, error)
+                del self._draftings[key]
+                continue
             if item.sent.proposal.complete:
                 del self._draftings[key]
+
+    def reset(self, requests: Iterable[Request], error: Exception) -> None:
+        """Gives up all proposals after an error that is no session's own: the requests do without."""
+        self._draftings.clear()
+        for request in requests:
+            if _waits(request):
+                self._do_without(request, error)
+
+    def _do_without(self, request: Request, error: Exception) -> None:
+        self._unexpected.log("drafting failed, going on without", error, **request.log_fields)
+        request.speculation.refuse(len(request.resident.token_ids))
 
     def _begin(self, request: Request) -> _Drafting:
         session_id, tokens = request.resident.session_id, request.resident.token_ids

@@ -2,37 +2,55 @@
 
 A pass takes every session that is ready (see `scheduling`): rounds whose proposal is whole, or whose wait for it is
 over, and chunks of prompts. It waits a little for sessions that are about to be ready where that pays. Commands come
-from the event loop through a queue; what the engine has to say goes out through each stream's `emit`.
+from the event loop through an `Inbox`, and those of a turn take a bounded time; what the engine has to say goes out
+through each stream's outbox.
+
+Any exception that one session causes ends that session, and nothing else (see `passes`): only a model that runs no pass
+any more ends the engine.
 """
 
 import logging
 import threading
 import time
-from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import Future
-from typing import Final
+from typing import Final, NamedTuple
 
-import torch
-
-from outrider.errors import Draining, OutriderError
+from outrider.errors import Draining, InvalidArgument, OutriderError
 from outrider.experience import Experience
 from outrider.lm.model import LanguageModel
 from outrider.pass_times import PassTimes
+from outrider.serving.inbox import Inbox, ReadBudget
+from outrider.serving.unexpected import UnexpectedErrors
 from target_service.colocated import ColocatedDraft
 from target_service.counters import EngineLoad
 from target_service.features import FeatureSender
+from target_service.frames import OPTIONAL
+from target_service.passes import Passes
+from target_service.probe import EngineFailed, probe
 from target_service.remote_blocks import RemoteBlocks
 from target_service.requests import Requests
 from target_service.restoring import Restoring, measure_prefill, num_measured_rows
-from target_service.results import RoundAbout, RoundResult
-from target_service.rounds import Round, decide_all
 from target_service.scheduling import Scheduler, Share
 from target_service.sessions import Request
 from target_service.settings import TargetSettings
+from target_service.stream import Stream
 
 _LOG: Final = logging.getLogger(__name__)
 _FLUSH_S: Final = 2.0
+
+
+class _Command(NamedTuple):
+    """What is to be done in the engine's thread.
+
+    Attributes:
+        run: does it.
+        is_gentle: whether it ends no request and changes no tokens; then it also runs before a pass's verdicts are
+            given.
+    """
+
+    run: Callable[[], None]
+    is_gentle: bool = False
 
 
 class Engine:
@@ -43,7 +61,7 @@ class Engine:
         settings: limits and defaults.
         blocks: its KV blocks in Redis; None where there are none.
         draft: drafts within this process; None where none does.
-        on_failure: called, in the engine's thread, when an error that is no session's ends it.
+        on_failure: called, in the engine's thread, when the model runs no pass any more.
     """
 
     def __init__(
@@ -59,8 +77,6 @@ class Engine:
         self._draft = draft
         self._settings = settings
         self._on_failure = on_failure
-        self.on_pass: Callable[[float], object] = lambda seconds: None
-        """Called, in the engine's thread, with the seconds of each pass; set it before `start`."""
         self.max_len = min(model.info.max_session_len, settings.max_session_len, model.kv_usage.max_len)
         """Longest session in tokens: what the model, the settings and the KV cache allow."""
         experience = Experience(PassTimes(model.info.pass_sizes))
@@ -70,8 +86,8 @@ class Engine:
         self._scheduler = Scheduler(
             settings.max_pass_rows, settings.prefill_chunk_len, settings.max_decode_slowdown, times
         )
-        self._commands: deque[tuple[Callable[[], None], bool]] = deque()
-        self._wake = threading.Condition()
+        self._inbox: Inbox[_Command] = Inbox()
+        self._unexpected = UnexpectedErrors()
         self._stopping = False
         self._busy_since: float | None = None
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
@@ -91,6 +107,16 @@ class Engine:
             self._restore,
             self.max_len,
         )
+        self._passes = Passes(
+            model,
+            self._scheduler,
+            self._times,
+            self.requests,
+            self._features,
+            self._restoring,
+            self.load,
+            lambda: self._run_commands(_is_gentle),
+        )
 
     def start(self) -> None:
         """Starts the thread; before that measures what prompts take, where KV blocks are compared with it."""
@@ -106,6 +132,10 @@ class Engine:
         self.submit(lambda: None)
         self._thread.join()
 
+    def watch(self, on_pass: Callable[[float], object]) -> None:
+        """Has `on_pass` called, in the engine's thread, with the seconds of each pass. Before `start`."""
+        self._passes.on_pass = on_pass
+
     @property
     def is_alive(self) -> bool:
         """Whether the thread runs."""
@@ -117,14 +147,25 @@ class Engine:
         since = self._busy_since
         return 0.0 if since is None else time.monotonic() - since
 
-    def submit(self, command: Callable[[], None], *, is_gentle: bool = False) -> None:
-        """Has the engine's thread run a command before its next pass. From any thread.
+    def submit(self, run: Callable[[], None], stream: Stream | None = None) -> None:
+        """Has the engine's thread do something before its next pass. From any thread.
 
-        A gentle one, which ends no request and changes no tokens, is also run before a pass's verdicts are given.
+        Args:
+            run: does it.
+            stream: whose frames it comes behind; None for what belongs to no stream.
         """
-        with self._wake:
-            self._commands.append((command, is_gentle))
-            self._wake.notify()
+        self._inbox.put_now(stream, _Command(run))
+
+    async def offer(self, stream: Stream, run: Callable[[], None], num_bytes: int, *, is_gentle: bool) -> None:
+        """Has the engine's thread do what a frame asks for; waits while too much of its stream waits.
+
+        Args:
+            stream: that it came on.
+            run: does it.
+            num_bytes: of the frame.
+            is_gentle: whether it ends no request and changes no tokens.
+        """
+        await self._inbox.put(stream, _Command(run, is_gentle), num_bytes)
 
     @property
     def drafter(self) -> str:
@@ -168,6 +209,31 @@ class Engine:
         if self._restoring is not None:
             self._restoring.begin(request)
 
+    def refuse(self, stream: Stream, handle: int, kind: str, error: OutriderError) -> None:
+        """Refuses a frame of a kind; one without which the session goes on ends nothing."""
+        match kind:
+            case "proposal":
+                self.requests.refuse_proposal(stream, handle, error)
+            case "features":
+                self.requests.refuse_features(stream, handle, error)
+            case _:
+                self.requests.refuse(stream, handle, error)
+
+    def run_frame(self, stream: Stream, handle: int, kind: str, command: Callable[[], None]) -> None:
+        """Does what a frame asks for; an error ends the session that it concerns, and nothing else."""
+        try:
+            command()
+        except OutriderError as error:
+            self.refuse(stream, handle, kind, error)
+        except ValueError as error:
+            self.refuse(stream, handle, kind, InvalidArgument(str(error), "frame"))
+        except Exception as error:
+            request = self.requests.at(stream, handle)
+            if request is not None and kind not in OPTIONAL:
+                self._passes.fail(request, error)
+            else:
+                self.refuse(stream, handle, kind, self._unexpected.named("the frame failed", error))
+
     def _run(self) -> None:
         try:
             self._turn_until_stopped()
@@ -181,149 +247,66 @@ class Engine:
             self._run_commands()
             self.requests.expire()
             if self._draft is not None:
-                self._draft.step(self.requests.open_ones)
+                self._step_draft(self._draft)
                 if self._draft.is_busy:
                     # A pass now would be one without the sessions that are being drafted for, and they would have
                     # the next one for themselves: two passes for what one does.
                     continue
-            shares = self._scheduler.shares(self.requests.open_ones, time.monotonic())
+            shares = self._shares(time.monotonic())
             if shares:
-                self._run_pass(shares)
+                self._passes.run(shares)
             else:
                 self._sleep()
         # Streams that were cut at the end still have requests to end.
-        self._run_commands()
+        self._inbox.read(self._run_command)
 
-    def _run_commands(self, *, only_gentle: bool = False) -> None:
-        while True:
-            with self._wake:
-                if not self._commands or (only_gentle and not self._commands[0][1]):
-                    return
-                command, _ = self._commands.popleft()
-            command()
+    def _run_commands(self, is_wanted: Callable[[_Command], bool] | None = None) -> None:
+        budget = ReadBudget.beside(self._passes.last_s, len(self.requests))
+        self._inbox.read(self._run_command, budget, is_wanted)
+
+    def _run_command(self, command: _Command) -> None:
+        try:
+            command.run()
+        except EngineFailed:
+            raise
+        except Exception as error:
+            # What a frame does to a session has been seen to by `run_frame`.
+            self._unexpected.log("a command failed", error)
+            probe(self._model)
+
+    def _step_draft(self, draft: ColocatedDraft) -> None:
+        try:
+            draft.step(self.requests.open_ones)
+        except Exception as error:
+            draft.reset(self.requests.open_ones, error)
 
     def _sleep(self) -> None:
         """Waits for a command, for the first wait for a proposal to be over, or for a session to get too old."""
-        self._note_waiting()
+        self._passes.note_waiting()
         now = time.monotonic()
         until = self._scheduler.next_time(self.requests.open_ones, now)
         waits = (None if until is None else max(0.0, until - now), self.requests.next_expiry_s())
-        timeout = min((wait_s for wait_s in waits if wait_s is not None), default=None)
+        timeout_s = min((wait_s for wait_s in waits if wait_s is not None), default=None)
         self._busy_since = None
-        with self._wake:
-            if not self._commands and not self._stopping:
-                self._wake.wait(timeout)
+        if not self._stopping:
+            self._inbox.wait(timeout_s)
 
-    def _run_pass(self, shares: list[Share]) -> None:
-        expected_s = self._expected_s(shares)
-        started = time.perf_counter()
+    def _shares(self, now: float) -> list[Share]:
+        """Returns the shares of the next pass; a session that cannot be planned for fails alone."""
         try:
-            outputs = self._model.forward([share.step for share in shares])
+            return self._scheduler.shares(self.requests.open_ones, now)
         except Exception as error:
-            self._fail(shares, error)
-            return
-        duration_s = time.perf_counter() - started
-        self._account(shares, duration_s)
-        self.on_pass(duration_s)
-        self._run_commands(only_gentle=True)
-        judged = [(share, logits) for share, logits in zip(shares, outputs, strict=True) if share.step.wants_logits]
-        results = self._judge(judged)
-        for share, result in results:
-            self._conclude(share, result, duration_s, expected_s)
-        for share in shares:
-            if not share.step.wants_logits:
-                self._features.send(share.request)
-                share.request.round_started = time.monotonic()
-        for stream in {share.request.stream.key: share.request.stream for share in shares}.values():
-            stream.flush()
-        if self._restoring is not None:
-            self._restoring.write_behind()
+            self._unexpected.log("a pass could not be planned", error)
+        for request in sorted(self.requests.open_ones, key=lambda item: item.round_started):
+            try:
+                shares = self._scheduler.shares([request], now)
+            except Exception as error:
+                self._passes.fail(request, error)
+                continue
+            if shares:
+                return shares
+        return []
 
-    def _judge(self, judged: list[tuple[Share, torch.Tensor]]) -> list[tuple[Share, RoundResult]]:
-        """Returns the results of all shares together; where that fails, of those that do not fail by themselves."""
-        if not judged:
-            return []
-        try:
-            rounds, first = [], 0
-            for share, logits in judged:
-                rounds.append(Round(share.request, first, share.tree))
-                first += len(logits)
-            results = decide_all(rounds, torch.cat([logits for _, logits in judged]), self.max_len)
-            return list(zip((share for share, _ in judged), results, strict=True))
-        except ValueError as error:
-            if len(judged) == 1:
-                self._fail([judged[0][0]], error)
-                return []
-        return [result for one in judged for result in self._judge([one])]
 
-    def _expected_s(self, shares: Sequence[Share]) -> float:
-        """Returns what a pass and all around it is expected to take; 0 where prompts take part, or nothing is known."""
-        if not self._times.known or any(share.is_prefill for share in shares):
-            return 0.0
-        num_rows = sum(share.step.num_rows for share in shares)
-        return self._times.round_s(num_rows, speculates=any(share.request.speculation.waits for share in shares))
-
-    def _conclude(self, share: Share, result: RoundResult, duration_s: float, expected_s: float) -> None:
-        """Applies a round's result to the session, and sends the verdict."""
-        request, resident = share.request, share.request.resident
-        base = request.base
-        resident.cache.keep(result.kept_path)
-        resident.token_ids += result.token_ids
-        request.finished = result.finish_reason is not None
-        speculation = request.speculation
-        waited = speculation.waits
-        now = time.monotonic()
-        if not share.is_prefill:
-            rest_s = speculation.lasted_s(now) - share.wait_s - share.queue_s - duration_s
-            speculation.observe(result.num_accepted, result.num_draft_tokens, result.num_nodes, share.wait_s, rest_s)
-        expected_s += speculation.expected_wait_s if expected_s else 0.0
-        hit = speculation.advance(result.token_ids)
-        request.begin_round(now)
-        speculation.note_verdict(len(resident.token_ids), now)
-        # Before the verdict, so that its answer need not wait for them.
-        self._features.send(request)
-        about = RoundAbout(
-            model_time_s=duration_s,
-            wait_time_s=share.wait_s,
-            queue_time_s=share.queue_s,
-            expected_time_s=expected_s,
-            num_recomputed=request.num_recomputed,
-            hit=hit,
-            num_proposed=speculation.num_proposed,
-            num_wanted=speculation.num_wanted,
-            lookahead_nodes=speculation.terms.lookahead_nodes if speculation.wants_draft else 0,
-        )
-        self.load.note_round(result, about, waited=waited, does_without=speculation.does_without)
-        if not request.sums.num_rounds:
-            request.span.add_event("first_token")
-        request.sums.add(result, about)
-        request.num_recomputed = speculation.num_proposed = 0
-        request.stream.verdict(request.handle, base, result, about)
-
-    def _account(self, shares: list[Share], duration_s: float) -> None:
-        load = self.load
-        load.num_passes += 1
-        load.model_time_s += duration_s
-        load.num_tokens += sum(share.step.num_rows for share in shares)
-        load.num_active_sessions = len(self.requests)
-        load.num_preemptions = self._scheduler.num_preemptions
-        for share in shares:
-            share.request.num_recomputed += share.num_recomputed
-        prefill = [(share.step.num_rows, share.step.span.start) for share in shares if share.is_prefill]
-        num_decode = sum(share.step.num_rows for share in shares if not share.is_prefill)
-        self._scheduler.budget.observe(num_decode, prefill, duration_s)
-        if not prefill:
-            self._times.observe(duration_s, num_decode)
-        self._times.num_sessions = max(1, len(self.requests) - len(prefill))
-        self._note_waiting()
-
-    def _note_waiting(self) -> None:
-        self.load.num_cached_sessions = self.requests.num_residents
-        self.load.note_waiting(request.num_uncached for request in self.requests.open_ones if not request.finished)
-
-    def _fail(self, shares: list[Share], error: Exception) -> None:
-        """Ends the requests of a pass that failed, whose caches can no longer be trusted; the process lives on."""
-        about = {"request_ids": [share.request.request_id for share in shares]}
-        _LOG.error("a pass failed", exc_info=error, extra=about)
-        for share in shares:
-            self.requests.abandon(share.request, OutriderError("the pass failed"))
+def _is_gentle(command: _Command) -> bool:
+    return command.is_gentle

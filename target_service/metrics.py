@@ -22,7 +22,7 @@ def watch(registry: CollectorRegistry, engine: Engine, model: LanguageModel, set
         settings: its limits.
     """
     passes = Histogram(f"{PREFIX}target_pass_seconds", "Seconds of a pass.", buckets=STEP_BUCKETS_S, registry=registry)
-    engine.on_pass = passes.observe
+    engine.watch(passes.observe)
     registry.register(Readings(lambda: _present(engine, model, settings)))
 
 

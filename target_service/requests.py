@@ -12,6 +12,7 @@ from outrider.experience import Experience
 from outrider.lm.model import LanguageModel
 from outrider.randomness import KeyedSource
 from outrider.serving.spans import TRACER, context_of
+from outrider.serving.unexpected import UnexpectedErrors
 from outrider.tokens import ProposalNode, ProposalPart, TokenSpan
 from target_service.counters import EngineLoad
 from target_service.features import FeatureSender
@@ -37,6 +38,7 @@ class Requests:
         max_len: longest session, in tokens.
 
     Attributes:
+        max_len: as given.
         is_draining: whether new requests are refused. From any thread.
         idle: done once none is open and none will be. For any thread.
     """
@@ -57,11 +59,12 @@ class Requests:
         self._load = load
         self._features = features
         self._restore = restore
-        self._max_len = max_len
+        self.max_len = max_len
         self._residents = Residents(settings.max_cached_sessions, settings.idle_ttl_s)
         self._fencing = FencingTokens()
         self._requests: dict[tuple[int, int], Request] = {}
         self._num_opened = 0
+        self._unexpected = UnexpectedErrors()
         self.is_draining = False
         self.idle: Future[None] = Future()
 
@@ -79,6 +82,10 @@ class Requests:
         """Sessions whose tokens are here, generating or not."""
         return len(self._residents)
 
+    def at(self, stream: Stream, handle: int) -> Request | None:
+        """Returns the request that is open there, if one is."""
+        return self._requests.get((stream.key, handle))
+
     def is_open(self, request: Request) -> bool:
         """Returns whether a request has not ended."""
         return self._requests.get((request.stream.key, request.handle)) is request
@@ -92,6 +99,7 @@ class Requests:
         if len(self._requests) >= self._settings.max_sessions:
             raise Overloaded(f"{len(self._requests)} sessions are generating, the limit", retry_after_s=1.0)
         command.parameters.check_vocabulary(self._model.info.vocabulary_size)
+        self._check_stops(command)
         self._fencing.check(command.session_id, command.fencing_token)
         if command.feature_layers:
             # Before the cache is made, so that nothing is run twice. When they are asked for, wrong ones are refused.
@@ -135,7 +143,7 @@ class Requests:
         request = self._request(stream, handle)
         if request is None:
             return
-        request.resident.apply(span, self._model.info.vocabulary_size, self._max_len)
+        request.resident.apply(span, self._model.info.vocabulary_size, self.max_len)
         request.has_start = len(request.resident.token_ids) >= request.start_len
         request.resident.committed_len = max(request.resident.committed_len, min(span.end, request.start_len))
         request.speculation.restart(len(request.resident.token_ids))
@@ -214,7 +222,7 @@ class Requests:
         if request is None:
             return
         request.end()
-        self._residents.rest(request.resident, committed_len)
+        self._rest(request, committed_len)
         self.notice_idle()
 
     def close_stream(self, stream: Stream) -> None:
@@ -222,7 +230,7 @@ class Requests:
         for key in [key for key in self._requests if key[0] == stream.key]:
             request = self._requests.pop(key)
             request.end(_STREAM_ENDED)
-            self._residents.rest(request.resident, request.resident.committed_len)
+            self._rest(request, request.resident.committed_len)
         self.notice_idle()
 
     def refuse(self, stream: Stream, handle: int, error: OutriderError) -> None:
@@ -231,7 +239,7 @@ class Requests:
             request = self._requests.pop((stream.key, handle), None)
             if request is not None:
                 request.end(error.reason)
-                self._residents.rest(request.resident, request.resident.committed_len)
+                self._rest(request, request.resident.committed_len)
             self.notice_idle()
         stream.refused(handle, error)
 
@@ -240,10 +248,9 @@ class Requests:
         for request in list(self._requests.values()):
             self.refuse(request.stream, request.handle, error)
 
-    def abandon(self, request: Request, error: OutriderError) -> None:
-        """Ends a request whose KV cache can no longer be trusted."""
+    def distrust(self, request: Request) -> None:
+        """Gives up the session of a request that failed; what is left to do is to refuse it."""
         self._residents.drop(request.resident)
-        self.refuse(request.stream, request.handle, error)
 
     def forget(self, session_id: str) -> None:
         """Forgets a session, as soon as no request runs on it."""
@@ -274,10 +281,23 @@ class Requests:
         return resident
 
     def _request(self, stream: Stream, handle: int) -> Request | None:
-        request = self._requests.get((stream.key, handle))
+        request = self.at(stream, handle)
         if request is None:
             self._load.num_stale_messages += 1
         return request
+
+    def _rest(self, request: Request, length: int) -> None:
+        """Keeps a session for the next request; one that cannot be kept is forgotten, and costs no other its place."""
+        try:
+            self._residents.rest(request.resident, length)
+        except Exception as error:
+            self._unexpected.log("a session could not be kept", error, **request.log_fields)
+            self._residents.drop(request.resident)
+
+    def _check_stops(self, command: OpenCommand) -> None:
+        largest, size = max(command.stop_token_ids, default=0), self._model.info.vocabulary_size
+        if largest >= size:
+            raise InvalidArgument(f"stop_token_ids has token id {largest}, the vocabulary has {size}", "stop_token_ids")
 
     def _check_node(self, node: ProposalNode) -> None:
         law = node.draft_distribution

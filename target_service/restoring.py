@@ -58,12 +58,14 @@ class Restoring:
         self._submit(functools.partial(self._place, request, blocks, is_last))
 
     def _place(self, request: Request, blocks: list[tuple[bytes, int, torch.Tensor]], is_last: bool) -> None:
-        self._blocks.place(blocks)
-        if self._is_open(request):
-            # At once, before another session needs the memory.
-            request.resident.cache.adopt(request.resident.token_ids)
-        if is_last:
-            request.is_restoring = False
+        try:
+            self._blocks.place(blocks)
+            if self._is_open(request):
+                # At once, before another session needs the memory.
+                request.resident.cache.adopt(request.resident.token_ids)
+        finally:
+            # Whatever could not be placed is computed.
+            request.is_restoring = request.is_restoring and not is_last
 
 
 def measure_prefill(model: LanguageModel, budget: PassBudget, num_rows: int) -> None:

@@ -1,7 +1,7 @@
 """Which sessions take part in the next pass, with which rows, and who gives way where memory is short."""
 
 from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Final
 
 from outrider.gathering import gathering_s
@@ -210,3 +210,26 @@ class Scheduler:
         victim.resident.cache.release()
         self.num_preemptions += 1
         return True
+
+
+def prepared_again(shares: Sequence[Share]) -> list[Share]:
+    """Returns the shares of a pass that failed, to be run once more, with their memory taken anew.
+
+    A pass writes behind what a session has cached, and only to pages that no other session holds. So whatever it wrote
+    before it failed, what was cached before it is still right; but for a page that it was to copy first, which is run
+    again. A share for which too little memory is left is not among them: its session takes part in a later pass.
+    """
+    for share in shares:
+        share.step.cache.truncate(share.step.span.start)
+    return [again for share in shares if (again := _prepared_again(share)) is not None]
+
+
+def _prepared_again(share: Share) -> Share | None:
+    step, token_ids = share.step, share.request.resident.token_ids
+    start = step.cache.cached_len
+    span = TokenSpan(start, tuple(token_ids[start : step.span.end]))
+    for tree in (share.tree, _NO_TREE):
+        if step.cache.reserve(span, tree):
+            is_prefill = share.is_prefill or start < step.span.start
+            return replace(share, step=replace(step, span=span, tree=tree), tree=tree, is_prefill=is_prefill)
+    return None

@@ -6,33 +6,25 @@ import asyncio
 import functools
 import logging
 import math
-import time
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator
 from typing import Final
 
 import grpc
 
 import outrider
-from outrider import wire
 from outrider.errors import InvalidArgument, OutriderError
 from outrider.lm.loading import LoadedModel
 from outrider.parameters import AcceptanceRule
+from outrider.serving.frames import FRAMES_AT_ONCE, check_num_frames, checked_size
+from outrider.serving.unexpected import UnexpectedErrors
 from outrider.v1 import target_pb2, target_pb2_grpc, worker_pb2, worker_pb2_grpc
 from target_service.engine import Engine
-from target_service.requests import Requests
+from target_service.frames import GENTLE, command_from_frame, kind_of
 from target_service.settings import TargetSettings
-from target_service.speculation import SpeculationTerms
-from target_service.stream import OpenCommand, Stream
+from target_service.stream import Stream
 
 _LOG: Final = logging.getLogger(__name__)
 _CHUNK_BYTES: Final = 1 << 20
-_MAX_WAIT_S: Final = 60.0
-
-_GENTLE: Final[Mapping[str | None, Callable[[Requests, Stream, int, Exception], None]]] = {
-    "proposal": Requests.refuse_proposal,
-    "features": Requests.refuse_features,
-}
-"""Frames without which a session goes on, and what is done about a wrong one."""
 
 
 class TargetServicer(target_pb2_grpc.TargetServiceServicer):
@@ -47,6 +39,7 @@ class TargetServicer(target_pb2_grpc.TargetServiceServicer):
         self._engine = engine
         self._hand_over_after_s = hand_over_after_s
         self._streams: set[Stream] = set()
+        self._unexpected = UnexpectedErrors()
 
     async def drain(self) -> None:
         """Refuses new sessions, waits until the running ones have ended or gone elsewhere, and ends the streams."""
@@ -74,13 +67,17 @@ class TargetServicer(target_pb2_grpc.TargetServiceServicer):
         finally:
             reader.cancel()
             self._streams.discard(stream)
-            self._engine.submit(functools.partial(self._engine.requests.close_stream, stream))
+            # Without waiting for room: the sessions of a broken stream must not keep their places.
+            self._engine.submit(functools.partial(self._engine.requests.close_stream, stream), stream)
 
     async def _read(self, requests: AsyncIterator[target_pb2.VerifyRequest], stream: Stream) -> None:
         try:
             async for request in requests:
-                for frame in request.frames:
-                    self._submit(stream, frame)
+                check_num_frames(request.frames)
+                for number, frame in enumerate(request.frames, start=1):
+                    await self._take(stream, frame)
+                    if not number % FRAMES_AT_ONCE:
+                        await asyncio.sleep(0)
         except OutriderError as error:
             # Bytes that are no message, above all.
             stream.outbox.close(error)
@@ -90,90 +87,17 @@ class TargetServicer(target_pb2_grpc.TargetServiceServicer):
         finally:
             stream.outbox.close()
 
-    def _submit(self, stream: Stream, frame: target_pb2.VerifyRequestFrame) -> None:
-        requests = self._engine.requests
+    async def _take(self, stream: Stream, frame: target_pb2.VerifyRequestFrame) -> None:
+        """Hands a frame to the engine; whatever is wrong with it ends one session at most."""
+        engine, kind, num_bytes = self._engine, kind_of(frame), 0
         try:
-            command = _command(requests, stream, frame)
-        except OutriderError as error:
-            refuse = _GENTLE.get(frame.WhichOneof("frame"))
-            command = functools.partial(refuse or Requests.refuse, requests, stream, frame.handle, error)
-        is_gentle = frame.WhichOneof("frame") in ("proposal", "window")
-        self._engine.submit(functools.partial(_guard, requests, stream, frame, command), is_gentle=is_gentle)
-
-
-def _guard(
-    requests: Requests, stream: Stream, frame: target_pb2.VerifyRequestFrame, command: Callable[[], None]
-) -> None:
-    """Runs a command in the engine's thread; an error ends the session it concerns, and nothing else."""
-    try:
-        command()
-    except (OutriderError, ValueError) as error:
-        refuse = _GENTLE.get(frame.WhichOneof("frame"))
-        if refuse is not None:
-            refuse(requests, stream, frame.handle, error)
-        else:
-            known = error if isinstance(error, OutriderError) else InvalidArgument(str(error), "frame")
-            requests.refuse(stream, frame.handle, known)
-
-
-def _command(requests: Requests, stream: Stream, frame: target_pb2.VerifyRequestFrame) -> Callable[[], None]:
-    """Returns what the frame asks for."""
-    handle = frame.handle
-    match frame.WhichOneof("frame"):
-        case "open":
-            return functools.partial(requests.open, stream, handle, _open_command(frame.open))
-        case "span":
-            return functools.partial(requests.span, stream, handle, wire.span_from_message(frame.span))
-        case "proposal":
-            # When it came counts, not when the pass that runs now is over.
-            part, arrived = wire.proposal_from_message(frame.proposal), time.monotonic()
-            return functools.partial(requests.propose, stream, handle, part, arrived)
-        case "window":
-            window = frame.window
-            return functools.partial(requests.window, stream, handle, window.committed_len, window.window_end)
-        case "speculation":
-            return functools.partial(requests.speculate, stream, handle, _terms(frame.speculation))
-        case "features":
-            wanted = frame.features
-            return functools.partial(requests.give_features, stream, handle, tuple(wanted.layers), wanted.start)
-        case "close":
-            return functools.partial(requests.close, stream, handle, frame.close.committed_len)
-        case "forget":
-            return functools.partial(requests.forget, frame.forget.session_id)
-        case _:
-            raise InvalidArgument("frame has no content", "frame")
-
-
-def _open_command(message: target_pb2.VerifyOpen) -> OpenCommand:
-    if not message.session_id:
-        raise InvalidArgument("session_id is empty", "session_id")
-    return OpenCommand(
-        session_id=message.session_id,
-        fencing_token=message.fencing_token,
-        parameters=wire.parameters_from_message(message.parameters),
-        rule=wire.rule_from_number(message.acceptance_rule) or AcceptanceRule.COUPLED,
-        prompt_len=message.prompt_len,
-        committed_len=max(message.committed_len, message.prompt_len),
-        window_end=message.window_end,
-        stop_token_ids=frozenset(message.stop_token_ids),
-        speculation=_terms(message.speculation),
-        cache_salt=message.cache_salt,
-        feature_layers=tuple(message.feature_layers),
-        request_id=message.request_id,
-        traceparent=message.traceparent,
-    )
-
-
-def _terms(settings: target_pb2.SpeculationSettings) -> SpeculationTerms:
-    if not 0 <= settings.max_wait_s <= _MAX_WAIT_S:
-        raise InvalidArgument(f"max_wait_s is {settings.max_wait_s}, must be in [0, {_MAX_WAIT_S}]", "max_wait_s")
-    return SpeculationTerms(
-        settings.num_speculative_tokens,
-        settings.max_wait_s,
-        settings.lookahead_nodes,
-        settings.draft_min,
-        settings.own_draft,
-    )
+            num_bytes = checked_size(frame)
+            command = command_from_frame(engine.requests, stream, frame)
+        except Exception as error:
+            named = self._unexpected.named("the frame could not be read", error)
+            command = functools.partial(engine.refuse, stream, frame.handle, kind, named)
+        run = functools.partial(engine.run_frame, stream, frame.handle, kind, command)
+        await engine.offer(stream, run, num_bytes, is_gentle=kind in GENTLE)
 
 
 class TargetWorkerServicer(worker_pb2_grpc.WorkerServiceServicer):

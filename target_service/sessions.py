@@ -1,5 +1,6 @@
 """What a target knows of its sessions: resident tokens and KV caches, and the requests that run on them."""
 
+import contextlib
 from collections import OrderedDict
 from dataclasses import dataclass, field
 
@@ -269,9 +270,14 @@ class Residents:
             self.expire()
 
     def drop(self, resident: Resident) -> None:
-        """Forgets a session that a request runs on, and gives back the memory of its KV cache."""
+        """Forgets a session that a request runs on and that failed.
+
+        The end of its KV cache, which `KVCache.release` would make findable, may be wrong. Pages that cannot be given
+        back are lost: that is better than to give them to two sessions.
+        """
         self._busy.pop(resident.session_id, None)
-        resident.cache.release()
+        with contextlib.suppress(Exception):
+            resident.cache.truncate(0)
 
     def forget(self, session_id: str) -> None:
         """Forgets a session, if it is here: at once where it is idle, else when its request ends."""

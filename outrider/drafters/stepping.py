@@ -8,7 +8,7 @@ from typing import Final
 
 from outrider.drafters.drafter import Drafter, OpenProposal
 from outrider.drafters.step_time import StepTime
-from outrider.errors import OutriderError
+from outrider.errors import OutriderError, RequestFailed
 from outrider.pass_times import PassTimes
 from outrider.tokens import Base, ProposalPart
 
@@ -61,6 +61,7 @@ class Stepper:
 
     Attributes:
         num_passes: steps that went well.
+        num_failed: sessions that failed by themselves, with an error that has no name.
         num_tokens: that they ran.
         model_time_s: seconds of all steps.
         shared_time_s: seconds of these that a session alone would not have had to wait for: what others took.
@@ -71,6 +72,7 @@ class Stepper:
         self._drafter = drafter
         self._step_time = StepTime()
         self.num_passes = 0
+        self.num_failed = 0
         self.num_tokens = 0
         self.model_time_s = 0.0
         self.shared_time_s = 0.0
@@ -113,10 +115,11 @@ class Stepper:
             return
         except Exception as error:
             _LOG.exception("a draft step failed", extra={"num_sessions": len(proposals)})
-            failure = error if isinstance(error, OutriderError) else OutriderError("the draft failed")
+            failure = error if isinstance(error, OutriderError) else RequestFailed("drafting failed for this session")
         for proposal in proposals:
             self._drafter.forget(proposal.session_id)  # what a broken pass has cached is not known
         if len(proposals) == 1:
+            self.num_failed += isinstance(failure, RequestFailed)
             proposals[0].refuse(failure)
             return
         for proposal in proposals:

@@ -3,15 +3,21 @@
 import asyncio
 import threading
 from collections import deque
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sized
 from typing import Final, Generic, Protocol, TypeVar
 
-from outrider.errors import OutriderError, Overloaded
+from outrider.errors import InvalidArgument, OutriderError, Overloaded
 
 MAX_PENDING_FRAMES: Final = 4096
 MAX_FRAMES_PER_MESSAGE: Final = 256
 MAX_FRAME_BYTES_PER_MESSAGE: Final = 1 << 20
 """A quarter of gRPC's default message limit: one frame more, and the message's own bytes, still fit."""
+MAX_FRAMES_READ: Final = 4096
+"""In one message of a caller; a `FrameOutbox` puts fewer into one."""
+FRAMES_AT_ONCE: Final = 64
+"""Frames of a message that are read before other streams have their turn in the event loop."""
+MAX_FRAME_BYTES_READ: Final = 2 << 20
+"""Of one frame of a caller. Orchestrators send none larger than `MAX_FRAME_BYTES_PER_MESSAGE`."""
 
 
 class SizedFrame(Protocol):
@@ -19,6 +25,19 @@ class SizedFrame(Protocol):
 
     def ByteSize(self) -> int:
         """Encoded size in bytes."""
+
+
+def check_num_frames(frames: Sized) -> None:
+    """Raises `InvalidArgument` where a message has too many frames: a million would hold up the event loop."""
+    if len(frames) > MAX_FRAMES_READ:
+        raise InvalidArgument(f"has {len(frames)}, may have at most {MAX_FRAMES_READ}", "frames")
+
+
+def checked_size(frame: SizedFrame) -> int:
+    """Returns a frame's encoded size; raises `InvalidArgument` where it is too large to be read."""
+    if (num_bytes := frame.ByteSize()) > MAX_FRAME_BYTES_READ:
+        raise InvalidArgument(f"has {num_bytes} bytes, may have at most {MAX_FRAME_BYTES_READ}", "frame")
+    return num_bytes
 
 
 FrameT = TypeVar("FrameT", bound=SizedFrame)

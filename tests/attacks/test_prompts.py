@@ -24,6 +24,15 @@ ROOM = 8000
 
 
 @pytest.fixture
+async def small(session_store_url: str, target: ScriptedTarget) -> AsyncIterator[Orchestrator]:
+    """An orchestrator whose target has a tokenizer with one token a byte, and room for 512."""
+    target.files = tokenizer_files()
+    target.info.max_session_len = 512
+    async with orchestrating(session_store_url, (target,)) as running:
+        yield running
+
+
+@pytest.fixture
 async def orchestrator(session_store_url: str, target: ScriptedTarget) -> AsyncIterator[Orchestrator]:
     """An orchestrator whose target has a tokenizer with one token a byte, and room for half a million."""
     target.files = tokenizer_files()
@@ -52,24 +61,21 @@ async def refusal(orchestrator: Orchestrator, request: pb.GenerateRequest) -> Ou
     return caught.value
 
 
-async def test_attack_01_prompts_that_cannot_fit_are_refused_before_they_are_encoded(
-    target: ScriptedTarget, orchestrator: Orchestrator
-) -> None:
-    target.info.max_session_len = 512
+async def test_attack_01_prompts_that_cannot_fit_are_refused_before_they_are_encoded(small: Orchestrator) -> None:
     megabytes = "hello world, " * 300_000
     began = time.monotonic()
     refusals = await asyncio.gather(
-        *(refusal(orchestrator, texting(megabytes)) for _ in range(6)),
-        refusal(orchestrator, chatting(megabytes)),
-        refusal(orchestrator, asking([5] * 1_000_000)),
-        refusal(orchestrator, chatting(*[""] * 50_000)),
+        *(refusal(small, texting(megabytes)) for _ in range(6)),
+        refusal(small, chatting(megabytes)),
+        refusal(small, asking([5] * 1_000_000)),
+        refusal(small, chatting(*[""] * 50_000)),
     )
     assert time.monotonic() - began < 2
     assert all(isinstance(error, InvalidArgument) for error in refusals)
     assert [error.metadata["field"] for error in refusals] == ["prompt"] * 8 + ["chat"]
     # What may fit by its length, and does not by far, is found out after as much as fits.
     began = time.monotonic()
-    error = await refusal(orchestrator, texting("hello world, " * 600))
+    error = await refusal(small, texting("hello world, " * 600))
     assert error.metadata == {"field": "prompt"}
     assert time.monotonic() - began < 1
 

@@ -108,7 +108,7 @@ async def test_one_sessions_failure_is_its_own(caplog: pytest.LogCaptureFixture)
             assert (await client.receive(handle)).WhichOneof("frame") == "opened"
             if handle == 1:
                 refusal = await client.refusal(handle)
-                assert (refusal.reason, refusal.message) == ("INTERNAL", "the draft failed")
+                assert (refusal.reason, refusal.message) == ("REQUEST_FAILED", "drafting failed for this session")
             else:
                 assert tuple(node.token_id for node in await client.proposal(handle)) == _alone(prompt, 1)
         assert "a draft step failed" in caplog.text

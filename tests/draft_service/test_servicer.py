@@ -1,14 +1,17 @@
 import asyncio
+from collections.abc import Sequence
 
 import grpc
 import pytest
 
-from draft_service.commands import AdvanceSession, Opened, Seat
+from draft_service.commands import AdvanceSession, Opened, OpenSession, Seat
 from draft_service.engine import Engine, EngineLimits
-from draft_service.servicer import MAX_FRAMES_PER_MESSAGE, DraftStream
+from draft_service.servicer import DraftStream
+from outrider.drafters.drafter import OpenProposal
+from outrider.drafters.ngram import NgramDrafter
 from outrider.errors import Draining, InvalidArgument, Overloaded
 from outrider.parameters import AcceptanceRule, SamplingParameters
-from outrider.serving.frames import FrameOutbox
+from outrider.serving.frames import MAX_FRAMES_READ, FrameOutbox
 from outrider.serving.status import peer_errors
 from outrider.tokens import Base, TokenSpan
 from outrider.v1 import draft_pb2, tokens_pb2, worker_pb2
@@ -21,6 +24,7 @@ from tests.draft_service.conftest import (
     ngram_drafter,
     open_frame,
     running_draft,
+    terms,
 )
 
 
@@ -221,7 +225,7 @@ async def test_many_sessions_on_one_stream_do_not_disturb_each_other(ngram_draft
 async def test_a_message_of_too_many_frames_ends_its_stream_only(ngram_draft: RunningDraft) -> None:
     flood, other = ngram_draft.stream(), ngram_draft.stream()
     await flood.open("flood")
-    frames = [draft_pb2.DraftRequestFrame()] * (MAX_FRAMES_PER_MESSAGE + 1)
+    frames = [draft_pb2.DraftRequestFrame()] * (MAX_FRAMES_READ + 1)
     await flood.send(*frames)
     with pytest.raises(InvalidArgument), peer_errors():
         await flood.receive(7)
@@ -247,16 +251,23 @@ async def test_an_engine_that_fails_says_so_and_does_not_keep_a_drain_waiting() 
     failed = asyncio.Event()
     loop = asyncio.get_running_loop()
 
-    class _Broken:
-        def post(self, replies: object) -> None:
+    class _Broken(NgramDrafter):
+        def step(self, proposals: Sequence[OpenProposal]) -> int:
             raise ZeroDivisionError
+
+    class _Nowhere:
+        def post(self, replies: object) -> None:
+            pass
 
         def end(self) -> None:
             pass
 
-    engine = Engine(ngram_drafter(), LIMITS, lambda: loop.call_soon_threadsafe(failed.set))
+    seat = Seat(_Nowhere(), 1)
+    drafter = _Broken(shortest=1, longest=3, budget_bytes=1 << 24, max_session_len=4096)
+    engine = Engine(drafter, LIMITS, lambda: loop.call_soon_threadsafe(failed.set))
     engine.start()
-    await engine.submit(AdvanceSession(Seat(_Broken(), 1), Base(1, 1), TokenSpan(0, (1,)), 1))
+    await engine.submit(OpenSession(seat, "s", 1, terms()))
+    await engine.submit(AdvanceSession(seat, Base(1, 1), TokenSpan(0, (1,)), 1))
     async with asyncio.timeout(TIMEOUT_S):
         await failed.wait()
         await engine.drain(patience_s=60)

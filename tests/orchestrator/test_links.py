@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
-from orchestrator.links import TARGET, WorkerLink
+from orchestrator.links import TARGET, StreamKind, WorkerLink
 from orchestrator.settings import OrchestratorSettings
 from outrider.errors import OutriderError, Overloaded
-from outrider.v1 import target_pb2
-from tests.orchestrator.scripted import ScriptedTarget
+from outrider.v1 import target_pb2, worker_pb2
+from tests.orchestrator.scripted import ScriptedTarget, ScriptedWorker
 
 
 class Receiving:
@@ -47,8 +47,8 @@ async def until(link: WorkerLink, *, up: bool) -> None:
 
 
 @asynccontextmanager
-async def linked(target: ScriptedTarget) -> AsyncIterator[WorkerLink]:
-    link = WorkerLink(target.address, TARGET, OrchestratorSettings(load_interval_s=0.05))
+async def linked(worker: ScriptedWorker, kind: StreamKind = TARGET) -> AsyncIterator[WorkerLink]:
+    link = WorkerLink(worker.address, kind, OrchestratorSettings(load_interval_s=0.05))
     task = asyncio.create_task(link.run())
     try:
         await until(link, up=True)
@@ -144,3 +144,42 @@ async def test_a_restart_brings_the_new_identity(target: ScriptedTarget) -> None
         assert link.info is not None
         assert link.info.incarnation == "t0-2"
         assert not link.load.draining
+
+
+async def test_a_worker_whose_load_cannot_even_be_asked_for_is_given_up(
+    target: ScriptedTarget, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An error that is no status ended the look-out for good: a worker that hung later was never noticed."""
+
+    def unaskable() -> None:
+        raise ValueError("no question")
+
+    async with linked(target) as link:
+        receiving = Receiving()
+        link.open(receiving)
+        with monkeypatch.context() as patch:
+            patch.setattr(worker_pb2, "GetLoadRequest", unaskable)
+            await receiving.heard()
+        assert "does not answer" in receiving.lost[0].message
+        await until(link, up=True)
+
+
+class Raising(Receiving):
+    """Raises whatever it is told."""
+
+    def on_lost(self, error: OutriderError) -> None:
+        super().on_lost(error)
+        raise ValueError("cannot take that either")
+
+
+async def test_a_session_that_cannot_be_told_keeps_no_other_from_being_told(target: ScriptedTarget) -> None:
+    async with linked(target) as link:
+        wrong, right = Raising(ValueError("no number")), Receiving()
+        wrong_handle, _ = link.open(wrong), link.open(right)
+        wrong_handle.send(open=OPEN)
+        await wrong.heard()
+        assert right.lost == []
+        link.open(Raising())
+        target.break_streams()
+        await right.heard()
+        await until(link, up=True)

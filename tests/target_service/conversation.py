@@ -10,6 +10,7 @@ from outrider import wire
 from outrider.lm.loading import LoadOptions, load_model
 from outrider.lm.markov import MarkovModel
 from outrider.parameters import AcceptanceRule, SamplingParameters
+from outrider.serving.interceptor import CallInterceptor, CallsInFlight
 from outrider.tokens import Base, ProposalNode
 from outrider.v1 import target_pb2 as pb
 from outrider.v1 import target_pb2_grpc, tokens_pb2
@@ -26,6 +27,7 @@ class Caller:
     """One Verify stream; frames that come back wait in a queue for each handle."""
 
     def __init__(self, channel: grpc.aio.Channel) -> None:
+        self.channel = channel
         self._call = target_pb2_grpc.TargetServiceStub(channel).Verify()
         self._queues: dict[int, asyncio.Queue[pb.VerifyResponseFrame]] = {}
         self._writing = asyncio.Lock()
@@ -153,7 +155,7 @@ async def target(
     blocks = remote_blocks(served, chosen)
     engine = Engine(served, chosen, blocks, draft)
     engine.start()
-    server = grpc.aio.server()
+    server = grpc.aio.server(interceptors=[CallInterceptor(CallsInFlight())])
     target_pb2_grpc.add_TargetServiceServicer_to_server(TargetServicer(engine), server)
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()

@@ -1,0 +1,56 @@
+"""Exceptions that no caller should be able to cause: named for the caller, logged for whoever mends them."""
+
+import logging
+import time
+import traceback
+from collections.abc import Callable
+from typing import Final
+
+from outrider.errors import OutriderError, RequestFailed
+
+_LOG: Final = logging.getLogger(__name__)
+_EVERY_S: Final = 60.0
+
+
+class UnexpectedErrors:
+    """Logs unexpected exceptions with their traceback, those of one place once a minute: a caller may repeat them.
+
+    Its methods may be called from any thread.
+
+    Args:
+        clock: gives seconds, monotonic.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._logged_at: dict[tuple[type[Exception], str], float] = {}
+        self._num_left_out = 0
+
+    def log(self, message: str, error: Exception, **about: object) -> None:
+        """Logs an exception, unless another of its type and place was logged less than a minute ago.
+
+        Args:
+            message: what failed.
+            error: why.
+            about: fields of the record.
+        """
+        now, place = self._clock(), (type(error), _place(error))
+        if now - self._logged_at.get(place, -_EVERY_S) < _EVERY_S:
+            self._num_left_out += 1
+            return
+        self._logged_at[place] = now
+        num_left_out, self._num_left_out = self._num_left_out, 0
+        _LOG.error(message, exc_info=error, extra={**about, "num_left_out": num_left_out})
+
+    def named(self, message: str, error: Exception, **about: object) -> OutriderError:
+        """Returns an error as its caller gets it: as it is where it has a name, else logged, and `RequestFailed`."""
+        if isinstance(error, OutriderError):
+            return error
+        self.log(message, error, **about)
+        return RequestFailed(message)
+
+
+def _place(error: Exception) -> str:
+    """Returns file and line of where an exception was raised. There are only as many as the code has lines."""
+    frames = traceback.extract_tb(error.__traceback__, limit=-1)
+    return f"{frames[0].filename}:{frames[0].lineno}" if frames else ""
