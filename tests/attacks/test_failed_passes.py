@@ -1,4 +1,4 @@
-"""A pass that fails halfway leaves every session's KV cache as it was: what follows is what plain decoding gives."""
+"""Attack 4: a pass that fails halfway leaves every session's KV cache as it was; no token changes."""
 
 import asyncio
 from collections.abc import Callable, Sequence
@@ -11,9 +11,9 @@ from outrider.tokens import Base, NodeKind, ProposalNode
 from tests.lm.models import CONFIGS, save_model
 from tests.target_service.conversation import Caller, target
 
-SAMPLED = SamplingParameters(seed=3, max_tokens=6, ignore_eos=True)
+SAMPLED = SamplingParameters(seed=3, max_tokens=16, ignore_eos=True)
 COMMON = [3 + index % 50 for index in range(45)]
-PROMPTS = {handle: [*COMMON, handle + 2] for handle in range(1, 4)}
+PROMPTS = {handle: [*COMMON, handle + 2] for handle in range(1, 5)}
 
 
 @pytest.fixture(scope="module")
@@ -46,8 +46,9 @@ def after_all_was_written(model: Any) -> tuple[Any, str]:
     return model._features, "write"
 
 
-@pytest.mark.parametrize("place", [before_any_copy, pytest.param(after_all_was_written, marks=pytest.mark.slow)])
-async def test_what_a_failed_pass_wrote_changes_no_token(
+@pytest.mark.slow
+@pytest.mark.parametrize("place", [before_any_copy, after_all_was_written])
+async def test_attack_04_what_a_failed_pass_wrote_changes_no_token(
     folder: str, place: Callable[[Any], tuple[Any, str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with target(folder, adaptive_speculation=False, kv_budget_bytes=1 << 24) as (engine, caller):
@@ -79,7 +80,7 @@ async def test_what_a_failed_pass_wrote_changes_no_token(
             *(speculated(caller, 10 + number, prompt, truth[number]) for number, prompt in PROMPTS.items())
         )
         assert outputs == list(truth.values())
-        assert num_failed > 2
+        assert num_failed > 5
         assert engine.load.speculation.num_accepted_tokens > 0
         async with asyncio.timeout(10):
             while engine.num_requests:
