@@ -65,7 +65,7 @@ format: install ## Formats the code and sorts its imports.
 	@$(BIN)/ruff format --quiet .
 
 exactness: install ## Proves losslessness: enumeration, known wrong rules, 30,000 served samples a case, 30 prompts. Takes 100 minutes.
-	@$(BIN)/python -m pytest -q tests/exactness tests/served -m 'slow or not slow' $(ARGS)
+	@$(BIN)/python -m pytest -q tests/exactness tests/test_draws.py tests/test_randomness.py tests/served -m 'slow or not slow' $(ARGS)
 
 faults: install ## Tries every fault of docs/reliability.md on real processes. Takes 6 minutes.
 	@OUTRIDER_FAULTS_TABLE=1 $(BIN)/python -m pytest -q tests/faults tests/orchestrator/test_authentication.py \

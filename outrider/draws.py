@@ -17,10 +17,11 @@ from outrider.sampling import LawTerms, Truncation, changed_logits, target_weigh
 from outrider.truncation import Support
 
 # Float64 rows that are worked on together. Noise for a whole vocabulary takes many steps, between which the rows should
-# stay in the processor's cache.
+# stay in the processor's cache; rows of small vocabularies, where a step costs as much for one as for many, fill it.
 _NUM_CHANGED: Final = 32
 _NUM_TRUNCATED: Final = 8
 _NUM_WHOLE: Final = 4
+_NUM_CACHED: Final = 2**17
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,10 +77,12 @@ def _chunks(draws: Sequence[Draw], vocabulary_size: int) -> Iterator[list[int]]:
 
 def _needs(terms: LawTerms, vocabulary_size: int) -> tuple[int, int, int]:
     """Returns how many rows are drawn together, what they must have in common, and what they should."""
+    num_cached = _NUM_CACHED // vocabulary_size
     if terms.parameters.is_greedy:
-        return (_NUM_CHANGED if terms.changes_logits else 2**31), -1, 0
+        return (max(_NUM_CHANGED, num_cached) if terms.changes_logits else 2**31), -1, 0
     kind = Truncation.of(terms.parameters, vocabulary_size)
-    return (_NUM_WHOLE if kind is Truncation.NONE else _NUM_TRUNCATED), kind, terms.parameters.top_k
+    num = _NUM_WHOLE if kind is Truncation.NONE else _NUM_TRUNCATED
+    return max(num, num_cached), kind, terms.parameters.top_k
 
 
 def _drawn(logits: Tensor, draws: Sequence[Draw]) -> Tensor:

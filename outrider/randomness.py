@@ -5,7 +5,6 @@ integers or integer tensors, so that all devices give the same integers. What is
 the lowest token id.
 """
 
-import secrets
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import Final, TypeAlias
@@ -96,11 +95,6 @@ def philox4x32(index: Word, words: Words, key: Key) -> tuple[Word, Word, Word, W
     return word_0, word_1 & _MASK, word_2, word_3 & _MASK
 
 
-def random_seed() -> int:
-    """Returns 64 random bits of the operating system's, for requests that come without a seed."""
-    return secrets.randbits(64)
-
-
 class KeyedSource:
     """The `DecisionSource` of production: decisions follow from a seed and the decision's counter.
 
@@ -141,13 +135,6 @@ class KeyedSource:
             return int(self._race(weights, token_ids, counter).argmax())
         support = weights.nonzero().squeeze(1)
         return int(support[self._race(weights[support], support, counter).argmax()])
-
-    def rank(self, weights: Tensor, counter: Counter, num: int) -> list[int]:
-        """Returns the first `num` tokens in the order of weight and noise; `pick` takes the first. May be fewer."""
-        support = weights.nonzero().squeeze(1)
-        scores = self._race(weights[support], support, counter)
-        ranked: list[int] = support[scores.argsort(descending=True, stable=True)[:num]].tolist()
-        return ranked
 
     def accept(self, probability: float, counter: Counter) -> bool:
         """Returns True with that probability; never for 0, always for 1."""

@@ -222,8 +222,8 @@ def _penalise_output(scores: Tensor, terms: Sequence[LawTerms]) -> None:
 
 def _pairs(like: Tensor, token_ids: Sequence[Collection[int]]) -> tuple[Tensor, Tensor]:
     """Returns the rows and the token ids of what is named row by row, int64 [M] each."""
-    nums = torch.tensor([len(row) for row in token_ids])
-    rows = torch.repeat_interleave(torch.arange(len(token_ids)), nums)
+    # `repeat_interleave` would wake all of the processor's threads for a few numbers.
+    rows = torch.tensor([row for row, ids in enumerate(token_ids) for _ in ids], dtype=torch.int64)
     flat = torch.tensor(list(chain.from_iterable(token_ids)), dtype=torch.int64)
     return rows.to(like.device), flat.to(like.device)
 

@@ -28,13 +28,6 @@ class DecisionSource(Protocol):
         """Returns whether an event of that probability, in [0, 1], happens."""
 
 
-class RankingSource(DecisionSource, Protocol):
-    """A source that can also tell the runners-up of a pick."""
-
-    def rank(self, weights: Tensor, counter: Counter, num: int) -> list[int]:
-        """Returns the token id that `pick` returns, then the next best, at most `num` in all."""
-
-
 @dataclass(frozen=True, slots=True)
 class Outcome:
     """What a verification gives: the accepted tokens of a proposal, then one token of the target's own.
@@ -52,32 +45,13 @@ class Outcome:
     origins: tuple[TokenOrigin, ...]
     path: tuple[int, ...]
 
-    @property
-    def num_accepted(self) -> int:
-        """Proposed tokens that were kept."""
-        return len(self.path)
-
-
-def verify_coupled(tree: ProposalTree, law: TargetLaw, base_len: int, source: DecisionSource) -> Outcome:
-    """Verifies a proposal by the `coupled` rule: a proposed token is accepted iff it is the target's own draw.
-
-    The output is what plain decoding with the same source gives, whatever the tree (Daliri et al. 2024, "Coupling
-    without Communication and Drafter-Invariant Speculative Decoding"). Nodes' kinds and distributions are not looked
-    at.
-
-    Args:
-        tree: the proposal.
-        law: called once for each accepted node, and for `ROOT`.
-        base_len: length of the session that the proposal continues.
-        source: decides.
-    """
-    return follow_draws(
-        tree, lambda number: source.pick(law(number), Counter(Purpose.TARGET, base_len + tree.depth(number)))
-    )
-
 
 def follow_draws(tree: ProposalTree, draw: Callable[[int], int]) -> Outcome:
-    """Verifies a proposal by the `coupled` rule, given the target's own token after each node.
+    """Verifies a proposal by the `coupled` rule: a proposed token is accepted iff it is the target's own draw.
+
+    The output is what plain decoding with the same draws gives, whatever the tree (Daliri et al. 2024, "Coupling
+    without Communication and Drafter-Invariant Speculative Decoding"). Nodes' kinds and distributions are not looked
+    at.
 
     Args:
         tree: the proposal.
@@ -159,11 +133,6 @@ def draft_coupled(law: Tensor, position: int, source: DecisionSource) -> int:
         source: has the session's seed.
     """
     return source.pick(law, Counter(Purpose.TARGET, position))
-
-
-def rank_coupled(law: Tensor, position: int, source: RankingSource, num: int) -> list[int]:
-    """Returns up to `num` guesses at the target's draw under `coupled`, the one of `draft_coupled` first."""
-    return source.rank(law, Counter(Purpose.TARGET, position), num)
 
 
 def draft_rejection(law: Tensor, base_len: int, position: int, source: DecisionSource, segment: int = ROOT) -> int:

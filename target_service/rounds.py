@@ -44,11 +44,6 @@ def decide_all(rounds: Sequence[Round], logits: torch.Tensor, max_len: int) -> l
     return [_result(*parts) for parts in zip(rounds, outcomes, cuts, logprobs, strict=True)]
 
 
-def decide(request: Request, logits: torch.Tensor, tree: ProposalTree, max_len: int) -> RoundResult:
-    """Judges one session's proposal, as `decide_all` does; its logits are [1 + len(tree), V]."""
-    return decide_all([Round(request, 0, tree)], logits, max_len)[0]
-
-
 def _result(
     item: Round, outcome: Outcome, cut: tuple[int, FinishReason | None], logprobs: tuple[TokenLogprobs, ...]
 ) -> RoundResult:

@@ -260,10 +260,6 @@ class Speculation:
         line = self._lookahead.drafted_line(max_depth)
         return line, self._guesses_beside(line, max_depth)
 
-    def candidates(self, max_depth: int) -> Iterator[Candidate]:
-        """Yields what has arrived for the text as it is, down to a depth, those worth most first."""
-        return self._lookahead.candidates(max_depth)
-
     def tree(self, numbers: Sequence[int]) -> ProposalTree:
         """Returns the tree of these nodes, to be verified."""
         return self._lookahead.tree(numbers)

@@ -11,7 +11,13 @@ from collections.abc import Mapping, Sequence
 from typing import Final
 
 PARTS: Final[Mapping[str, Sequence[str]]] = {
-    "exactness": ("tests/exactness", "tests/served/test_distribution.py", "tests/served/test_equality.py"),
+    "exactness": (
+        "tests/exactness",
+        "tests/test_draws.py",
+        "tests/test_randomness.py",
+        "tests/served/test_distribution.py",
+        "tests/served/test_equality.py",
+    ),
     "faults": ("tests/faults",),
     "attacks": ("tests/attacks",),
     "benches": ("tests/bench",),

@@ -3,6 +3,7 @@
 import math
 import random
 from collections.abc import Iterator, Sequence
+from itertools import product
 from typing import Any
 
 import pytest
@@ -13,9 +14,8 @@ from outrider.draws import Draw, target_draws
 from outrider.parameters import SamplingParameters
 from outrider.randomness import Counter, KeyedSource, Purpose, vocabulary_exponential
 from outrider.sampling import LawTerms, TokenHistory, target_distribution
-from outrider.tokens import NodeKind, ProposalNode, ProposalTree
-from outrider.verification import follow_draws, verify_coupled
 from tests.oracle import reference_distribution
+from tests.repetition import seeds
 
 NUM = 33
 SIZES = [3, 16, 1001, 49152]
@@ -79,8 +79,14 @@ def alone(logits: Tensor, draw: Draw) -> int:
     return target_draws(logits[draw.row : draw.row + 1].clone(), [only])[0]
 
 
-@pytest.mark.parametrize("size", SIZES)
-@pytest.mark.parametrize("num", [2, 3, 5, 16, 33])
+@pytest.mark.parametrize(
+    ("num", "size"),
+    [
+        *product([2, 3, 5, 16, NUM], SIZES[:-1]),
+        (NUM, SIZES[-1]),
+        *(pytest.param(num, SIZES[-1], marks=pytest.mark.slow) for num in (2, 3, 5, 16)),
+    ],
+)
 def test_a_draw_is_the_same_alone_and_beside_others(num: int, size: int) -> None:
     logits, draws = random_logits(size), random_draws(size, seed=num)
     expected = [alone(logits, draw) for draw in draws]
@@ -88,8 +94,14 @@ def test_a_draw_is_the_same_alone_and_beside_others(num: int, size: int) -> None
         assert target_draws(logits, [draws[row] for row in rows]) == [expected[row] for row in rows]
 
 
-@pytest.mark.parametrize("size", SIZES)
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize(
+    ("seed", "size"),
+    [
+        *product(range(4), SIZES[:-1]),
+        (0, SIZES[-1]),
+        *(pytest.param(seed, SIZES[-1], marks=pytest.mark.slow) for seed in range(1, 4)),
+    ],
+)
 def test_a_draw_is_the_pick_from_its_law(seed: int, size: int) -> None:
     logits, draws = random_logits(size, seed=seed), random_draws(size, seed=seed)
     expected = [picked(row, draw) for row, draw in zip(logits, draws, strict=True)]
@@ -97,8 +109,8 @@ def test_a_draw_is_the_pick_from_its_law(seed: int, size: int) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
-@pytest.mark.parametrize("seed", range(20))
-def test_thousands_of_small_draws_are_the_picks_from_the_oracles_laws(seed: int, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("seed", seeds(4, 20))
+def test_hundreds_of_small_draws_are_the_picks_from_the_oracles_laws(seed: int, dtype: torch.dtype) -> None:
     size, num = 24, 100
     logits, draws = random_logits(size, num, seed).to(dtype), random_draws(size, num, seed)
     for token_id, draw, row in zip(target_draws(logits, draws), draws, logits.tolist(), strict=True):
@@ -128,33 +140,6 @@ def test_noise_of_a_row_has_the_same_bits_alone_and_beside_others(size: int) -> 
         counter = Counter(Purpose.TARGET, int(positions[row]))
         source = KeyedSource(key[0] | key[1] << 32)
         assert torch.equal(together[row, few], source.exponential(few, counter))
-
-
-@pytest.mark.parametrize("seed", range(50))
-def test_following_the_draws_is_verifying_by_the_laws(seed: int) -> None:
-    size, chance = 3, random.Random(seed)
-    tree = _random_tree(chance, size)
-    logits = random_logits(size, 1 + len(tree), seed)
-    base = _random_draw(chance, 0, size)
-    draws = [_at(base, tree, number) for number in range(1 + len(tree))]
-    outcome = verify_coupled(tree, lambda number: law_of(logits[number], draws[number]), base.position, source_of(base))
-    assert follow_draws(tree, target_draws(logits, draws).__getitem__) == outcome
-
-
-def _random_tree(draw: random.Random, size: int) -> ProposalTree:
-    tree = ProposalTree()
-    for _ in range(20):
-        parent, token_id = draw.randrange(len(tree) + 1), draw.randrange(size)
-        if tree.child(parent, token_id) is None:
-            tree.append(ProposalNode(parent, token_id, NodeKind.GUESSED))
-    return tree
-
-
-def _at(base: Draw, tree: ProposalTree, number: int) -> Draw:
-    terms = base.terms
-    history = terms.history.extended([tree.node(node).token_id for node in tree.path(number)])
-    longer = LawTerms(terms.parameters, history, terms.stop_token_ids)
-    return Draw(number, longer, base.key, base.position + tree.depth(number))
 
 
 def test_many_draws_may_be_of_one_row() -> None:

@@ -8,7 +8,7 @@ import torch
 from scipy import stats
 from torch import Tensor
 
-from outrider.randomness import Counter, KeyedSource, Purpose, philox4x32, random_seed
+from outrider.randomness import Counter, KeyedSource, Purpose, philox4x32
 
 ALPHA = 1e-6
 """Significance of every statistical test here; seeds are fixed, so a test that passes always does."""
@@ -79,12 +79,6 @@ def test_seeds_out_of_range_are_refused(seed: int) -> None:
         KeyedSource(seed)
 
 
-def test_random_seeds_fill_64_bits() -> None:
-    seeds = [random_seed() for _ in range(64)]
-    assert len(set(seeds)) == 64
-    assert 2**63 <= max(seeds) < 2**64
-
-
 @pytest.mark.parametrize("size", [1, 2, 3, 50, 257])
 def test_a_tokens_noise_does_not_depend_on_which_others_are_asked_for(size: int) -> None:
     counter = Counter(Purpose.TARGET, 11)
@@ -139,7 +133,7 @@ def test_uniforms_are_uniform_over_positions() -> None:
         assert stats.binomtest(num_set, len(values)).pvalue > ALPHA
 
 
-@pytest.mark.parametrize("seed", [0, 1, 2**32, 2**64 - 1])
+@pytest.mark.parametrize("seed", [0, 2**64 - 1])
 def test_noise_is_exponential_over_tokens(seed: int) -> None:
     noise = exponential(seed, Counter(Purpose.TARGET, 9), 100_000)
     assert stats.kstest(noise.numpy(), "expon").pvalue > ALPHA
@@ -151,8 +145,8 @@ def test_noise_is_exponential_over_positions() -> None:
         assert stats.kstest(noise[:, token_id].numpy(), "expon").pvalue > ALPHA
 
 
-def test_tails_are_those_of_the_exponential() -> None:
-    num = 2_000_000
+@pytest.mark.parametrize("num", [300_000, pytest.param(4_000_000, marks=pytest.mark.slow)])
+def test_tails_are_those_of_the_exponential(num: int) -> None:
     noise = exponential(17, Counter(Purpose.TARGET, 1), num)
     for threshold in (8.0, 10.0, 12.0):
         assert stats.binomtest(int((noise > threshold).sum()), num, math.exp(-threshold)).pvalue > ALPHA
@@ -195,10 +189,10 @@ def test_successive_uniforms_are_independent() -> None:
 
 
 @pytest.mark.parametrize("weights", [[0.5, 0.2, 0.0, 0.3], [3.0, 1.0], [0.001, 0.999], [0.0] * 100 + [1.0, 2.0, 3.0]])
-def test_picks_follow_the_weights(weights: list[float]) -> None:
+@pytest.mark.parametrize("num", [1000, pytest.param(16_000, marks=pytest.mark.slow)])
+def test_picks_follow_the_weights(num: int, weights: list[float]) -> None:
     law = torch.tensor(weights, dtype=torch.float64)
     source = KeyedSource(123)
-    num = 4000
     picks = [source.pick(law, Counter(Purpose.TARGET, position)) for position in range(num)]
     support = [token_id for token_id, weight in enumerate(weights) if weight > 0]
     assert set(picks) <= set(support)
@@ -226,24 +220,6 @@ def test_picks_from_a_part_of_the_vocabulary_use_the_same_noise(num_support: int
         assert source.pick(law, counter) == int((law / source.exponential(torch.arange(64), counter)).argmax())
 
 
-def test_the_first_in_rank_is_the_pick_and_ranks_do_not_repeat() -> None:
-    source = KeyedSource(9)
-    for position in range(50):
-        law = torch.rand(40, dtype=torch.float64, generator=torch.Generator().manual_seed(position))
-        law[::3] = 0
-        counter = Counter(Purpose.TARGET, position)
-        ranked = source.rank(law, counter, 5)
-        assert ranked[0] == source.pick(law, counter)
-        assert len(set(ranked)) == 5
-        law[ranked[0]] = 0
-        assert ranked[1] == source.pick(law, counter)
-
-
-def test_rank_gives_no_more_than_the_support() -> None:
-    law = torch.tensor([0.0, 0.5, 0.0, 0.5], dtype=torch.float64)
-    assert sorted(KeyedSource(0).rank(law, Counter(Purpose.TARGET, 0), 10)) == [1, 3]
-
-
 class SameNoise(KeyedSource):
     def exponential(self, token_ids: Tensor, counter: Counter) -> Tensor:
         return torch.ones(len(token_ids), dtype=torch.float64)
@@ -254,7 +230,6 @@ def test_ties_go_to_the_lowest_id(size: int) -> None:
     law = torch.zeros(size, dtype=torch.float64)
     law[[1, 2, 4]] = 1 / 3
     assert SameNoise(0).pick(law, Counter(Purpose.TARGET, 0)) == 1
-    assert SameNoise(0).rank(law, Counter(Purpose.TARGET, 0), 3) == [1, 2, 4]
 
 
 def test_one_possible_token_takes_no_noise(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,9 +15,10 @@ from outrider.lm.heads.vocabulary import DraftVocabulary
 from outrider.parameters import AcceptanceRule, SamplingParameters
 from outrider.randomness import Counter, KeyedSource, Purpose
 from outrider.tokens import NodeKind, ProposalTree
-from outrider.verification import verify_coupled, verify_rejection
+from outrider.verification import verify_rejection
 from tests.draft_service.conftest import draft, proposal, terms
 from tests.drafters.models import RecordedModel, markov, model_drafter
+from tests.exactness.rules import coupled
 from tests.lm.heads.models import WIDTH, make_head
 from tests.lm.models import CONFIGS, save_model
 
@@ -202,7 +203,7 @@ def test_many_sessions_at_once_draft_as_one_at_a_time(rule: AcceptanceRule, para
 @pytest.mark.parametrize("rule", AcceptanceRule)
 def test_a_draft_that_is_the_target_is_always_accepted(rule: AcceptanceRule) -> None:
     model, drafter, base = markov(), model_drafter(), [3, 1, 4]
-    verify = verify_coupled if rule is AcceptanceRule.COUPLED else verify_rejection
+    verify = coupled if rule is AcceptanceRule.COUPLED else verify_rejection
     for seed in range(20):
         item = proposal(base, 5, str(seed), terms(SamplingParameters(seed=seed), rule))
         [drafted] = draft(drafter, item)

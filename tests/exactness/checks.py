@@ -3,10 +3,8 @@
 from torch import Tensor
 
 from outrider.randomness import Counter, KeyedSource, Purpose
-from outrider.tokens import ProposalTree
-from outrider.verification import TargetLaw
 from tests.exactness.generation import Drafter, Rule, generate, output_law
-from tests.exactness.models import MarkovChain, Model, Text, total_variation
+from tests.exactness.models import MarkovChain, total_variation
 from tests.exactness.sources import RecordingSource
 
 TOLERANCE = 1e-12
@@ -31,24 +29,6 @@ def check_counters(target: MarkovChain, drafter: Drafter, rule: Rule, num: int =
     """Raises `CounterReusedError` where a counter decides twice in a generation of many rounds."""
     for seed in range(5):
         generate(num, target, drafter, rule, RecordingSource(seed))
-
-
-def plain_decoding(text: Text, num: int, target: Model, source: KeyedSource) -> Text:
-    """Returns the `num` tokens that the target says after `text` by itself."""
-    behind = text
-    for _ in range(num):
-        behind = (*behind, source.pick(target.law(behind), Counter(Purpose.TARGET, len(behind))))
-    return behind[len(text) :]
-
-
-def check_path(text: Text, plain: Text, tree: ProposalTree, law: TargetLaw, rule: Rule, source: KeyedSource) -> None:
-    """Raises `PathError` unless the rule gives the tokens of plain decoding, and all of them that were proposed."""
-    outcome = rule(tree, law, len(text), source)
-    number, num_proposed = 0, 0
-    while (child := tree.child(number, plain[num_proposed])) is not None:
-        number, num_proposed = child, num_proposed + 1
-    if outcome.token_ids != plain[: num_proposed + 1]:
-        raise PathError(f"{outcome.token_ids} in place of {plain[: num_proposed + 1]} with {tree}")
 
 
 def check_bounds(source: type[KeyedSource]) -> None:

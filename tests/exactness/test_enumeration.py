@@ -1,8 +1,11 @@
 """The output law of every rule, draft and model pair, summed over every outcome of every decision, is the target's."""
 
 import pytest
+import torch
 
-from outrider.verification import verify_coupled, verify_rejection
+from outrider.parameters import AcceptanceRule, SamplingParameters
+from outrider.tokens import ProposalTree
+from outrider.verification import DecisionSource, Outcome, TargetLaw, verify_rejection
 from tests.exactness.checks import TOLERANCE, check_counters, check_law
 from tests.exactness.generation import (
     TRUNCATIONS,
@@ -14,11 +17,12 @@ from tests.exactness.generation import (
     joint_output_law,
     verify_round,
 )
+from tests.exactness.judged import judge, request_of
 from tests.exactness.models import PAIRS, Text, V, random_chain, total_variation
+from tests.exactness.rules import RULES
 from tests.exactness.sources import every_run
 from tests.exactness.tokenwise import verify_tokenwise
-
-RULES: dict[str, Rule] = {"coupled": verify_coupled, "rejection": verify_rejection}
+from tests.repetition import seeds
 
 
 @pytest.mark.parametrize("pair", PAIRS)
@@ -30,7 +34,16 @@ def test_the_output_follows_the_target_over_several_rounds(rule: str, truncation
     chain = ChainDrafter(draft, TRUNCATIONS[truncation])
     drafter: Drafter = chain if shape == "chain" else TreeDrafter(chain)
     # A round gives at most three or four tokens, and most give fewer.
-    check_law(target, drafter, RULES[rule], num=4)
+    check_law(target, drafter, RULES[rule], num=4 if shape == "chain" else 3)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("pair", PAIRS)
+@pytest.mark.parametrize("truncation", TRUNCATIONS)
+@pytest.mark.parametrize("rule", RULES)
+def test_the_output_of_trees_follows_the_target_over_more_rounds(rule: str, truncation: str, pair: str) -> None:
+    target, draft = PAIRS[pair]
+    check_law(target, TreeDrafter(ChainDrafter(draft, TRUNCATIONS[truncation])), RULES[rule], num=4)
 
 
 @pytest.mark.parametrize("rule", RULES)
@@ -40,13 +53,13 @@ def test_whole_generations_enumerate_to_the_same_law(rule: str) -> None:
     assert total_variation(law, target.joint(3)) < TOLERANCE
 
 
-@pytest.mark.parametrize("num", [1, 2, 3, 4])
+@pytest.mark.parametrize("num", [1, 2, 3, pytest.param(4, marks=pytest.mark.slow)])
 def test_blocks_of_any_length_follow_the_target(num: int) -> None:
     target, draft = PAIRS["disagreeing"]
     check_law(target, ChainDrafter(draft, num=num), verify_rejection, num=min(num + 1, 4))
 
 
-@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("seed", seeds(2, 5))
 def test_a_chain_may_end_at_a_token_that_was_drafted(seed: int) -> None:
     """Where a chain ends may depend on its tokens before the end, as it does at stop tokens."""
     target, draft = random_chain(seed + 10), random_chain(seed + 20)
@@ -54,13 +67,28 @@ def test_a_chain_may_end_at_a_token_that_was_drafted(seed: int) -> None:
     check_law(target, drafter, verify_rejection, num=3)
 
 
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", seeds(3, 12))
 @pytest.mark.parametrize("rule", RULES)
 def test_trees_of_any_shape_follow_the_target(rule: str, seed: int) -> None:
     target, draft = PAIRS["disagreeing"]
     drafter = AnyTreeDrafter(draft, seed)
     check_law(target, drafter, RULES[rule], num=3)
     check_counters(target, drafter, RULES[rule])
+
+
+def judged(tree: ProposalTree, law: TargetLaw, base_len: int, source: DecisionSource) -> Outcome:
+    """Runs `decide_all` under `rejection`, from logits on."""
+    request = request_of([0] * base_len, SamplingParameters(), AcceptanceRule.REJECTION, source=source)
+    result = judge(request, torch.stack([law(number).log() for number in range(1 + len(tree))]), tree)
+    return Outcome(result.token_ids, result.origins, result.kept_path)
+
+
+@pytest.mark.parametrize("pair", PAIRS)
+def test_rounds_as_the_engine_judges_them_follow_the_target(pair: str) -> None:
+    target, draft = PAIRS[pair]
+    drafter = TreeDrafter(ChainDrafter(draft), num_guessed_at=1)
+    check_law(target, drafter, judged, num=2)
+    check_counters(target, drafter, judged, num=20)
 
 
 def test_nearly_equal_models_are_exact_too() -> None:
@@ -77,8 +105,8 @@ def test_blocks_accept_at_least_as_many_tokens_as_token_by_token() -> None:
     drafter = ChainDrafter(draft, num=3)
 
     def mean(rule: Rule, text: Text) -> float:
-        runs = every_run(lambda source: verify_round(text, drafter(text, source), target, rule, source).num_accepted)
-        return sum(num * probability for num, probability in runs)
+        runs = every_run(lambda source: verify_round(text, drafter(text, source), target, rule, source).path)
+        return sum(len(path) * probability for path, probability in runs)
 
     gains = [mean(verify_rejection, text) - mean(verify_tokenwise, text) for text in texts]
     assert min(gains) > -TOLERANCE

@@ -1,25 +1,25 @@
-"""Under `coupled` the output is plain decoding's, token by token, whatever was proposed."""
+"""Under `coupled` the output is plain decoding's, token by token, whatever was proposed.
 
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+All of it runs `decide_all`, as the target's engine calls it: logits go in, results come out, and the noise is keyed.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cache
 
 import pytest
 import torch
 from torch import Tensor
 
-from outrider.randomness import Counter, KeyedSource
+from outrider.parameters import AcceptanceRule, SamplingParameters
+from outrider.randomness import Counter, KeyedSource, Purpose
+from outrider.sampling import TokenHistory, target_distribution
 from outrider.tokens import ROOT, NodeKind, ProposalNode, ProposalTree
-from outrider.verification import (
-    DecisionSource,
-    Outcome,
-    TargetLaw,
-    draft_coupled,
-    rank_coupled,
-    verify_coupled,
-    verify_rejection,
-)
-from tests.exactness.checks import PathError, check_path, plain_decoding
-from tests.exactness.generation import Rule, verify_round
+from outrider.verification import draft_coupled
+from target_service.results import RoundResult
+from target_service.rounds import Round, decide_all
+from tests.exactness.checks import PathError
+from tests.exactness.judged import MAX_LEN, Judge, judge, request_of
 from tests.exactness.models import PAIRS, MarkovChain, Text, V, random_chain
 
 MAX_NODES = 6
@@ -61,32 +61,76 @@ def tree_of(forest: Forest) -> ProposalTree:
 
 TREES = [tree_of(forest) for num_nodes in range(MAX_NODES + 1) for forest in forests(num_nodes)]
 
-
-class CachedSource(KeyedSource):
-    """Draws each counter's noise once, because thousands of trees meet the same."""
-
-    def __init__(self, seed: int) -> None:
-        super().__init__(seed)
-        self._noise: dict[Counter, Tensor] = {}
-
-    def exponential(self, token_ids: Tensor, counter: Counter) -> Tensor:
-        if counter not in self._noise:
-            self._noise[counter] = super().exponential(torch.arange(V), counter)
-        return self._noise[counter][token_ids]
+PARAMETERS = [
+    SamplingParameters(seed=1),
+    SamplingParameters(seed=2, temperature=0.7, repetition_penalty=1.5, frequency_penalty=0.5, presence_penalty=-0.5),
+    SamplingParameters(seed=3, top_k=2, temperature=1.5),
+    SamplingParameters(seed=2**64 - 1, top_p=0.8, frequency_penalty=1.0),
+    SamplingParameters(seed=5, min_p=0.3, logit_bias={1: 0.5}),
+    SamplingParameters(seed=6, temperature=0.0, repetition_penalty=1.3, frequency_penalty=0.7),
+]
+"""Noise, temperature, penalties that differ from branch to branch, and each way to truncate."""
 
 
 @dataclass
-class AnyLaw:
-    """A law that depends on all the text: one drawn for each text."""
+class AnyLogits:
+    """A model that depends on all the text: logits for each text of up to `MAX_NODES` tokens behind the prefix."""
 
     seed: int
-    laws: dict[Text, Tensor] = field(default_factory=dict)
+    rows: dict[Text, int] = field(default_factory=dict)
 
-    def law(self, text: Text) -> Tensor:
-        if text not in self.laws:
-            generator = torch.Generator().manual_seed(hash((self.seed, text)) % 2**63)
-            self.laws[text] = torch.randn(V, generator=generator, dtype=torch.float64).softmax(-1)
-        return self.laws[text]
+    def __post_init__(self) -> None:
+        generator = torch.Generator().manual_seed(self.seed)
+        self.logits = torch.randn(sum(V**num for num in range(MAX_NODES + 1)), V, generator=generator)
+
+    def row(self, behind: Text) -> int:
+        """Returns the row of `logits` behind these tokens."""
+        return self.rows.setdefault(behind, len(self.rows))
+
+
+def plain_decoding(model: AnyLogits, parameters: SamplingParameters) -> Text:
+    """Returns what the target says by itself, by picks from its laws, one after the other."""
+    text = PREFIX
+    while len(text) <= len(PREFIX) + MAX_NODES:
+        behind = text[len(PREFIX) :]
+        history = TokenHistory(PREFIX, behind, parameters)
+        law = target_distribution(model.logits[model.row(behind)], parameters, history, ())
+        text = (*text, KeyedSource(parameters.seed or 0).pick(law, Counter(Purpose.TARGET, len(text))))
+    return text[len(PREFIX) :]
+
+
+def check_trees(model: AnyLogits, trees: Sequence[ProposalTree], judges: Judge, num_cases: int = 1) -> None:
+    """Raises `PathError` unless every round outputs plain decoding's tokens, and all of them that were proposed.
+
+    All rounds are judged in one pass. A tree is met by `num_cases` of `PARAMETERS`, which take turns.
+    """
+    plain = {parameters.seed: plain_decoding(model, parameters) for parameters in PARAMETERS}
+    rounds: list[Round] = []
+    rows: list[int] = []
+    for number, tree in enumerate(trees):
+        own = [model.row(())] + [model.row(_tokens(tree, node)) for node in range(1, 1 + len(tree))]
+        for case in range(num_cases):
+            parameters = PARAMETERS[(number + case) % len(PARAMETERS)]
+            rounds.append(Round(request_of(PREFIX, parameters, prompt_len=len(PREFIX)), len(rows), tree))
+            rows += own
+    results = judges(rounds, model.logits[rows], MAX_LEN)
+    for item, result in zip(rounds, results, strict=True):
+        path = _path(item.tree, plain[item.request.parameters.seed])
+        expected = plain[item.request.parameters.seed][: len(path) + 1]
+        if (result.token_ids, result.kept_path) != (expected, path):
+            raise PathError(f"{result.token_ids} in place of {expected} with {item.tree}")
+
+
+def _tokens(tree: ProposalTree, number: int) -> Text:
+    return tuple(tree.node(node).token_id for node in tree.path(number))
+
+
+def _path(tree: ProposalTree, plain: Text) -> tuple[int, ...]:
+    """Returns the nodes of plain decoding's tokens, as far as they were proposed."""
+    path: list[int] = []
+    while (child := tree.child(path[-1] if path else ROOT, plain[len(path)])) is not None:
+        path.append(child)
+    return tuple(path)
 
 
 def test_every_small_tree_is_there() -> None:
@@ -95,66 +139,149 @@ def test_every_small_tree_is_there() -> None:
     assert len({tuple((node.parent, node.token_id) for node in tree.nodes) for tree in TREES}) == len(TREES)
 
 
-@pytest.mark.parametrize("seed", range(4))
-def test_every_small_tree_gives_plain_decodings_tokens(seed: int) -> None:
-    check_every_tree(AnyLaw(seed), verify_coupled, CachedSource(seed))
+def test_every_small_tree_gives_plain_decodings_tokens() -> None:
+    check_trees(AnyLogits(0), TREES, decide_all)
 
 
-def check_every_tree(model: AnyLaw, rule: Rule, source: KeyedSource) -> None:
-    plain = plain_decoding(PREFIX, MAX_NODES + 1, model, source)
-    for tree in TREES:
-
-        def law(number: int, tree: ProposalTree = tree) -> Tensor:
-            return model.law((*PREFIX, *(tree.node(node).token_id for node in tree.path(number))))
-
-        check_path(PREFIX, plain, tree, law, rule, source)
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(1, 5))
+def test_every_small_tree_gives_plain_decodings_tokens_under_all_parameters(seed: int) -> None:
+    check_trees(AnyLogits(seed), TREES, decide_all, num_cases=len(PARAMETERS))
 
 
-def noise_by_base(tree: ProposalTree, law: TargetLaw, base_len: int, source: DecisionSource) -> Outcome:
+def test_rounds_without_proposals_are_plain_decoding() -> None:
+    model = AnyLogits(0)
+    for parameters in PARAMETERS:
+        plain = plain_decoding(model, parameters)
+        request = request_of(PREFIX, parameters, prompt_len=len(PREFIX))
+        for num in range(MAX_NODES + 1):
+            result = judge(request, model.logits[[model.row(plain[:num])]], ProposalTree())
+            assert result.token_ids == plain[num : num + 1]
+            request.resident.token_ids += result.token_ids
+
+
+def noise_by_base(rounds: Sequence[Round], logits: Tensor, max_len: int) -> list[RoundResult]:
     """Counts positions from the base, so that the noise depends on how rounds fell."""
-    return verify_coupled(tree, law, 0, source)
+    return decide_all([_with_request(item, _without_tokens(item)) for item in rounds], logits, max_len)
 
 
-@pytest.mark.parametrize("rule", [noise_by_base, verify_rejection])
-def test_other_rules_do_not_pass(rule: Rule) -> None:
+def _without_tokens(item: Round) -> dict[str, object]:
+    return {"resident": replace(item.request.resident, token_ids=[]), "prompt_len": 0}
+
+
+def by_rejection(rounds: Sequence[Round], logits: Tensor, max_len: int) -> list[RoundResult]:
+    """Follows the target's law, but not its draws."""
+    return decide_all([_with_request(item, {"rule": AcceptanceRule.REJECTION}) for item in rounds], logits, max_len)
+
+
+def rows_of_the_node_before(rounds: Sequence[Round], logits: Tensor, max_len: int) -> list[RoundResult]:
+    """Takes the row of each node for that of the next one."""
+    return decide_all(rounds, logits.roll(1, 0), max_len)
+
+
+def history_of_the_base(rounds: Sequence[Round], logits: Tensor, max_len: int) -> list[RoundResult]:
+    """Leaves a branch's own tokens out of its penalties."""
+
+    def histories(item: Round) -> list[TokenHistory]:
+        return [TokenHistory(PREFIX, (), item.request.parameters)] * (1 + len(item.tree))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("target_service.rounds._histories", histories)
+        return decide_all(rounds, logits, max_len)
+
+
+def _with_request(item: Round, changes: dict[str, object]) -> Round:
+    return item._replace(request=replace(item.request, **changes))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("wrong", [noise_by_base, by_rejection, rows_of_the_node_before, history_of_the_base])
+def test_other_rules_do_not_pass(wrong: Judge) -> None:
+    trees = TREES[:: len(TREES) // 200]
+    check_trees(AnyLogits(0), trees, decide_all)
     with pytest.raises(PathError):
-        for seed in range(4):
-            check_every_tree(AnyLaw(seed), rule, CachedSource(seed))
+        check_trees(AnyLogits(0), trees, wrong)
 
 
-@pytest.mark.parametrize("pair", PAIRS)
-@pytest.mark.parametrize("num_speculative_tokens", [0, 1, 4])
-@pytest.mark.parametrize("width", [1, 2])
-def test_generations_of_many_rounds_are_plain_decoding(pair: str, num_speculative_tokens: int, width: int) -> None:
-    target, draft = PAIRS[pair]
-    for seed in range(5):
-        source = KeyedSource(seed)
-        text: Text = ()
-        while len(text) < 30:
-            tree = coupled_tree(text, draft, source, num_speculative_tokens, width)
-            text += verify_round(text, tree, target, verify_coupled, source).token_ids
-        assert text == plain_decoding((), len(text), target, source)
+@dataclass
+class Session:
+    """A session whose draft has its target's noise."""
+
+    pair: tuple[MarkovChain, MarkovChain]
+    num: int
+    width: int
+    seed: int
+
+    def __post_init__(self) -> None:
+        self.source = KeyedSource(self.seed)
+        self.request = request_of((), SamplingParameters(seed=self.seed))
+
+    @property
+    def text(self) -> Text:
+        return tuple(self.request.resident.token_ids)
+
+    def tree(self) -> ProposalTree:
+        """Returns a chain of the draft's own draws, with its runners-up beside it."""
+        tree, number = ProposalTree(), ROOT
+        for _ in range(self.num):
+            behind = (*self.text, *_tokens(tree, number))
+            first, *others = _ranked(self.pair[1].law(behind), len(behind), self.source)[: self.width]
+            parent, number = number, tree.append(ProposalNode(number, first))
+            for token_id in others:
+                tree.append(ProposalNode(parent, token_id, NodeKind.GUESSED))
+        return tree
+
+    def logits(self, tree: ProposalTree) -> Tensor:
+        """Returns the target's logits behind the text, and behind each node."""
+        target = self.pair[0]
+        return torch.stack([target.law((*self.text, *_tokens(tree, node))).log() for node in range(1 + len(tree))])
 
 
-def coupled_tree(text: Text, draft: MarkovChain, source: KeyedSource, num: int, width: int) -> ProposalTree:
-    """Returns a chain of the draft's own draws, with its runners-up beside it."""
-    tree = ProposalTree()
-    number = ROOT
-    for _ in range(num):
-        behind = (*text, *(tree.node(node).token_id for node in tree.path(number)))
-        ranked = rank_coupled(draft.law(behind), len(behind), source, width)
-        assert ranked[0] == draft_coupled(draft.law(behind), len(behind), source)
-        kinds = [NodeKind.DRAFTED] + [NodeKind.GUESSED] * (len(ranked) - 1)
-        numbers = [
-            tree.append(ProposalNode(number, token_id, kind)) for token_id, kind in zip(ranked, kinds, strict=True)
-        ]
-        number = numbers[0]
-    return tree
+def _ranked(law: Tensor, position: int, source: KeyedSource) -> list[int]:
+    """Returns the tokens that a draft can propose, in the order of its law and the target's noise."""
+    scores = law / source.exponential(torch.arange(V), Counter(Purpose.TARGET, position))
+    ranked = [token_id for token_id in scores.argsort(descending=True).tolist() if law[token_id] > 0]
+    assert ranked[0] == draft_coupled(law, position, source)
+    return ranked
+
+
+def run(sessions: Sequence[Session], num: int) -> list[RoundResult]:
+    """Generates at least `num` tokens in each session, side by side in passes; returns all results."""
+    results: list[RoundResult] = []
+    while any(len(session.text) < num for session in sessions):
+        trees = [session.tree() for session in sessions]
+        logits = [session.logits(tree) for session, tree in zip(sessions, trees, strict=True)]
+        starts = torch.tensor([0] + [len(rows) for rows in logits]).cumsum(0).tolist()
+        rounds = [Round(*parts) for parts in zip((one.request for one in sessions), starts, trees, strict=False)]
+        found = decide_all(rounds, torch.cat(logits), MAX_LEN)
+        for session, result in zip(sessions, found, strict=True):
+            session.request.resident.token_ids += result.token_ids
+        results += found
+    return results
+
+
+@cache
+def plain_text(pair: str, seed: int) -> Text:
+    """Returns what the target says by itself, by picks from its laws."""
+    text: Text = ()
+    source = KeyedSource(seed)
+    while len(text) < MAX_LEN:
+        text = (*text, source.pick(PAIRS[pair][0].law(text), Counter(Purpose.TARGET, len(text))))
+    return text
+
+
+SHAPES = [(0, 1), (1, 1), (1, 2), (4, 1), (4, 2)]
+"""Length of a chain, and how many of the draft's choices stand at each of its positions."""
+
+
+def test_generations_of_many_rounds_are_plain_decoding() -> None:
+    given = [(pair, num, width, seed) for pair in PAIRS for num, width in SHAPES for seed in (0, 1)]
+    cases = [(pair, Session(PAIRS[pair], num, width, seed)) for pair, num, width, seed in given]
+    run([session for _, session in cases], 12)
+    for pair, session in cases:
+        assert session.text == plain_text(pair, session.seed)[: len(session.text)]
 
 
 def test_a_draft_that_is_the_target_is_always_right() -> None:
     target = random_chain(1)
-    for seed in range(20):
-        source = KeyedSource(seed)
-        outcome = verify_round((), coupled_tree((), target, source, 4, 1), target, verify_coupled, source)
-        assert outcome.num_accepted == 4
+    results = run([Session((target, target), 4, 1, seed) for seed in range(20)], 1)
+    assert {result.num_accepted for result in results} == {4}

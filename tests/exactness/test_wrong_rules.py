@@ -8,10 +8,11 @@ from torch import Tensor
 
 from outrider.randomness import Counter, KeyedSource, Purpose
 from outrider.tokens import ROOT, NodeKind, ProposalNode, ProposalTree
-from outrider.verification import DecisionSource, Outcome, TargetLaw, verify_coupled, verify_rejection
+from outrider.verification import DecisionSource, Outcome, TargetLaw, verify_rejection
 from tests.exactness.checks import LawError, check_bounds, check_counters, check_law, one_hot
 from tests.exactness.generation import ChainDrafter, Rule, TreeDrafter, Truncation, distribution, greedy, sparse
 from tests.exactness.models import PAIRS, Text, V
+from tests.exactness.rules import coupled
 from tests.exactness.sources import CounterReusedError
 from tests.exactness.tokenwise import Acceptance, Replacement, ratio, verify_tokenwise
 
@@ -192,7 +193,7 @@ def test_a_guess_that_is_called_drafted_is_caught_by_enumeration() -> None:
 
 def second_chance(tree: ProposalTree, law: TargetLaw, base_len: int, source: DecisionSource) -> Outcome:
     """Under `coupled`, the target draws again where its token was not proposed."""
-    outcome = verify_coupled(tree, law, base_len, source)
+    outcome = coupled(tree, law, base_len, source)
     position = base_len + len(outcome.path)
     again = source.pick(law(outcome.path[-1] if outcome.path else ROOT), Counter(Purpose.RESIDUAL, position, base_len))
     return replace(outcome, token_ids=(*outcome.token_ids[:-1], again))
@@ -205,4 +206,4 @@ def test_a_second_draw_under_coupled_is_caught_by_enumeration() -> None:
 
 def test_lies_change_nothing_under_coupled() -> None:
     for drafter in (WithholdingDrafter(DRAFT), MisreportingDrafter(DRAFT, sparse), GuessesCalledDrafted(DRAFT)):
-        check_law(TARGET, drafter, verify_coupled, num=V)
+        check_law(TARGET, drafter, coupled, num=V)

@@ -1,23 +1,18 @@
 """Rounds judged together: each session's result is what it is alone, under either rule."""
 
 import random
-from typing import Any, cast
+from typing import Any
 
 import pytest
 import torch
 
-from outrider.experience import Experience
-from outrider.lm.model import KVCache
 from outrider.parameters import AcceptanceRule, SamplingParameters
-from outrider.randomness import KeyedSource
 from outrider.tokens import ROOT, NodeKind, ProposalNode, ProposalTree, TokenOrigin
-from target_service.rounds import Round, decide, decide_all
-from target_service.sessions import Request, Resident
-from target_service.speculation import Speculation, SpeculationTerms
-from target_service.stream import Stream
+from target_service.rounds import Round, decide_all
+from target_service.sessions import Request
+from tests.exactness.judged import MAX_LEN, judge, request_of
 
 V = 12
-MAX_LEN = 60
 
 PARAMETERS: list[dict[str, Any]] = [
     {},
@@ -29,26 +24,11 @@ PARAMETERS: list[dict[str, Any]] = [
 ]
 
 
-def request_of(draw: random.Random) -> Request:
+def random_request(draw: random.Random) -> Request:
     parameters = SamplingParameters(**draw.choice(PARAMETERS), seed=draw.getrandbits(64))
     rule = draw.choice(list(AcceptanceRule))
-    # Judging a round touches neither the stream nor the cache.
-    resident = Resident("", cast(KVCache, None), [draw.randrange(V) for _ in range(10)])
-    return Request(
-        number=1,
-        stream=cast(Stream, None),
-        handle=0,
-        resident=resident,
-        fencing_token=1,
-        parameters=parameters,
-        rule=rule,
-        prompt_len=5,
-        stop_token_ids=frozenset({V - 1}),
-        start_len=5,
-        window_end=draw.choice([12, MAX_LEN]),
-        source=KeyedSource(parameters.seed or 0),
-        speculation=Speculation(SpeculationTerms(), rule, Experience(), 64, adapts=True),
-    )
+    token_ids, window_end = [draw.randrange(V) for _ in range(10)], draw.choice([12, MAX_LEN])
+    return request_of(token_ids, parameters, rule, prompt_len=5, stop_token_ids={V - 1}, window_end=window_end)
 
 
 def tree_of(draw: random.Random) -> ProposalTree:
@@ -64,7 +44,7 @@ def rounds_of(draw: random.Random, num: int) -> list[Round]:
     rounds: list[Round] = []
     first_row = draw.randrange(3)  # rows of no session may stand anywhere
     for _ in range(num):
-        rounds.append(Round(request_of(draw), first_row, tree_of(draw)))
+        rounds.append(Round(random_request(draw), first_row, tree_of(draw)))
         first_row += 1 + len(rounds[-1].tree) + draw.randrange(2)
     return rounds
 
@@ -76,8 +56,7 @@ def test_rounds_judged_together_are_those_judged_alone(seed: int) -> None:
     logits = torch.randn(800, V, generator=torch.Generator().manual_seed(seed)) * 2
     results = decide_all(rounds, logits, MAX_LEN)
     assert results == [
-        decide(item.request, logits[item.first_row : item.first_row + 1 + len(item.tree)], item.tree, MAX_LEN)
-        for item in rounds
+        judge(item.request, logits[item.first_row : item.first_row + 1 + len(item.tree)], item.tree) for item in rounds
     ]
     for item, result in zip(rounds, results, strict=True):
         asks = item.request.parameters.logprobs is not None
@@ -89,20 +68,20 @@ def test_rounds_judged_together_are_those_judged_alone(seed: int) -> None:
 def test_a_tree_does_not_change_what_coupled_outputs(seed: int) -> None:
     """Logits depend on the depth alone, so that every branch meets the same."""
     draw = random.Random(seed)
-    request, tree = request_of(draw), ProposalTree()
+    request, tree = random_request(draw), ProposalTree()
     request.rule, request.window_end = AcceptanceRule.COUPLED, MAX_LEN
     request.parameters = SamplingParameters(repetition_penalty=1.2)
     logits = torch.randn(30, V, generator=torch.Generator().manual_seed(seed))
     plain: list[int] = []
     for step in range(5):
-        plain += decide(request, logits[step : step + 1], ProposalTree(), MAX_LEN).token_ids
+        plain += judge(request, logits[step : step + 1], ProposalTree()).token_ids
         request.resident.token_ids.append(plain[-1])
     del request.resident.token_ids[10:]
     for parent, token_id in enumerate(plain[:4]):
         tree.append(ProposalNode(parent, token_id))
     if plain[0] != 0:
         tree.append(ProposalNode(ROOT, 0, NodeKind.GUESSED))
-    result = decide(request, torch.cat((logits[:5], logits[1:2])), tree, MAX_LEN)
+    result = judge(request, torch.cat((logits[:5], logits[1:2])), tree)
     expected = plain[: plain.index(V - 1) + 1] if V - 1 in plain else plain
     assert list(result.token_ids) == expected
     assert set(result.origins[:-1]) <= {TokenOrigin.ACCEPTED}

@@ -1,0 +1,56 @@
+"""Rounds as the target's engine makes them, for proofs over `decide_all` itself: logits in, results out."""
+
+from collections.abc import Callable, Collection, Sequence
+from typing import cast
+
+from torch import Tensor
+
+from outrider.lm.model import KVCache
+from outrider.parameters import AcceptanceRule, SamplingParameters
+from outrider.randomness import KeyedSource
+from outrider.tokens import ProposalTree
+from outrider.verification import DecisionSource
+from target_service.results import RoundResult
+from target_service.rounds import Round, decide_all
+from target_service.sessions import Request, Resident
+from target_service.speculation import Speculation
+from target_service.stream import Stream
+
+MAX_LEN = 200
+
+Judge = Callable[[Sequence[Round], Tensor, int], list[RoundResult]]
+"""What `decide_all` is, or a wrong rule in its place."""
+
+
+def request_of(
+    token_ids: Sequence[int],
+    parameters: SamplingParameters,
+    rule: AcceptanceRule = AcceptanceRule.COUPLED,
+    *,
+    prompt_len: int = 0,
+    stop_token_ids: Collection[int] = (),
+    window_end: int = MAX_LEN,
+    source: DecisionSource | None = None,
+) -> Request:
+    """Returns a request on a session of these tokens; its source is that of the parameters' seed if none is given."""
+    # Judging a round touches neither the stream, nor the cache, nor what has arrived.
+    return Request(
+        number=1,
+        stream=cast(Stream, None),
+        handle=0,
+        resident=Resident("", cast(KVCache, None), list(token_ids)),
+        fencing_token=1,
+        parameters=parameters,
+        rule=rule,
+        prompt_len=prompt_len,
+        stop_token_ids=frozenset(stop_token_ids),
+        start_len=prompt_len,
+        window_end=window_end,
+        source=cast(KeyedSource, source or KeyedSource(parameters.seed or 0)),
+        speculation=cast(Speculation, None),
+    )
+
+
+def judge(request: Request, logits: Tensor, tree: ProposalTree, judges: Judge = decide_all) -> RoundResult:
+    """Judges one session's proposal; its logits are [1 + len(tree), V]."""
+    return judges([Round(request, 0, tree)], logits, MAX_LEN)[0]
