@@ -59,11 +59,6 @@ class AcceptanceRates:
         self._by_rank = [_Share(fading) for _ in range(MAX_RANK)]
         self._by_depth = [[_Share(fading) for _ in range(MAX_RANK)] for _ in range(MAX_DEPTH)]
 
-    @property
-    def known(self) -> bool:
-        """Whether any outcome was observed."""
-        return self._by_rank[0].num_cases > 0
-
     def observe(self, depth: int, num_ranks: int, matched: int | None) -> None:
         """Takes in what the target said where a draft had made its choices.
 

@@ -177,14 +177,6 @@ class ProposalTree:
         return max(self._depths)
 
 
-def chain(token_ids: tuple[int, ...]) -> ProposalTree:
-    """Returns the tree with one branch of drafted nodes, without distributions."""
-    tree = ProposalTree()
-    for parent, token_id in enumerate(token_ids):
-        tree.append(ProposalNode(parent, token_id))
-    return tree
-
-
 @dataclass(frozen=True, slots=True)
 class TokenLogprobs:
     """Natural log-probabilities at one output position, of the target's raw logits.

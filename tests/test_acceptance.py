@@ -9,7 +9,6 @@ from outrider.acceptance import MAX_DEPTH, MAX_RANK, AcceptanceRates
 
 def test_nothing_is_known_at_first_but_what_is_usual() -> None:
     rates = AcceptanceRates()
-    assert not rates.known
     values = rates.values(1)
     assert len(values) == MAX_RANK and values == sorted(values, reverse=True)
     assert 0.5 < values[0] < 0.9 and sum(values) < 1
@@ -24,7 +23,6 @@ def test_values_become_the_frequencies() -> None:
         outcome = draw.random()
         matched = 1 if outcome < shares[1] else 2 if outcome < shares[1] + shares[2] else None
         rates.observe(depth, 3, matched)
-    assert rates.known
     assert rates.value(1, 1) == pytest.approx(0.8, abs=0.12)
     assert rates.value(2, 1) == pytest.approx(0.4, abs=0.15)
     assert rates.value(2, 2) > rates.value(1, 2)

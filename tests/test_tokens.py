@@ -4,7 +4,8 @@ import math
 
 import pytest
 
-from outrider.tokens import ROOT, NodeKind, ProposalNode, ProposalTree, SparseDistribution, TokenSpan, chain
+from outrider.tokens import ROOT, NodeKind, ProposalNode, ProposalTree, SparseDistribution, TokenSpan
+from tests.proposals import chain
 
 
 def guessed(parent: int, token_id: int) -> ProposalNode:

@@ -63,18 +63,22 @@ class MarkovOptions:
 
 
 class MarkovModel:
-    """A `LanguageModel` whose law is a table; see the module."""
+    """A `LanguageModel` whose law is a table; see the module.
+
+    Attributes:
+        law: the next token's, float64 [V ** order, V]; row sum(token * V ** age), the last token having age 0.
+    """
 
     def __init__(self, options: MarkovOptions, name: str, kv_budget_bytes: int = 1 << 30) -> None:
         self.options = options
         size = (options.vocabulary**options.order, options.vocabulary)
         law = torch.softmax(_table(options.seed, size) * options.scale, dim=-1)
         other = torch.softmax(_table(options.noise_seed, size) * options.scale, dim=-1)
-        self._law = (1 - options.noise) * law + options.noise * other
-        self._logits = self._law.log()
+        self.law = (1 - options.noise) * law + options.noise * other
+        self._logits = self.law.log()
         self._info = ModelInfo(
             name=name,
-            fingerprint=hashlib.sha256(self._law.numpy().tobytes()).hexdigest(),
+            fingerprint=hashlib.sha256(self.law.numpy().tobytes()).hexdigest(),
             tokenizer_fingerprint=hashlib.sha256(f"markov {options.vocabulary}".encode()).hexdigest(),
             numerics="table float64 invariant",
             vocabulary_size=options.vocabulary,
@@ -105,11 +109,6 @@ class MarkovModel:
     def info(self) -> ModelInfo:
         """Identity and limits."""
         return self._info
-
-    @property
-    def law(self) -> torch.Tensor:
-        """The exact next-token law: float64 [V ** order, V]; row sum(token * V ** age), the last token having age 0."""
-        return self._law
 
     def context(self, token_ids: Sequence[int]) -> int:
         """Returns the row of `law` that follows these tokens."""

@@ -86,11 +86,6 @@ class FrameOutbox(Generic[FrameT, MessageT]):
         """Bytes of the frames that wait."""
         return self._pending_bytes
 
-    @property
-    def closed(self) -> bool:
-        """Whether nothing more will be taken."""
-        return self._closed
-
     def put(self, *frames: FrameT) -> None:
         """Adds frames, all or none. Call it in the event loop; raises `Overloaded` when they do not fit."""
         if self._append(frames):

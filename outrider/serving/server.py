@@ -73,6 +73,10 @@ class Server:
         registry: its metrics, told where the settings have an address for them; None for those of every process.
         authenticate: raises `Unauthenticated` for a call whose metadata has no known token; called before a caller is
             told that its message is malformed. Methods check their callers themselves.
+
+    Attributes:
+        health_address: where it answers health checks only, once started; empty where it does not.
+        metrics_address: where it exposes metrics, once started; empty where it does not.
     """
 
     def __init__(
@@ -105,23 +109,8 @@ class Server:
         self._names = [health.SERVICE_NAME]
         self._stopping = asyncio.Event()
         self._address = ""
-        self._health_address = ""
-        self._metrics_address = ""
-
-    @property
-    def metrics_address(self) -> str:
-        """The bound address of the server that tells metrics; empty where there is none."""
-        return self._metrics_address
-
-    @property
-    def health_address(self) -> str:
-        """The bound address of the server that answers health checks only; empty where there is none."""
-        return self._health_address
-
-    @property
-    def address(self) -> str:
-        """The bound address, as clients on this machine reach it; empty before `start`."""
-        return self._address
+        self.health_address = ""
+        self.metrics_address = ""
 
     @property
     def draining(self) -> bool:
@@ -151,10 +140,10 @@ class Server:
         await self._server.start()
         if self._health_server is not None:
             health_pb2_grpc.add_HealthServicer_to_server(self._health, self._health_server)
-            self._health_address = _bind(self._health_server, self._settings.health_address, TlsFiles())
+            self.health_address = _bind(self._health_server, self._settings.health_address, TlsFiles())
             await self._health_server.start()
         if self._metrics_server is not None:
-            self._metrics_address = self._metrics_server.start()
+            self.metrics_address = self._metrics_server.start()
         for name in self._names:
             await self._set_health(name, is_well=True)
         await self._look_at_health()
@@ -220,10 +209,10 @@ class Server:
 
     def _announce(self) -> None:
         line = {"ready": True, "service": self._name, "address": self._address, "pid": os.getpid()}
-        if self._health_address:
-            line["health_address"] = self._health_address
-        if self._metrics_address:
-            line["metrics_address"] = self._metrics_address
+        if self.health_address:
+            line["health_address"] = self.health_address
+        if self.metrics_address:
+            line["metrics_address"] = self.metrics_address
         print(json.dumps(line), flush=True)
         ready_file = self._settings.ready_file
         if ready_file is not None:

@@ -6,7 +6,8 @@ import torch
 from outrider.lm.embedded import ensure_embedded
 from outrider.lm.loading import load_model
 from outrider.lm.model import SessionStep
-from outrider.tokens import TokenSpan, chain
+from outrider.tokens import TokenSpan
+from tests.proposals import chain
 
 pytestmark = pytest.mark.embedded
 

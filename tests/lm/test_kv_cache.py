@@ -6,7 +6,8 @@ import pytest
 
 from outrider.lm.kv_cache import KVPoolFull, PagedKVCache, main_line
 from outrider.lm.pages import PagePool
-from outrider.tokens import NodeKind, ProposalNode, ProposalTree, TokenSpan, chain
+from outrider.tokens import NodeKind, ProposalNode, ProposalTree, TokenSpan
+from tests.proposals import chain
 
 PAGE_LEN = 4
 EMPTY = ProposalTree()

@@ -10,7 +10,8 @@ from outrider.errors import InvalidArgument
 from outrider.lm.loading import load_model
 from outrider.lm.markov import MarkovModel
 from outrider.lm.model import SessionStep
-from outrider.tokens import TokenSpan, chain
+from outrider.tokens import TokenSpan
+from tests.proposals import chain
 
 
 def test_logits_are_the_law_of_the_last_tokens() -> None:

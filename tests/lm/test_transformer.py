@@ -17,8 +17,9 @@ from outrider.lm.model import LanguageModel, SessionStep
 from outrider.lm.packed_linear import is_supported
 from outrider.lm.transformer import TransformersModel
 from outrider.pass_sizes import FOURS, PassSizes
-from outrider.tokens import NodeKind, ProposalNode, ProposalTree, TokenSpan, chain
+from outrider.tokens import NodeKind, ProposalNode, ProposalTree, TokenSpan
 from tests.lm.models import CONFIGS, RECURRENT, save_model
+from tests.proposals import chain
 
 KINDS = [
     *((config, dtype, "eager") for config, dtype in itertools.product(CONFIGS, ["float32", "bfloat16"])),
