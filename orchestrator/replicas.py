@@ -9,6 +9,7 @@ from weakref import WeakKeyDictionary
 from orchestrator.breaker import Breaker
 from orchestrator.discovery.cluster import Cluster
 from orchestrator.links import DRAFT, TARGET, WorkerLink
+from orchestrator.model import Model
 from orchestrator.pool import LinkPool
 from orchestrator.settings import OrchestratorSettings
 from orchestrator.tokenizer import Tokenizer, fetch_tokenizer
@@ -36,6 +37,7 @@ class Replicas:
         self._drafts = LinkPool(DRAFT, settings.drafts, "drafts", settings, self._cluster)
         self._tokenizers: dict[str, Tokenizer | None] = {}
         self._fetches: dict[str, asyncio.Task[Tokenizer | None]] = {}
+        self._last_model: Model | None = None
         self._breakers: WeakKeyDictionary[WorkerLink, Breaker] = WeakKeyDictionary()
 
     @property
@@ -107,12 +109,41 @@ class Replicas:
         Raises:
             Unavailable: none came into rotation in time.
         """
+        return _preferred(await self._targets_in_rotation(), warm, set(avoided))
+
+    async def model(self) -> Model:
+        """Returns the model of the targets, waiting for one within the failover bound; chooses none of them.
+
+        Raises:
+            Unavailable: none came into rotation in time, or none sends the tokenizer.
+        """
+        ready = sorted(await self._targets_in_rotation(), key=_load)
+        infos = [link.info for link in ready if link.info]
+        info = infos[0]
+        self._last_model = Model(
+            fingerprint=info.model_fingerprint,
+            tokenizer_fingerprint=info.tokenizer_fingerprint,
+            tokenizer=await self.tokenizer(ready[0]),
+            vocabulary_size=info.vocabulary_size,
+            max_session_len=min(known.max_session_len for known in infos),
+            eos_token_ids=tuple(info.eos_token_ids),
+        )
+        return self._last_model
+
+    @property
+    def past_model(self) -> Model | None:
+        """The model of the last request that found a target; None where one is in rotation, or no request has."""
+        if self._last_model is None or any(not self.target_problem(link) for link in self.targets):
+            return None
+        return self._last_model
+
+    async def _targets_in_rotation(self) -> list[WorkerLink]:
+        """Returns the targets in rotation, at least one; raises as `target` does."""
         try:
             async with asyncio.timeout(self._settings.failover_timeout_s):
                 while True:
-                    ready = [link for link in self.targets if not self.target_problem(link)]
-                    if ready:
-                        return _preferred(ready, warm, set(avoided))
+                    if ready := [link for link in self.targets if not self.target_problem(link)]:
+                        return ready
                     if self._targets.is_empty:
                         raise TimeoutError
                     await self._change(self._targets)

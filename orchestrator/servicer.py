@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import functools
 from collections.abc import AsyncGenerator, AsyncIterator, Iterable
 from contextlib import aclosing
 
@@ -12,22 +10,21 @@ import grpc
 from opentelemetry.trace import Span, SpanKind
 
 from orchestrator.admission import Admission
-from orchestrator.encoding import EncodingThreads
 from orchestrator.generation import Generation, Services
-from orchestrator.links import WorkerLink
+from orchestrator.leasing import Leasing
+from orchestrator.model import Model
 from orchestrator.output import OutputText
-from orchestrator.prompts import PromptTerms, check_prompt, prompt_tokens
 from orchestrator.quotas import Quotas
+from orchestrator.replay import accepted, ended, replayed
 from orchestrator.requests import CheckedRequest, check_id, check_request
 from orchestrator.session_tokens import SessionTokens
-from orchestrator.sessions import BeginOutcome, Begun, NewRequest, SessionRecord
+from orchestrator.sessions import BeginOutcome, Begun
 from orchestrator.tenants import Tenants
-from orchestrator.tokenizer import Tokenizer
 from outrider import wire
-from outrider.errors import DataLoss, InvalidArgument, OutriderError, SessionNotFound, Unavailable
+from outrider.errors import DataLoss, InvalidArgument, SessionNotFound
 from outrider.serving.spans import TRACER, context_of, log_fields
 from outrider.serving.telemetry import add_log_fields
-from outrider.v1 import generation_pb2, generation_pb2_grpc, worker_pb2
+from outrider.v1 import generation_pb2, generation_pb2_grpc
 
 
 class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
@@ -39,9 +36,8 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         self._admission = admission
         self._tenants = tenants
         self._quotas = quotas
-        self._encoding = EncodingThreads()
+        self._leasing = Leasing(services.store, services.replicas)
         self._running: dict[tuple[str, str], Generation] = {}
-        self._releases: set[asyncio.Task[None]] = set()
 
     async def drain(self) -> None:
         """Admits nothing more; running streams go on within the drain budget."""
@@ -49,8 +45,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
 
     async def settle(self) -> None:
         """Returns when the leases of all streams that have ended are given back, and their tenants' places."""
-        self._encoding.close()
-        await asyncio.gather(*self._releases, return_exceptions=True)
+        await self._leasing.settle()
         await self._quotas.settle()
 
     async def Generate(
@@ -68,15 +63,18 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
             ids = {"request_id": checked.request_id, "session_id": checked.session_id, "tenant": tenant.name}
             add_log_fields(**ids)
             span.set_attributes({f"outrider.{name}": value for name, value in ids.items()})
-            async with self._admission.turn(), self._quotas.stream(tenant, checked.session_id) as usage:
+            async with (
+                self._admission.turn(),
+                # Ahead of the quota, so that both are one round trip.
+                self._leasing.looking(tenant.name, checked.session_id) as looking,
+                self._quotas.stream(tenant, checked.session_id) as usage,
+            ):
                 times.admitted(is_resumed=checked.resume_offset is not None)
-                link = await self._services.replicas.target("")
-                tokenizer = await self._services.replicas.tokenizer(link)
-                begun = await self._begin(request, checked, tenant.name, link, tokenizer)
+                begun, model = await self._leasing.begin(request, checked, tenant.name, looking)
                 if begun.outcome is BeginOutcome.NEW:
                     times.begun(begun.record.prompt_len - begun.record.prompt_start)
                 # Closed here and now, not when the garbage collector finds it: the lease waits for it.
-                async with aclosing(self._stream(begun, checked, link, tokenizer, span)) as events:
+                async with aclosing(self._stream(begun, checked, model, span)) as events:
                     async for event in events:
                         usage.add(len(event.delta.origins))
                         times.event(event)
@@ -150,87 +148,14 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
             default_num_speculative_tokens=self._services.settings.num_speculative_tokens,
         )
 
-    async def _begin(
-        self,
-        request: generation_pb2.GenerateRequest,
-        checked: CheckedRequest,
-        tenant: str,
-        link: WorkerLink,
-        tokenizer: Tokenizer | None,
-    ) -> Begun:
-        info = _info(link)
-        checked.parameters.check_vocabulary(info.vocabulary_size)
-        # The default is not held against a small model: the end of the context ends the output anyway.
-        if request.parameters.HasField("max_tokens") and checked.parameters.max_tokens > info.max_session_len:
-            raise InvalidArgument(
-                f"max_tokens is {checked.parameters.max_tokens}, sessions have at most {info.max_session_len} tokens",
-                "max_tokens",
-            )
-        OutputText(tokenizer, checked.parameters)
-        record = await self._store.get(tenant, checked.session_id)
-        is_known = record is not None and record.request_id == checked.request_id
-        prompt: tuple[int, ...] = ()
-        if not is_known and checked.resume_offset is None:
-            terms = PromptTerms(
-                tokenizer=tokenizer,
-                vocabulary_size=info.vocabulary_size,
-                # The output needs one.
-                max_tokens=max(0, info.max_session_len - (record.committed_len if record else 0) - 1),
-                continues=record is not None,
-                last_token=await self._last_token(record),
-            )
-            num_chars = check_prompt(request, terms)
-            prompt = await self._encoding.run(num_chars, functools.partial(prompt_tokens, request, terms))
-        return await self._leased(
-            NewRequest(
-                tenant=tenant,
-                session_id=checked.session_id,
-                request_id=checked.request_id,
-                fingerprint=checked.fingerprint,
-                model=info.model_fingerprint,
-                tokenizer=info.tokenizer_fingerprint,
-                parameters=checked.parameters,
-                rule=checked.rule,
-                prompt=prompt,
-                expected_len=record.committed_len if record else 0,
-                takes_over=checked.resume_offset is not None,
-                must_exist=checked.resume_offset is not None or is_known,
-                max_len=info.max_session_len,
-            )
-        )
-
-    async def _leased(self, request: NewRequest) -> Begun:
-        """Begins the request; the lease of a caller that is cancelled meanwhile is given back."""
-        beginning = asyncio.create_task(self._store.begin(request))
-        try:
-            return await asyncio.shield(beginning)
-        except asyncio.CancelledError:
-            self._keep(asyncio.create_task(self._give_back(beginning)))
-            raise
-
-    async def _give_back(self, beginning: asyncio.Task[Begun]) -> None:
-        with contextlib.suppress(OutriderError):
-            if (lease := (await beginning).lease) is not None:
-                await self._store.release(lease)
-
-    async def _last_token(self, record: SessionRecord | None) -> int | None:
-        if record is None or record.committed_len == 0:
-            return None
-        length = record.committed_len
-        tokens = await self._store.read_tokens(record.tenant, record.session_id, length - 1, length)
-        return tokens[0] if tokens else None
-
     async def _stream(
-        self, begun: Begun, checked: CheckedRequest, link: WorkerLink, tokenizer: Tokenizer | None, span: Span
+        self, begun: Begun, checked: CheckedRequest, model: Model, span: Span
     ) -> AsyncGenerator[generation_pb2.GenerateResponse, None]:
         record = begun.record
         generation: Generation | None = None
         try:
-            tokens = await self._store.read_tokens(
-                record.tenant, record.session_id, record.prompt_start, record.committed_len
-            )
-            output = OutputText(tokenizer, record.parameters)
-            replay = tokens[record.prompt_len - record.prompt_start :]
+            output = OutputText(model.tokenizer, record.parameters)
+            replay = begun.token_ids[record.prompt_len - record.prompt_start :]
             offset = checked.resume_offset or 0
             if offset > len(replay):
                 problem = f"resume_offset is {offset}, the output has {len(replay)} tokens"
@@ -241,18 +166,18 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
                     self._services,
                     record,
                     begun.lease,
-                    SessionTokens(self._store, record, record.prompt_start, tokens),
+                    SessionTokens(self._store, record, record.prompt_start, begun.token_ids),
                     output,
                     checked.speculation,
-                    _stop_token_ids(record, _info(link)),
+                    model.stop_token_ids(record.parameters),
                     span,
                 )
-            yield _accepted(record)
-            stopped, delta = _replayed(output, replay, offset)
+            yield accepted(record)
+            stopped, delta = replayed(output, replay, offset)
             if delta is not None:
                 yield delta
             if generation is None:
-                yield _ended(record, output.finish(stopped=stopped))
+                yield ended(record, output.finish(stopped=stopped))
                 return
             self._running[record.tenant, record.session_id] = generation
             async with aclosing(generation.events()) as events:
@@ -273,59 +198,9 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         else:
             task = None
         if task is not None:
-            self._keep(task)
-
-    def _keep(self, release: asyncio.Task[None]) -> None:
-        self._releases.add(release)
-        release.add_done_callback(self._releases.discard)
+            self._leasing.keep(task)
 
 
 def _traceparent(metadata: Iterable[tuple[str, str | bytes]] | None) -> str:
     """Returns the trace context that a call came with; empty where it came with none."""
     return next((str(value) for key, value in metadata or () if key == "traceparent"), "")
-
-
-def _info(link: WorkerLink) -> worker_pb2.GetInfoResponse:
-    if link.info is None:
-        raise Unavailable(f"{link.address}: {link.problem}")
-    return link.info
-
-
-def _stop_token_ids(record: SessionRecord, info: worker_pb2.GetInfoResponse) -> tuple[int, ...]:
-    eos = () if record.parameters.ignore_eos else tuple(info.eos_token_ids)
-    return tuple(sorted({*record.parameters.stop_token_ids, *eos}))
-
-
-def _accepted(record: SessionRecord) -> generation_pb2.GenerateResponse:
-    return generation_pb2.GenerateResponse(
-        accepted=generation_pb2.Accepted(
-            request_id=record.request_id,
-            session_id=record.session_id,
-            seed=record.parameters.seed or 0,
-            num_prompt_tokens=record.prompt_len - record.prompt_start,
-            session_len=record.prompt_start,
-        )
-    )
-
-
-def _replayed(
-    output: OutputText, token_ids: list[int], offset: int
-) -> tuple[bool, generation_pb2.GenerateResponse | None]:
-    """Absorbs committed output; returns whether a stop string ended it, and what the client does not have yet."""
-    stopped = output.absorb(token_ids[:offset]).stopped
-    rest = output.absorb(token_ids[offset:])
-    if offset == len(token_ids):
-        return stopped, None
-    delta = generation_pb2.Delta(offset=offset, token_ids=token_ids[offset:], text=rest.text)
-    return stopped or rest.stopped, generation_pb2.GenerateResponse(delta=delta)
-
-
-def _ended(record: SessionRecord, text: str) -> generation_pb2.GenerateResponse:
-    return generation_pb2.GenerateResponse(
-        finished=generation_pb2.Finished(
-            finish_reason=wire.finish_to_number(record.finish_reason),
-            num_output_tokens=record.committed_len - record.prompt_len,
-            text=text,
-            statistics=generation_pb2.GenerationStatistics(),
-        )
-    )

@@ -68,6 +68,10 @@ class SessionRecord:
         """Keeps tenants from sharing, and so from probing, each other's KV cache."""
         return hashlib.sha256(f"salt\0{self.tenant}".encode()).digest()
 
+    def has_finished(self, request_id: str) -> bool:
+        """Returns whether this is the latest request, and it has ended."""
+        return self.request_id == request_id and self.finish_reason is not None
+
     @classmethod
     def from_hash(cls, fields: Mapping[bytes, bytes], tenant: str, session_id: str) -> "SessionRecord":
         """Returns the record of a Redis hash.
@@ -156,12 +160,42 @@ class BeginOutcome(Enum):
 
 
 @dataclass(frozen=True, slots=True)
+class SessionEnd:
+    """A session as a request finds it that would go on behind its end.
+
+    Attributes:
+        record: None where there is no session.
+        last_token: of its log; None where that has none.
+    """
+
+    record: SessionRecord | None
+    last_token: int | None
+
+    @property
+    def length(self) -> int:
+        """Tokens of the session."""
+        return self.record.committed_len if self.record is not None else 0
+
+    def has_request(self, request_id: str) -> bool:
+        """Returns whether this is the session's latest request."""
+        return self.record is not None and self.record.request_id == request_id
+
+
+@dataclass(frozen=True, slots=True)
 class Begun:
-    """A request that may go on: under a lease, or, when it had finished before, as a replay of the log."""
+    """A request that may go on: under a lease, or, when it had finished before, as a replay of the log.
+
+    Attributes:
+        outcome: how it began.
+        record: the session.
+        lease: None for a request that had finished.
+        token_ids: of the log, from the request's prompt on.
+    """
 
     outcome: BeginOutcome
     record: SessionRecord
     lease: Lease | None
+    token_ids: list[int]
 
 
 @dataclass(frozen=True, slots=True)

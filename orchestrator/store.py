@@ -24,6 +24,7 @@ from orchestrator.sessions import (
     Committed,
     Lease,
     NewRequest,
+    SessionEnd,
     SessionRecord,
     parameters_to_json,
     session_tag,
@@ -47,6 +48,7 @@ _DURABLE: Final = ("begin", "append", "restore", "cancel", "delete")
 _BEGUN: Final = {outcome.value for outcome in BeginOutcome}
 _RETRIES: Final = 2
 _MAX_CONNECTIONS: Final = 64
+_TOKEN_BYTES: Final = 4
 _CHECK_KEY: Final = "outrider:check"
 _CHECK_MS: Final = 60_000
 
@@ -121,7 +123,7 @@ class SessionStore:
             Overloaded: Redis is out of memory.
             Unavailable: Redis does not answer within the bound.
         """
-        outcome, *fields = await self._run_on(
+        outcome, *found = await self._run_on(
             request.tenant,
             request.session_id,
             "begin",
@@ -146,11 +148,14 @@ class SessionStore:
         )
         if outcome.decode() not in _BEGUN:
             _refuse(outcome.decode(), request)
+        log, *fields = found
         with _damage_named(request.session_id):
             record = SessionRecord.from_hash(_pairs(fields), request.tenant, request.session_id)
         lease = Lease(request.tenant, request.session_id, record.fencing_token)
         known = BeginOutcome(outcome.decode())
-        return Begun(known, record, None if known is BeginOutcome.FINISHED else lease)
+        # A prompt that was just written does not come back with the answer.
+        token_ids = list(request.prompt) if known is BeginOutcome.NEW else _unpacked(log)
+        return Begun(known, record, None if known is BeginOutcome.FINISHED else lease, token_ids)
 
     async def append(
         self,
@@ -262,6 +267,32 @@ class SessionStore:
             fields = await _bounded(cast("Awaitable[dict[bytes, bytes]]", self._redis.hgetall(key)))
             return SessionRecord.from_hash(fields, tenant, session_id) if fields else None
 
+    async def look(self, tenant: str, session_id: str) -> SessionEnd:
+        """Returns the session's record and its last token, in one round trip.
+
+        They may be of different moments: `begin` finds out whether the length is still that of the record.
+
+        Raises:
+            DataLoss: the record is damaged, or what is kept has another type.
+            Unavailable: Redis does not answer within the bound.
+        """
+        with _damage_named(session_id):
+            fields, last = await _bounded(self._read_end(*_keys(tenant, session_id)[:2]))
+            record = SessionRecord.from_hash(fields, tenant, session_id) if fields else None
+        return SessionEnd(record, _unpacked(last)[0] if record is not None and len(last) == _TOKEN_BYTES else None)
+
+    async def _read_end(self, session_key: str, log_key: str) -> tuple[dict[bytes, bytes], bytes]:
+        async with self._redis.pipeline(transaction=False) as pipeline:
+            pipeline.hgetall(session_key)
+            pipeline.getrange(log_key, -_TOKEN_BYTES, -1)
+            fields, last = await pipeline.execute(raise_on_error=False)
+        if isinstance(fields, Exception):
+            raise fields
+        # Without a record it is no session's log: `begin` writes over it, whatever it is.
+        if fields and isinstance(last, Exception):
+            raise last
+        return fields, last
+
     async def is_leased(self, record: SessionRecord) -> bool:
         """Returns whether somebody holds a live lease, by Redis's clock."""
         seconds, micros = await _bounded(self._redis.time())
@@ -289,7 +320,7 @@ class SessionStore:
             return []
         if len(data) != 4 * (end - start):
             raise DataLoss(f"session {session_id}: its token log is not what was committed")
-        return list(struct.unpack(f"<{end - start}I", data))
+        return _unpacked(data)
 
     async def _run_on(self, tenant: str, session_id: str, name: str, *arguments: Any) -> Any:
         """Returns what a script on a session returns; raises what `run` does, and names the session."""
@@ -327,6 +358,10 @@ def _keys(tenant: str, session_id: str) -> tuple[str, str, str]:
 
 def _packed(token_ids: Sequence[int]) -> bytes:
     return struct.pack(f"<{len(token_ids)}I", *token_ids)
+
+
+def _unpacked(data: bytes) -> list[int]:
+    return list(struct.unpack(f"<{len(data) // _TOKEN_BYTES}I", data))
 
 
 def _pairs(flat: Sequence[bytes]) -> dict[bytes, bytes]:

@@ -5,12 +5,14 @@
 --       10 parameters, 11 seed, 12 acceptance rule,
 --       13 prompt (4 bytes a token, little endian), 14 expected length or '', 15 '1' takes a live lease over,
 --       16 '1' refuses a new request, 17 longest session
--- Returns {outcome, fields and values of the hash ...}; only 'new' and 'continued' lease.
+-- Returns {outcome, the log from the prompt on, fields and values of the hash ...}; the log is '' but for 'continued' and
+-- 'finished'. Only 'new' and 'continued' lease.
 local fields = {'tenant', 'model', 'tokenizer', 'request_id', 'request_fingerprint', 'state', 'deadline', 'fencing_token',
-  'committed_len', 'owner', 'session_id', 'created', 'finish_reason'}
+  'committed_len', 'owner', 'session_id', 'created', 'finish_reason', 'prompt_start'}
 
-local function reply(outcome)
+local function reply(outcome, log)
   local record = redis.call('HGETALL', KEYS[1])
+  table.insert(record, 1, log or '')
   table.insert(record, 1, outcome)
   return record
 end
@@ -19,7 +21,7 @@ local clock = redis.call('TIME')
 local now = tonumber(clock[1]) * 1000000 + tonumber(clock[2])
 local known = redis.call('HMGET', KEYS[1], unpack(fields))
 local exists = redis.call('EXISTS', KEYS[1]) == 1
-local length, fencing_token, live = 0, 0, false
+local length, fencing_token, live, prompt_start = 0, 0, false, 0
 
 if exists then
   for index = 1, #fields do
@@ -32,7 +34,8 @@ if exists then
   if known[2] ~= ARGV[3] or known[3] ~= ARGV[4] then return reply('other_model') end
   length, fencing_token = count(known[9]), count(known[8])
   local deadline = count(known[7])
-  if not length or not fencing_token or not deadline then return {'data_loss'} end
+  prompt_start = count(known[14])
+  if not length or not fencing_token or not deadline or not prompt_start then return {'data_loss'} end
   if redis.call('STRLEN', KEYS[2]) ~= 4 * length then return reply('data_loss') end
   live = deadline > now
   if known[4] == ARGV[5] then
@@ -40,7 +43,7 @@ if exists then
     if known[6] == 'finished' then
       redis.call('PEXPIRE', KEYS[1], ARGV[9])
       redis.call('PEXPIRE', KEYS[2], ARGV[9])
-      return reply('finished')
+      return reply('finished', redis.call('GETRANGE', KEYS[2], 4 * prompt_start, -1))
     end
     if live and ARGV[15] ~= '1' and known[10] ~= ARGV[7] then return reply('busy') end
   elseif ARGV[16] == '1' then
@@ -60,7 +63,7 @@ if exists and known[4] == ARGV[5] then
   redis.call('HSET', KEYS[1], 'state', 'running', unpack(lease))
   redis.call('PEXPIRE', KEYS[1], ARGV[9])
   redis.call('PEXPIRE', KEYS[2], ARGV[9])
-  return reply('continued')
+  return reply('continued', redis.call('GETRANGE', KEYS[2], 4 * prompt_start, -1))
 end
 
 if ARGV[14] ~= '' and tonumber(ARGV[14]) ~= length then return reply('other_length') end

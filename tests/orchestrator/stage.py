@@ -87,7 +87,9 @@ async def orchestrating(
             **more,
         }  # type: ignore[arg-type]
     )
-    store = SessionStore(redis_url, lease_s=settings.lease_s, ttl_s=settings.session_ttl_s)
+    store = SessionStore(
+        redis_url, lease_s=settings.lease_s, ttl_s=settings.session_ttl_s, timeout_s=settings.redis_timeout_s
+    )
     replicas = Replicas(settings)
     await replicas.start()
     admission = Admission(settings.max_active_requests, settings.max_queued_requests, settings.max_queue_s)

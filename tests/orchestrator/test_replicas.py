@@ -63,6 +63,25 @@ async def test_a_target_with_another_model_is_out() -> None:
     assert "other" in replicas.target_problem(replicas.targets[1])
 
 
+async def test_the_model_is_what_every_target_can_take_and_is_remembered() -> None:
+    replicas = await replicas_of()
+    assert replicas.past_model is None
+    replicas._tokenizers["t"] = None  # fetched before
+    one, other, third = replicas.targets
+    come_up(one, "a", max_session_len=20, vocabulary_size=5, eos_token_ids=[3, 1])
+    come_up(other, "b", max_session_len=10, vocabulary_size=5, eos_token_ids=[3, 1])
+    come_up(third, "c", max_session_len=5, model_fingerprint="other")
+    model = await replicas.model()
+    assert (model.fingerprint, model.tokenizer_fingerprint, model.tokenizer) == ("m", "t", None)
+    assert (model.vocabulary_size, model.max_session_len, model.eos_token_ids) == (5, 10, (3, 1))
+    assert replicas.past_model is None
+    for link in replicas.targets:
+        link._outbox, link.problem = None, "gone"
+    assert replicas.past_model == model
+    with pytest.raises(Unavailable):
+        await replicas.model()
+
+
 @pytest.mark.parametrize("targets", [(), ("a:1", "b:1")])
 async def test_no_target_is_an_error_within_the_bound(targets: tuple[str, ...]) -> None:
     replicas = await replicas_of(targets=targets)

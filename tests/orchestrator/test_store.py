@@ -13,7 +13,7 @@ import pytest
 import redis
 
 from orchestrator.scripts import Durability, DurabilityLevel
-from orchestrator.sessions import BeginOutcome, Begun, Lease, NewRequest, derived_session_id
+from orchestrator.sessions import BeginOutcome, Begun, Lease, NewRequest, SessionEnd, derived_session_id
 from orchestrator.settings import OrchestratorSettings
 from orchestrator.store import SessionLost, SessionStore
 from outrider.client.valkey import EmbeddedValkey
@@ -92,6 +92,42 @@ async def test_a_session_from_begin_to_end(store: SessionStore) -> None:
     assert ended is not None
     assert (ended.finish_reason, ended.target) == (FinishReason.STOP, "replica")
     assert not await store.is_leased(ended)
+
+
+async def test_a_look_at_the_end_of_a_session(valkey: EmbeddedValkey, store: SessionStore) -> None:
+    assert await store.look("t", "s") == SessionEnd(None, None)
+    begun, lease = await leased(store)
+    assert await store.look("t", "s") == SessionEnd(begun.record, 3)
+    await store.append(lease, 3, [2**32 - 1], FinishReason.STOP)
+    end = await store.look("t", "s")
+    assert (end.length, end.last_token) == (4, 2**32 - 1)
+    assert end.has_request("a") and not end.has_request("b")
+    with raw(valkey) as other:
+        (log,), (record,) = other.keys("*:log"), other.keys("*:session")
+        other.delete(log)
+        assert (await store.look("t", "s")).last_token is None
+        other.lpush(log, "no text")
+        with pytest.raises(DataLoss, match="session s"):
+            await store.look("t", "s")
+        # Without a record it is no session's, and in nobody's way.
+        other.delete(record)
+        assert await store.look("t", "s") == SessionEnd(None, None)
+        await leased(store)
+
+
+async def test_what_has_begun_brings_its_tokens(store: SessionStore) -> None:
+    begun, lease = await leased(store)
+    assert begun.token_ids == [1, 2, 3]
+    await store.append(lease, 3, [4])
+    begun, lease = await leased(store, takes_over=True, must_exist=True)
+    assert begun.token_ids == [1, 2, 3, 4]
+    await store.append(lease, 4, [5], FinishReason.LENGTH)
+    assert (await store.begin(asked())).token_ids == [1, 2, 3, 4, 5]
+    begun, _ = await leased(store, request_id="b", fingerprint="g", prompt=(6,))
+    assert (begun.record.prompt_start, begun.token_ids) == (5, [6])
+    await store.release(Lease("t", "s", begun.record.fencing_token))
+    begun, _ = await leased(store, request_id="b", fingerprint="g", prompt=(6,))
+    assert (begun.outcome, begun.token_ids) == (BeginOutcome.CONTINUED, [6])
 
 
 async def test_the_same_request_again(store: SessionStore) -> None:
