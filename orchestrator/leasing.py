@@ -37,7 +37,7 @@ class Leasing:
         self._pending: set[asyncio.Task[Any]] = set()
 
     async def settle(self) -> None:
-        """Returns when nothing is under way at the store any more; nothing can begin after it."""
+        """Returns when nothing that was asked of the store is under way any more; prompts are no longer encoded."""
         self._encoding.close()
         await asyncio.gather(*self._pending, return_exceptions=True)
 

@@ -209,3 +209,20 @@ async def test_a_finished_request_is_repeated_without_a_target(session_store_url
         for one, wanted in ((orchestrator, asking()), (stranger, request)):
             with pytest.raises(Unavailable, match="no target is available"):
                 await one.events(wanted)
+
+
+async def test_requests_that_come_together_are_spread_over_the_targets(session_store_url: str) -> None:
+    async with (
+        ScriptedTarget("a") as one,
+        ScriptedTarget("b") as other,
+        orchestrating(session_store_url, (one, other)) as orchestrator,
+    ):
+        await until(lambda: all(link.is_up for link in orchestrator.replicas.targets))
+        for target in (one, other):
+            target.allow(0)
+        running = [asyncio.create_task(orchestrator.events(asking())) for _ in range(6)]
+        opened = [len(await target.saw("open", 3)) for target in (one, other)]
+        assert opened == [3, 3]
+        for target in (one, other):
+            target.allow(None)
+        assert [tokens_of(events) for events in await asyncio.gather(*running)] == [WHOLE] * 6
