@@ -68,7 +68,7 @@ exactness: install ## Proves losslessness: enumeration, known wrong rules, 30,00
 	@$(BIN)/python -m pytest -q tests/exactness tests/test_draws.py tests/test_randomness.py tests/served -m 'slow or not slow' $(ARGS)
 
 faults: install ## Tries every fault of docs/reliability.md on real processes. Takes 6 minutes.
-	@OUTRIDER_FAULTS_TABLE=1 $(BIN)/python -m pytest -q tests/faults tests/orchestrator/test_authentication.py \
+	@FAULTS_TABLE=1 $(BIN)/python -m pytest -q tests/faults tests/orchestrator/test_authentication.py \
 	  tests/served/test_secured.py tests/target_service/test_remote_blocks.py \
 	  tests/bench/test_benches.py::test_takeover -m 'slow or not slow' $(ARGS)
 

@@ -12,7 +12,7 @@ from pydantic_settings import BaseSettings
 
 from draft_service.settings import DraftSettings
 from orchestrator.settings import OrchestratorSettings
-from outrider.serving.settings import PREFIX
+from outrider.serving.variables import PREFIX
 from target_service.settings import TargetSettings
 
 FOLDER: Final = Path(__file__).parent / "base" / "config"

@@ -20,6 +20,7 @@ from outrider.client.commands.info import info
 from outrider.client.commands.plan import plan_command
 from outrider.client.commands.up import up
 from outrider.errors import OutriderError
+from outrider.serving.variables import complaints
 
 
 class OneLineErrors(ExampleSection, click.Group):
@@ -44,6 +45,8 @@ class OneLineErrors(ExampleSection, click.Group):
 
     def invoke(self, ctx: click.Context) -> Any:
         """Runs the command that was asked for, with errors as click reports them."""
+        if strange := complaints(os.environ, ()):
+            raise click.ClickException("\n".join(strange))
         try:
             return super().invoke(ctx)
         except (click.ClickException, click.exceptions.Exit, click.Abort):

@@ -1,20 +1,20 @@
 """Settings of a process: read once from the environment (prefix OUTRIDER_) and the command line, checked, frozen."""
 
 import argparse
+import os
 import sys
 from collections.abc import Iterator, Sequence
 from enum import Enum
 from pathlib import Path
 from types import NoneType, UnionType
-from typing import Annotated, Any, Final, Literal, TypeVar, Union, get_args, get_origin
+from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
 
 from pydantic import BeforeValidator, Field, ValidationError, model_validator
 from pydantic.fields import FieldInfo
 from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
 from outrider.serving.tls import TlsFiles
-
-PREFIX: Final = "OUTRIDER_"
+from outrider.serving.variables import PREFIX, complaints
 
 SettingsT = TypeVar("SettingsT", bound=BaseSettings)
 
@@ -110,7 +110,8 @@ class ServingSettings(BaseSettings):
 def load_settings(kind: type[SettingsT], arguments: Sequence[str] | None = None, *, program: str) -> SettingsT:
     """Returns the settings: the command line before the environment, the environment before the defaults.
 
-    `--help` prints every setting and ends the process with 0; wrong values print a line each and end it with 2.
+    `--help` prints every setting and ends the process with 0; wrong values print a line each and end it with 2. So do
+    variables that begin with `OUTRIDER_` and are nobody's, and end it with 1.
 
     Args:
         kind: the settings class.
@@ -119,6 +120,9 @@ def load_settings(kind: type[SettingsT], arguments: Sequence[str] | None = None,
     """
     parser = _parser(kind, program)
     given = vars(parser.parse_args(arguments))
+    if strange := complaints(os.environ, kind.model_fields):
+        print(*(f"{program}: {complaint}" for complaint in strange), sep="\n", file=sys.stderr)
+        raise SystemExit(1)
     try:
         return kind(**given)
     except ValidationError as error:

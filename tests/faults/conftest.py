@@ -52,7 +52,7 @@ def pytest_runtest_logreport(report: pytest.TestReport) -> None:
 
 def pytest_unconfigure() -> None:
     """Prints, for `make faults`, a line for each fault: its number, its name, what was measured, and how it went."""
-    if "OUTRIDER_FAULTS_TABLE" not in os.environ:
+    if "FAULTS_TABLE" not in os.environ:
         return
     for report in sorted(_reports, key=lambda item: _place(item.nodeid)):
         if match := _NUMBERED.search(report.nodeid):

@@ -1,0 +1,135 @@
+"""The variables that begin with `OUTRIDER_`: which there are, and what is said of any other.
+
+An environment is often shared by several processes, and a process may be given the names of all of them. So they all
+stand here, below the services, which do not import each other; a test holds the list against their settings.
+"""
+
+import re
+from collections.abc import Collection, Iterable, Mapping
+from difflib import SequenceMatcher
+from typing import Final
+
+PREFIX: Final = "OUTRIDER_"
+
+NAMES: Final[tuple[str, ...]] = (
+    "acceptance_rule",
+    "adaptive_speculation",
+    "address",
+    "colocated_drafter",
+    "colocated_kv_budget_bytes",
+    "colocated_model",
+    "colocated_num_layers",
+    "compile",
+    "connect_timeout_s",
+    "device",
+    "dns_interval_s",
+    "draft_max_wait_s",
+    "draft_p_min",
+    "draft_retry_s",
+    "draft_tls_name",
+    "draft_top_k",
+    "drafter",
+    "drafts",
+    "drain_budget_s",
+    "drain_delay_s",
+    "dtype",
+    "durability",
+    "durability_timeout_s",
+    "durable_replicas",
+    "failover_timeout_s",
+    "health_address",
+    "housekeeping_interval_s",
+    "housekeeping_lease",
+    "idle_ttl_s",
+    "invariant",
+    "keepalive_s",
+    "keepalive_timeout_s",
+    "kubeconfig",
+    "kv_block_queue_bytes",
+    "kv_block_ttl_s",
+    "kv_blocks",
+    "kv_blocks_timeout_s",
+    "kv_blocks_url",
+    "kv_budget_bytes",
+    "lease_s",
+    "load_interval_s",
+    "log_format",
+    "log_level",
+    "lookahead_nodes",
+    "max_active_requests",
+    "max_cached_sessions",
+    "max_concurrent_streams",
+    "max_connection_age_s",
+    "max_connection_grace_s",
+    "max_decode_slowdown",
+    "max_message_bytes",
+    "max_pass_rows",
+    "max_pass_s",
+    "max_proposal_nodes",
+    "max_queue_s",
+    "max_queued_requests",
+    "max_session_len",
+    "max_sessions",
+    "max_step_s",
+    "metrics_address",
+    "min_ping_interval_s",
+    "model",
+    "ngram_max",
+    "ngram_min",
+    "num_layers",
+    "num_speculative_tokens",
+    "num_threads",
+    "otlp_endpoint",
+    "prefill_chunk_len",
+    "quantization",
+    "ready_file",
+    "redis_timeout_s",
+    "redis_url",
+    "replica",
+    "session_ttl_s",
+    "target",
+    "target_tls_name",
+    "targets",
+    "tenants_file",
+    "tls_authority",
+    "tls_certificate",
+    "tls_key",
+    "token",
+    "tree_nodes",
+    "window",
+    "worker_tls_authority",
+)
+"""The settings of all services, and what the command line reads; as fields, in alphabetical order."""
+
+RETIRED: Final[Mapping[str, str]] = {}
+"""Names that settings had, and what to do instead: the end of a sentence that begins with the name."""
+
+_LINK: Final = re.compile(r"(\w+_)?(SERVICE_HOST|SERVICE_PORT(_\w+)?|PORT(_\d+_(TCP|UDP|SCTP)(_(PROTO|PORT|ADDR))?)?)")
+"""What Kubernetes tells the pods of a namespace of a Service named outrider, or outrider-...; in capitals."""
+
+
+def complaints(variables: Iterable[str], own: Collection[str], retired: Mapping[str, str] = RETIRED) -> list[str]:
+    """Returns a sentence for each variable that begins with `OUTRIDER_` and is none that anything here reads.
+
+    Args:
+        variables: names of environment variables; their case does not matter, as it does not to settings.
+        own: settings of this process, which may be others than those of `NAMES`.
+        retired: what to do instead of a name that is no more.
+    """
+    known = {name.upper() for name in (*NAMES, *own)}
+    found = [name for name in sorted(variables) if name.upper().startswith(PREFIX)]
+    strange = [name for name in found if not _is_known(name.upper().removeprefix(PREFIX), known)]
+    return [_complaint(name, known, retired) for name in strange]
+
+
+def _is_known(name: str, known: Collection[str]) -> bool:
+    return name in known or _LINK.fullmatch(name) is not None
+
+
+def _complaint(variable: str, known: Collection[str], retired: Mapping[str, str]) -> str:
+    name = variable.upper().removeprefix(PREFIX)
+    if name.lower() in retired:
+        return f"{variable} is no setting any more: {retired[name.lower()]}"
+    # The lowest of equals, so that the answer is always the same.
+    nearest = max(sorted(known), key=lambda other: SequenceMatcher(None, name, other).ratio())
+    return f"{variable} is no setting; the nearest is {PREFIX}{nearest}"
