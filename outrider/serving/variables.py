@@ -38,8 +38,6 @@ NAMES: Final[tuple[str, ...]] = (
     "durable_replicas",
     "failover_timeout_s",
     "health_address",
-    "housekeeping_interval_s",
-    "housekeeping_lease",
     "idle_ttl_s",
     "invariant",
     "keepalive_s",
@@ -48,6 +46,7 @@ NAMES: Final[tuple[str, ...]] = (
     "kv_block_queue_bytes",
     "kv_block_ttl_s",
     "kv_blocks",
+    "kv_blocks_secret_file",
     "kv_blocks_timeout_s",
     "kv_blocks_url",
     "kv_budget_bytes",
@@ -85,6 +84,7 @@ NAMES: Final[tuple[str, ...]] = (
     "ready_file",
     "redis_timeout_s",
     "redis_url",
+    "reflection",
     "replica",
     "session_ttl_s",
     "target",
@@ -101,7 +101,11 @@ NAMES: Final[tuple[str, ...]] = (
 )
 """The settings of all services, and what the command line reads; as fields, in alphabetical order."""
 
-RETIRED: Final[Mapping[str, str]] = {}
+_FORGETTING: Final = "workers forget idle sessions by themselves, after OUTRIDER_IDLE_TTL_S"
+RETIRED: Final[Mapping[str, str]] = {
+    "housekeeping_interval_s": _FORGETTING,
+    "housekeeping_lease": _FORGETTING,
+}
 """Names that settings had, and what to do instead: the end of a sentence that begins with the name."""
 
 _LINK: Final = re.compile(r"(\w+_)?(SERVICE_HOST|SERVICE_PORT(_\w+)?|PORT(_\d+_(TCP|UDP|SCTP)(_(PROTO|PORT|ADDR))?)?)")

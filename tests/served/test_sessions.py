@@ -119,12 +119,13 @@ async def test_a_deadline_frees_the_workers_and_leaves_the_session_resumable(
     assert session.committed_len > 2
 
 
-async def test_workers_forget_a_deleted_session(stack: LocalStack, client: OutriderClient) -> None:
-    await _until_idle(stack)
-    workers = (*stack.targets, *stack.drafts)
+async def test_workers_forget_a_deleted_session(shared_stack: LocalStack, client: OutriderClient) -> None:
+    await _until_idle(shared_stack)
+    # The other draft has another tokenizer, and never a session.
+    workers = (shared_stack.targets[0], shared_stack.drafts[0])
     before = [(await _load(worker.address)).num_cached_sessions for worker in workers]
     await client.complete(GenerationRequest(token_ids=(1, 2), parameters=PARAMETERS, session_id="gone"), timeout_s=30)
-    await _until_idle(stack)
+    await _until_idle(shared_stack)
     assert [(await _load(worker.address)).num_cached_sessions for worker in workers] == [num + 1 for num in before]
     await client.delete_session("gone")
     async with asyncio.timeout(5):
