@@ -202,9 +202,7 @@ class WorkerLink:
             self.address,
             # Read anew with each connection, as certificates are renewed.
             credentials=None if tls is None else tls.channel_credentials(),
-            max_message_bytes=settings.max_message_bytes,
             keepalive_s=settings.keepalive_s,
-            keepalive_timeout_s=settings.keepalive_timeout_s,
             tls_name=settings.draft_tls_name if self.kind is DRAFT else settings.target_tls_name,
         )
         async with channel:

@@ -7,9 +7,14 @@ import grpc
 
 from outrider.errors import Unavailable
 
-DEFAULT_MAX_MESSAGE_BYTES: Final = 4 << 20
+MAX_MESSAGE_BYTES: Final = 4 << 20
+"""Largest message, both ways. Both ends must have the same, and what travels is cut into parts far below it."""
+
 DEFAULT_KEEPALIVE_S: Final = 20.0
-DEFAULT_KEEPALIVE_TIMEOUT_S: Final = 5.0
+# A ping waits for its answer as long as silence lasted before it; but a machine under load takes two seconds to answer
+# now and then, and a peer that is well does not take five.
+_LEAST_PING_TIMEOUT_S: Final = 2.0
+_MOST_PING_TIMEOUT_S: Final = 5.0
 # gRPC's own backoff grows to two minutes, during which a failover that has succeeded goes unnoticed.
 _INITIAL_BACKOFF_MS: Final = 100
 _MAX_BACKOFF_MS: Final = 2000
@@ -20,9 +25,7 @@ def open_channel(
     address: str,
     *,
     credentials: grpc.ChannelCredentials | None = None,
-    max_message_bytes: int = DEFAULT_MAX_MESSAGE_BYTES,
     keepalive_s: float = DEFAULT_KEEPALIVE_S,
-    keepalive_timeout_s: float = DEFAULT_KEEPALIVE_TIMEOUT_S,
     tls_name: str = "",
 ) -> grpc.aio.Channel:
     """Returns a channel of its own connection, which is made with the first call.
@@ -30,12 +33,11 @@ def open_channel(
     Args:
         address: host:port, or any gRPC target name.
         credentials: for TLS; without them the connection is plain.
-        max_message_bytes: largest message, both ways.
-        keepalive_s: seconds of silence after which the peer is pinged; not below the server's `min_ping_interval_s`.
-        keepalive_timeout_s: seconds after which a peer that does not answer a ping is given up.
+        keepalive_s: seconds of silence after which the peer is pinged; servers take pings five seconds apart. A peer
+            that does not answer for as long again, two seconds at least and five at most, is given up.
         tls_name: that the peer's certificate must have, where it is not that of the address.
     """
-    options: list[tuple[str, int | str]] = [*_options(max_message_bytes, keepalive_s, keepalive_timeout_s)]
+    options: list[tuple[str, int | str]] = [*_options(keepalive_s)]
     if tls_name:
         options.append(("grpc.ssl_target_name_override", tls_name))
     if credentials is None:
@@ -43,9 +45,9 @@ def open_channel(
     return grpc.aio.secure_channel(address, credentials, options=options)
 
 
-def keepalive_options(keepalive_s: float, keepalive_timeout_s: float) -> tuple[tuple[str, int], ...]:
+def keepalive_options(keepalive_s: float) -> tuple[tuple[str, int], ...]:
     """Returns the options of a channel or server by which it finds out a peer that is gone; see `open_channel`."""
-    timeout_ms = int(1000 * keepalive_timeout_s)
+    timeout_ms = int(1000 * min(max(keepalive_s, _LEAST_PING_TIMEOUT_S), _MOST_PING_TIMEOUT_S))
     return (
         ("grpc.keepalive_time_ms", int(1000 * keepalive_s)),
         ("grpc.keepalive_timeout_ms", timeout_ms),
@@ -65,11 +67,11 @@ async def wait_connected(channel: grpc.aio.Channel, address: str, timeout_s: flo
         raise Unavailable(f"{address} could not be reached within {timeout_s:g} s") from None
 
 
-def _options(max_message_bytes: int, keepalive_s: float, keepalive_timeout_s: float) -> tuple[tuple[str, int], ...]:
+def _options(keepalive_s: float) -> tuple[tuple[str, int], ...]:
     return (
-        ("grpc.max_send_message_length", max_message_bytes),
-        ("grpc.max_receive_message_length", max_message_bytes),
-        *keepalive_options(keepalive_s, keepalive_timeout_s),
+        ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+        ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+        *keepalive_options(keepalive_s),
         ("grpc.initial_reconnect_backoff_ms", _INITIAL_BACKOFF_MS),
         ("grpc.min_reconnect_backoff_ms", _MIN_CONNECT_TIMEOUT_MS),
         ("grpc.max_reconnect_backoff_ms", _MAX_BACKOFF_MS),

@@ -16,7 +16,7 @@ from grpc_reflection.v1alpha import reflection
 from prometheus_client import CollectorRegistry
 
 from outrider.errors import OutriderError, Unavailable
-from outrider.serving.channel import keepalive_options
+from outrider.serving.channel import MAX_MESSAGE_BYTES, keepalive_options
 from outrider.serving.interceptor import Authenticate, CallInterceptor, CallsInFlight, anybody
 from outrider.serving.metrics import MetricsServer, Readings, gauge, new_registry
 from outrider.serving.settings import ServingSettings
@@ -27,6 +27,11 @@ _LOG: Final = logging.getLogger(__name__)
 # A servicer that has returned may still have its last message to send; what is idle (health watches) is not waited for.
 _GRACE_S: Final = 0.3
 _SWITCH_S: Final = 0.0005
+# Calls on one connection. Those of a client that opens more wait in its own process; admission refuses far fewer.
+_MAX_CONCURRENT_STREAMS: Final = 1024
+# Pings that come more often than this end their connection, or than four in a server's own `keepalive_s`, where that is
+# less: whoever is to notice quickly pings as often.
+_LEAST_PING_INTERVAL_S: Final = 5.0
 
 ServicerT = TypeVar("ServicerT")
 
@@ -264,12 +269,12 @@ def run_process(main: Coroutine[Any, Any, None]) -> None:
 
 def _options(settings: ServingSettings) -> list[tuple[str, int]]:
     options = {
-        "grpc.max_send_message_length": settings.max_message_bytes,
-        "grpc.max_receive_message_length": settings.max_message_bytes,
-        "grpc.max_concurrent_streams": settings.max_concurrent_streams,
+        "grpc.max_send_message_length": MAX_MESSAGE_BYTES,
+        "grpc.max_receive_message_length": MAX_MESSAGE_BYTES,
+        "grpc.max_concurrent_streams": _MAX_CONCURRENT_STREAMS,
         # Without this, pings kill long generations that have nothing to say for a while.
-        "grpc.http2.min_ping_interval_without_data_ms": _ms(settings.min_ping_interval_s),
-        **dict(keepalive_options(settings.keepalive_s, settings.keepalive_timeout_s)),
+        "grpc.http2.min_ping_interval_without_data_ms": _ms(min(_LEAST_PING_INTERVAL_S, settings.keepalive_s / 4)),
+        **dict(keepalive_options(settings.keepalive_s)),
         # Two processes on one port would share its calls, in silence.
         "grpc.so_reuseport": 0,
     }

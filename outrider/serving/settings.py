@@ -71,17 +71,12 @@ class ServingSettings(BaseSettings):
     )
     log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="Least level that is logged.")
     log_format: Literal["json", "text"] = Field("json", description="One JSON object or one line of text per record.")
-    max_message_bytes: int = Field(4 << 20, ge=2 << 20, le=256 << 20, description="Largest gRPC message, both ways.")
-    max_concurrent_streams: int = Field(1024, ge=1, le=1 << 20, description="Calls on one connection, at most.")
-    keepalive_s: float = Field(20.0, ge=1, le=7200, description="Seconds of silence after which a peer is pinged.")
-    keepalive_timeout_s: float = Field(
-        5.0, gt=0, le=600, description="Seconds after which a peer that does not answer a ping is given up."
-    )
-    min_ping_interval_s: float = Field(
-        5.0,
-        ge=0,
+    keepalive_s: float = Field(
+        20.0,
+        ge=1,
         le=7200,
-        description="Least seconds between pings of a client; more frequent ones end its connection.",
+        description="Seconds of silence after which a peer is pinged; one that does not answer for as long again, five "
+        "at most, is given up.",
     )
     max_connection_age_s: float | None = Field(
         None,

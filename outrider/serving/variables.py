@@ -41,7 +41,6 @@ NAMES: Final[tuple[str, ...]] = (
     "idle_ttl_s",
     "invariant",
     "keepalive_s",
-    "keepalive_timeout_s",
     "kubeconfig",
     "kv_block_queue_bytes",
     "kv_block_ttl_s",
@@ -57,11 +56,9 @@ NAMES: Final[tuple[str, ...]] = (
     "lookahead_nodes",
     "max_active_requests",
     "max_cached_sessions",
-    "max_concurrent_streams",
     "max_connection_age_s",
     "max_connection_grace_s",
     "max_decode_slowdown",
-    "max_message_bytes",
     "max_pass_rows",
     "max_pass_s",
     "max_proposal_nodes",
@@ -71,7 +68,6 @@ NAMES: Final[tuple[str, ...]] = (
     "max_sessions",
     "max_step_s",
     "metrics_address",
-    "min_ping_interval_s",
     "model",
     "ngram_max",
     "ngram_min",
@@ -105,6 +101,10 @@ _FORGETTING: Final = "workers forget idle sessions by themselves, after OUTRIDER
 RETIRED: Final[Mapping[str, str]] = {
     "housekeeping_interval_s": _FORGETTING,
     "housekeeping_lease": _FORGETTING,
+    "keepalive_timeout_s": "it follows from OUTRIDER_KEEPALIVE_S",
+    "max_concurrent_streams": "a connection has 1,024 calls at most",
+    "max_message_bytes": "messages have 4 MiB at most",
+    "min_ping_interval_s": "it follows from OUTRIDER_KEEPALIVE_S",
 }
 """Names that settings had, and what to do instead: the end of a sentence that begins with the name."""
 

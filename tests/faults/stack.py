@@ -23,8 +23,6 @@ _BLOCK_STORE_BYTES = 256 << 20
 # Everything is noticed within a second or two, so that a test takes no longer.
 _SERVICE = {
     "OUTRIDER_KEEPALIVE_S": "1",
-    "OUTRIDER_KEEPALIVE_TIMEOUT_S": "2",
-    "OUTRIDER_MIN_PING_INTERVAL_S": "0.2",
     "OUTRIDER_DRAIN_BUDGET_S": "6",
 }
 # Fewer than a soak has, so that memory is held against the level of full caches.

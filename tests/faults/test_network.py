@@ -63,7 +63,7 @@ def _watchful(scene: Scene) -> OutriderClient:
     return OutriderClient(
         [proxy.address for proxy in scene.stack.to_orchestrators],
         retry=RetryPolicy(max_attempts=60, max_backoff_s=0.5),
-        connect=lambda address: open_channel(address, keepalive_s=1, keepalive_timeout_s=1),
+        connect=lambda address: open_channel(address, keepalive_s=1),
     )
 
 

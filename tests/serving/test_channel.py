@@ -62,7 +62,7 @@ async def test_pings_do_not_end_a_long_silent_call(worker, draft):
     # gRPC's own limit, one ping in five minutes, ends this call with too_many_pings after some 4 to 6 s.
     worker.behaviour = stay_silent
     async with (
-        running(worker, draft, min_ping_interval_s=0.5) as address,
+        running(worker, draft, keepalive_s=2) as address,
         open_channel(address, keepalive_s=1) as channel,
     ):
         response = await worker_pb2_grpc.WorkerServiceStub(channel).GetInfo(worker_pb2.GetInfoRequest())
@@ -71,8 +71,8 @@ async def test_pings_do_not_end_a_long_silent_call(worker, draft):
 
 async def test_a_stopped_server_is_found_out_by_pings():
     async with (
-        told_process("--call-s", "100", "--min-ping-interval-s", "0.5") as (process, address),
-        open_channel(address, keepalive_s=1, keepalive_timeout_s=1) as channel,
+        told_process("--call-s", "100", "--keepalive-s", "2") as (process, address),
+        open_channel(address, keepalive_s=1) as channel,
     ):
         call = worker_pb2_grpc.WorkerServiceStub(channel).GetInfo(worker_pb2.GetInfoRequest())
         async with asyncio.timeout(20):
@@ -109,7 +109,7 @@ async def test_a_stopped_client_is_found_out_by_pings(worker, draft):
             ended.set()
 
     worker.behaviour = stay_silent
-    async with running(worker, draft, keepalive_s=1, keepalive_timeout_s=1) as address:
+    async with running(worker, draft, keepalive_s=1) as address:
         client = await asyncio.create_subprocess_exec(sys.executable, "-c", CLIENT, address)
         try:
             await asyncio.wait_for(begun.wait(), 20)
