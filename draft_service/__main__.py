@@ -21,6 +21,9 @@ from outrider.v1.worker_pb2_grpc import add_WorkerServiceServicer_to_server
 _DRAIN_SHARE = 0.5
 """Share of the drain's budget that open sessions get: a draft that leaves costs them speed only."""
 
+_MAX_STEP_S = 60.0
+"""Seconds in one step after which liveness checks call the engine hung. A step is one pass of a small model."""
+
 
 async def serve(settings: DraftSettings) -> None:
     """Loads the drafter, then serves until SIGTERM."""
@@ -40,7 +43,7 @@ async def serve(settings: DraftSettings) -> None:
         settings,
         name="draft",
         drain=lambda: servicer.drain(drain_s),
-        is_live=lambda: engine.is_alive and engine.busy_s < settings.max_step_s,
+        is_live=lambda: engine.is_alive and engine.busy_s < _MAX_STEP_S,
         is_ready=lambda: engine.load.num_active_sessions < settings.max_sessions,
         registry=registry,
     )

@@ -19,9 +19,6 @@ class DraftSettings(ServingSettings, DrafterOptions):
     )
     idle_ttl_s: float = Field(900.0, gt=0, le=604800, description="Seconds that an idle session is remembered.")
     max_proposal_nodes: int = Field(128, ge=1, le=4096, description="Nodes of a proposal, at most.")
-    max_step_s: float = Field(
-        60.0, gt=0, le=86400, description="Seconds that a step may take before liveness checks call the engine hung."
-    )
 
     @property
     def replica_name(self) -> str:

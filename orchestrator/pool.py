@@ -15,6 +15,8 @@ from orchestrator.settings import OrchestratorSettings
 
 _LOG: Final = logging.getLogger(__name__)
 _PAUSE_S: Final = 10.0
+# As often as resolvers that cache answer anew, and no burden: one question for each name.
+_DNS_INTERVAL_S: Final = 5.0
 
 
 class LinkPool:
@@ -79,7 +81,7 @@ class LinkPool:
 
     async def _discovery(self, place: DnsPlace | KubernetesPlace) -> Discovery:
         if isinstance(place, DnsPlace):
-            return DnsName(place, self._settings.dns_interval_s)
+            return DnsName(place, _DNS_INTERVAL_S)
         # Here, because importing it takes a second that nobody else should wait.
         from orchestrator.discovery.endpoint_slices import EndpointSlices
 

@@ -1,6 +1,7 @@
 """Settings of the orchestrator process."""
 
 from pathlib import Path
+from typing import Final
 
 from pydantic import Field, model_validator
 
@@ -10,6 +11,9 @@ from outrider.errors import InvalidArgument
 from outrider.parameters import AcceptanceRule
 from outrider.serving.settings import Listed, ServingSettings
 from outrider.serving.tls import TlsFiles
+
+# Disks are synced every second; a replica or disk that takes twice as long does not work.
+_DURABILITY_TIMEOUT_S: Final = 2.0
 
 
 class OrchestratorSettings(ServingSettings):
@@ -21,9 +25,6 @@ class OrchestratorSettings(ServingSettings):
         "a name) or kubernetes://[NAMESPACE]/SERVICE:PORT (a service's pods, as they come and go).",
     )
     drafts: Listed = Field((), description="Where the drafts are, likewise; none means plain decoding.")
-    dns_interval_s: float = Field(
-        5.0, ge=0.1, le=3600, description="Seconds between questions for the addresses of dns:/// names."
-    )
     kubeconfig: Path | None = Field(
         None, description="Kubeconfig file for kubernetes:// places outside a cluster; unset takes the pod's own."
     )
@@ -47,10 +48,9 @@ class OrchestratorSettings(ServingSettings):
     durability: DurabilityLevel = Field(
         DurabilityLevel.NONE,
         description="What a commit waits for: none (Redis has it), replicas (WAIT), disk (WAITAOF; with "
-        "`appendfsync everysec` that takes up to a second).",
+        "`appendfsync everysec` that takes up to a second). What takes longer than two seconds is UNAVAILABLE.",
     )
     durable_replicas: int = Field(0, ge=0, le=16, description="Replicas that must have a commit, on disk for `disk`.")
-    durability_timeout_s: float = Field(2.0, gt=0, le=60, description="Bound on that, in seconds; then UNAVAILABLE.")
     lease_s: float = Field(10.0, ge=0.5, le=600, description="Seconds until a lease that is not renewed ends.")
     session_ttl_s: float = Field(86400.0, ge=1, le=31536000, description="Seconds until an unused session is gone.")
     num_speculative_tokens: int = Field(
@@ -101,7 +101,7 @@ class OrchestratorSettings(ServingSettings):
     @property
     def durable(self) -> Durability:
         """What must have happened to a commit before it counts."""
-        return Durability(self.durability, self.durable_replicas, self.durability_timeout_s)
+        return Durability(self.durability, self.durable_replicas, _DURABILITY_TIMEOUT_S)
 
     @property
     def worker_tls(self) -> TlsFiles | None:

@@ -22,7 +22,6 @@ NAMES: Final[tuple[str, ...]] = (
     "compile",
     "connect_timeout_s",
     "device",
-    "dns_interval_s",
     "draft_max_wait_s",
     "draft_p_min",
     "draft_retry_s",
@@ -34,7 +33,6 @@ NAMES: Final[tuple[str, ...]] = (
     "drain_delay_s",
     "dtype",
     "durability",
-    "durability_timeout_s",
     "durable_replicas",
     "failover_timeout_s",
     "health_address",
@@ -66,7 +64,6 @@ NAMES: Final[tuple[str, ...]] = (
     "max_queued_requests",
     "max_session_len",
     "max_sessions",
-    "max_step_s",
     "metrics_address",
     "model",
     "ngram_max",
@@ -99,11 +96,14 @@ NAMES: Final[tuple[str, ...]] = (
 
 _FORGETTING: Final = "workers forget idle sessions by themselves, after OUTRIDER_IDLE_TTL_S"
 RETIRED: Final[Mapping[str, str]] = {
+    "dns_interval_s": "names are asked for every five seconds",
+    "durability_timeout_s": "a commit waits for two seconds at most",
     "housekeeping_interval_s": _FORGETTING,
     "housekeeping_lease": _FORGETTING,
     "keepalive_timeout_s": "it follows from OUTRIDER_KEEPALIVE_S",
     "max_concurrent_streams": "a connection has 1,024 calls at most",
     "max_message_bytes": "messages have 4 MiB at most",
+    "max_step_s": "a step of a draft takes a minute at most",
     "min_ping_interval_s": "it follows from OUTRIDER_KEEPALIVE_S",
 }
 """Names that settings had, and what to do instead: the end of a sentence that begins with the name."""
