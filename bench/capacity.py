@@ -37,7 +37,7 @@ class Options:
         num_tokens: output tokens of each session.
         num_repeats: measurements of each load, of which the median counts.
         num_speculative_tokens: K, longest main line of a round.
-        lookahead_nodes: nodes that a draft may hold ahead of a session's text; 0 has it wait for verdicts.
+        lookahead: nodes that a draft may hold ahead of a session's text; 0 has it wait for verdicts.
         acceptance: probability that the target outputs the draft's first choice.
         model: whose passes the target takes the time of.
         draft: whose passes the draft takes the time of; its vocabulary is as large.
@@ -49,7 +49,7 @@ class Options:
     num_tokens: int = 96
     num_repeats: int = 1
     num_speculative_tokens: int = 4
-    lookahead_nodes: int = 64
+    lookahead: int = 64
     acceptance: float = 0.8
     model: str = "markov:vocabulary=512;order=1;step_s=0.08;row_s=0.001;padding=4"
     draft: str = "markov:vocabulary=512;order=1;step_s=0.012;row_s=0.0002"
@@ -79,7 +79,7 @@ def _stack(options: Options, num_drafts: int) -> StackOptions:
         target_environment={} if num_drafts else own,
         orchestrator_environment={
             "OUTRIDER_NUM_SPECULATIVE_TOKENS": str(options.num_speculative_tokens),
-            "OUTRIDER_LOOKAHEAD_NODES": str(options.lookahead_nodes),
+            "OUTRIDER_LOOKAHEAD": str(options.lookahead),
         },
     )
 

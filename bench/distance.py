@@ -53,7 +53,7 @@ class Options:
         num_repeats: measurements of each case, of which the median counts.
         num_rounds: target passes of a measurement, at least.
         num_speculative_tokens: longest main line of a round.
-        lookahead_nodes: nodes that a streaming draft may hold ahead of the text.
+        lookahead: nodes that a streaming draft may hold ahead of the text.
         model: whose passes the target runs. Two models on one machine share its memory's bandwidth, as nodes do not;
             models whose passes only take time share nothing:
             `markov:vocabulary=512;order=1;step_s=0.094;row_s=0.0053;padding=4`.
@@ -71,7 +71,7 @@ class Options:
     num_repeats: int = 5
     num_rounds: int = 250
     num_speculative_tokens: int = 7
-    lookahead_nodes: int = 64
+    lookahead: int = 64
     model: str = "shape:1b"
     draft: str = "shape:1b-draft"
     prompt_len: int = 64
@@ -240,9 +240,9 @@ class _Site:
 
     async def _generate(self, mode: str, num_tokens: int) -> Trace:
         options = self._options
-        speculation = Speculation(disabled=mode == PLAIN, lookahead_nodes=0)
+        speculation = Speculation(disabled=mode == PLAIN, lookahead=0)
         if mode == STREAMING:
-            speculation = replace(speculation, lookahead_nodes=options.lookahead_nodes)
+            speculation = replace(speculation, lookahead=options.lookahead)
         self._seed += 1
         is_real = bool(options.drafter)
         parameters = SamplingParameters(

@@ -85,9 +85,9 @@ class Case:
 def _shapes(options: Options) -> dict[str, Speculation]:
     """Returns how each shape of proposals is asked for."""
     depth = options.num_speculative_tokens
-    shapes = {"chain": Speculation(num_speculative_tokens=depth, max_nodes=depth)}
+    shapes = {"chain": Speculation(num_speculative_tokens=depth, max_nodes=depth, lookahead=0)}
     if options.drafter in _TREES and options.max_nodes > depth:
-        shapes["tree"] = Speculation(num_speculative_tokens=depth, max_nodes=options.max_nodes)
+        shapes["tree"] = Speculation(num_speculative_tokens=depth, max_nodes=options.max_nodes, lookahead=0)
     return shapes
 
 

@@ -41,7 +41,7 @@ class Options:
         num_before: tokens after which the draft is struck.
         num_repeats: measurements of each case, of which the median counts.
         num_speculative_tokens: longest main line of a round.
-        lookahead_nodes: nodes that the draft may hold ahead of the text.
+        lookahead: nodes that the draft may hold ahead of the text.
         acceptance: probability that the target outputs the draft's first choice.
         model: whose passes the target takes the time of.
         draft: whose passes the draft takes the time of; its vocabulary is as large.
@@ -51,7 +51,7 @@ class Options:
     num_before: int = 80
     num_repeats: int = 3
     num_speculative_tokens: int = 5
-    lookahead_nodes: int = 64
+    lookahead: int = 64
     acceptance: float = 0.8
     model: str = "markov:vocabulary=512;order=1;step_s=0.04;row_s=0.001;padding=4"
     draft: str = "markov:vocabulary=512;order=1;step_s=0.004;row_s=0.0001"
@@ -129,7 +129,7 @@ async def _site(options: Options) -> AsyncIterator[tuple[OutriderClient, Service
             settings = {
                 "OUTRIDER_DRAFTS": await proxy.start(),
                 "OUTRIDER_NUM_SPECULATIVE_TOKENS": str(options.num_speculative_tokens),
-                "OUTRIDER_LOOKAHEAD_NODES": str(options.lookahead_nodes),
+                "OUTRIDER_LOOKAHEAD": str(options.lookahead),
             }
             stack_options = StackOptions(model=target, drafts=(), orchestrator_environment=settings)
             async with LocalStack(stack_options) as stack, stack.client() as client:

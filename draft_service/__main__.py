@@ -70,7 +70,6 @@ def _limits(settings: DraftSettings) -> EngineLimits:
         max_sessions=settings.max_sessions,
         max_cached_sessions=settings.max_cached_sessions,
         idle_ttl_s=settings.idle_ttl_s,
-        max_proposal_nodes=settings.max_proposal_nodes,
     )
 
 
@@ -78,7 +77,6 @@ def _identity(settings: DraftSettings) -> WorkerIdentity:
     return WorkerIdentity(
         replica=settings.replica_name,
         max_sessions=settings.max_sessions,
-        max_proposal_nodes=settings.max_proposal_nodes,
         kv_budget_bytes=settings.kv_budget_bytes,
     )
 

@@ -88,7 +88,7 @@ class AdvanceSession:
     span: TokenSpan
     num_speculative_tokens: int
     max_nodes: int = 0
-    lookahead_nodes: int = 0
+    lookahead: int = 0
 
 
 @dataclass(frozen=True, slots=True)

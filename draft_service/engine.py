@@ -39,6 +39,7 @@ from outrider.errors import Draining, Fenced, OutriderError, RequestFailed
 from outrider.serving.inbox import Inbox, ReadBudget
 from outrider.serving.spans import TRACER, context_of, fail
 from outrider.serving.unexpected import UnexpectedErrors
+from outrider.tokens import MAX_PROPOSAL_NODES
 
 _LOG: Final = logging.getLogger(__name__)
 _STREAM_ENDED: Final = "STREAM_ENDED"
@@ -52,13 +53,11 @@ class EngineLimits:
         max_sessions: sessions open at once.
         max_cached_sessions: sessions remembered, open or idle, at most; open ones always are.
         idle_ttl_s: seconds that an idle session is remembered.
-        max_proposal_nodes: nodes under one base; what is asked for beyond it is not drafted.
     """
 
     max_sessions: int
     max_cached_sessions: int
     idle_ttl_s: float
-    max_proposal_nodes: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -352,10 +351,9 @@ class Engine:
 
     def _ask(self, proposal: OpenProposal, session: Session, command: AdvanceSession) -> None:
         """Notes what is asked for, within what is allowed."""
-        most = self._limits.max_proposal_nodes
         proposal.num_speculative_tokens = self._num_nodes(session, command)
-        proposal.max_nodes = min(command.max_nodes, most)
-        proposal.lookahead_nodes = min(command.lookahead_nodes, most) if proposal.num_speculative_tokens > 0 else 0
+        proposal.max_nodes = min(command.max_nodes, MAX_PROPOSAL_NODES)
+        proposal.lookahead = min(command.lookahead, MAX_PROPOSAL_NODES) if proposal.num_speculative_tokens > 0 else 0
 
     def _end(self, session_id: str) -> _Drafting | None:
         """Ends what is drafted for a session; returns it."""
@@ -385,7 +383,7 @@ class Engine:
         terms = session.terms
         return min(
             command.num_speculative_tokens,
-            self._limits.max_proposal_nodes,
+            MAX_PROPOSAL_NODES,
             self._drafter.info.max_session_len - command.base.len,
             terms.prompt_len + terms.parameters.max_tokens - command.base.len,
         )

@@ -116,7 +116,7 @@ def _advance(message: draft_pb2.DraftAdvance, seat: Seat, info: DrafterInfo) -> 
         raise InvalidArgument(f"is {base.len}, must be in [1, {info.max_session_len}]", "base.len")
     span = span_from_message(message.span)
     _check_token_ids(span.token_ids, info.vocabulary_size, "span.token_ids")
-    return AdvanceSession(seat, base, span, message.num_speculative_tokens, message.max_nodes, message.lookahead_nodes)
+    return AdvanceSession(seat, base, span, message.num_speculative_tokens, message.max_nodes, message.lookahead)
 
 
 def _check_tokenizer(target: str, draft: str) -> None:

@@ -18,7 +18,6 @@ class DraftSettings(ServingSettings, DrafterOptions):
         4096, ge=1, le=1 << 20, description="Sessions remembered, drafting or not, at most."
     )
     idle_ttl_s: float = Field(900.0, gt=0, le=604800, description="Seconds that an idle session is remembered.")
-    max_proposal_nodes: int = Field(128, ge=1, le=4096, description="Nodes of a proposal, at most.")
 
     @property
     def replica_name(self) -> str:

@@ -11,6 +11,7 @@ import outrider
 from draft_service.engine import Engine
 from outrider.drafters.drafter import DrafterInfo
 from outrider.parameters import AcceptanceRule
+from outrider.tokens import MAX_PROPOSAL_NODES
 from outrider.v1 import worker_pb2, worker_pb2_grpc
 
 _Context = grpc.aio.ServicerContext[Any, Any]
@@ -22,7 +23,6 @@ class WorkerIdentity:
 
     replica: str
     max_sessions: int
-    max_proposal_nodes: int
     kv_budget_bytes: int
 
 
@@ -42,7 +42,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
             vocabulary_size=info.vocabulary_size,
             max_session_len=info.max_session_len,
             max_sessions=identity.max_sessions,
-            max_proposal_nodes=identity.max_proposal_nodes,
+            max_proposal_nodes=MAX_PROPOSAL_NODES,
             kv_budget_bytes=identity.kv_budget_bytes,
             eos_token_ids=info.eos_token_ids,
             drafter=info.drafter,

@@ -48,7 +48,7 @@ class DraftSession:
         self.is_ready = False
         self._choice = choice
         self._num_wanted = choice.num_speculative_tokens
-        self._lookahead_nodes = self.lookahead_nodes
+        self._lookahead = self.lookahead
         self._on_proposal = on_proposal
         self._on_ready = on_ready
         self._on_lost = on_lost
@@ -79,18 +79,18 @@ class DraftSession:
         """Tokens of the session that the draft has been sent."""
         return self._known_len
 
-    def advance(self, known: TokenSpan, num_speculative_tokens: int, lookahead_nodes: int) -> None:
+    def advance(self, known: TokenSpan, num_speculative_tokens: int, lookahead: int) -> None:
         """Commits the session's new tokens at the draft and asks for what continues them.
 
         Args:
             known: tokens up to the session's end, from a position at or before what the draft knows.
             num_speculative_tokens: length of the main line that is of use.
-            lookahead_nodes: nodes that the draft may hold ahead of them; 0 where it waits for the next verdict.
+            lookahead: nodes that the draft may hold ahead of them; 0 where it waits for the next verdict.
         """
         if not self.is_ready or self._replay is not None or self._handle is None:
             return
         self._num_wanted = min(num_speculative_tokens, self._choice.num_speculative_tokens)
-        self._lookahead_nodes = lookahead_nodes
+        self._lookahead = lookahead
         skipped = self._known_len - known.start
         if skipped < 0:
             self._catch_up(self._known_len)
@@ -101,7 +101,7 @@ class DraftSession:
         """Asks once more for what continues the session, for a target that did not get the last proposal."""
         if self.is_ready and self._replay is None and known.token_ids:
             self._known_len = min(self._known_len, known.start)
-            self.advance(known, self._num_wanted, self._lookahead_nodes)
+            self.advance(known, self._num_wanted, self._lookahead)
 
     def give(self, features: tokens_pb2.Features) -> None:
         """Hands features of the target on, but for those that the draft has, or cannot use for a gap before them."""
@@ -121,9 +121,9 @@ class DraftSession:
             self._ask_features(self.feature_layers, self._features_len)
 
     @property
-    def lookahead_nodes(self) -> int:
+    def lookahead(self) -> int:
         """Nodes that it may hold ahead of the text; 0 where it waits for verdicts, since features come with them."""
-        return 0 if self.feature_layers else self._choice.lookahead_nodes
+        return 0 if self.feature_layers else self._choice.lookahead
 
     @property
     def feature_layers(self) -> Sequence[int]:
@@ -180,7 +180,7 @@ class DraftSession:
             span=wire.span_to_message(span),
             num_speculative_tokens=self._num_wanted,
             max_nodes=self._choice.max_nodes,
-            lookahead_nodes=self._lookahead_nodes,
+            lookahead=self._lookahead,
         )
         self._handle.send(advance=advance)
 

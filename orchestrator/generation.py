@@ -285,7 +285,7 @@ class Generation:
         self._verdicts.append(verdict)
         if self._draft is not None and verdict.num_speculative_tokens and not verdict.finish_reason:
             known = self._tokens.since(self._draft.known_len)
-            self._draft.advance(known, verdict.num_speculative_tokens, verdict.lookahead_nodes)
+            self._draft.advance(known, verdict.num_speculative_tokens, verdict.lookahead)
         self._wake.set()
 
     def _on_lease_lost(self, error: OutriderError) -> None:
@@ -408,7 +408,7 @@ class Generation:
         return target_pb2.SpeculationSettings(
             num_speculative_tokens=self._choice.num_speculative_tokens,
             max_wait_s=self._choice.max_wait_s,
-            lookahead_nodes=0 if draft is None or self._target_drafts else draft.lookahead_nodes,
+            lookahead=0 if draft is None or self._target_drafts else draft.lookahead,
             draft_min=self._choice.draft_min,
             own_draft=self._target_drafts,
         )

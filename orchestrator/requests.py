@@ -12,10 +12,10 @@ from orchestrator.speculation import SpeculationChoice
 from outrider import wire
 from outrider.errors import InvalidArgument
 from outrider.parameters import MAX_SPECULATIVE_TOKENS, AcceptanceRule, SamplingParameters
+from outrider.tokens import MAX_PROPOSAL_NODES
 from outrider.v1 import generation_pb2
 
 _ID: Final = re.compile(r"[A-Za-z0-9._:-]{1,128}")
-_MAX_NODES: Final = 4096
 DRAFTERS: Final = ("", "model", "ngram", "layers", "eagle3", "medusa")
 
 
@@ -75,8 +75,8 @@ def _speculation(
             f"num_speculative_tokens is {speculation.num_speculative_tokens}, may be at most {MAX_SPECULATIVE_TOKENS}",
             "num_speculative_tokens",
         )
-    if speculation.max_nodes > _MAX_NODES:
-        raise InvalidArgument(f"max_nodes is {speculation.max_nodes}, may be at most {_MAX_NODES}", "max_nodes")
+    if speculation.max_nodes > MAX_PROPOSAL_NODES:
+        raise InvalidArgument(f"max_nodes is {speculation.max_nodes}, may be at most {MAX_PROPOSAL_NODES}", "max_nodes")
     if speculation.drafter not in DRAFTERS:
         raise InvalidArgument(
             f"drafter is {speculation.drafter!r}, must be one of {', '.join(DRAFTERS[1:])}", "drafter"
@@ -86,17 +86,14 @@ def _speculation(
         raise InvalidArgument(f"draft_min is {speculation.draft_min}, rounds verify at most {num}", "draft_min")
     if not 0 <= speculation.draft_p_min <= 1:
         raise InvalidArgument(f"draft_p_min is {speculation.draft_p_min}, must be in [0, 1]", "draft_p_min")
-    # Who says how large a proposal is does not want more of it.
-    lookahead_nodes = 0 if speculation.max_nodes else settings.lookahead_nodes
-    if speculation.HasField("lookahead_nodes"):
-        lookahead_nodes = speculation.lookahead_nodes
-    if lookahead_nodes > _MAX_NODES:
-        raise InvalidArgument(f"lookahead_nodes is {lookahead_nodes}, may be at most {_MAX_NODES}", "lookahead_nodes")
+    lookahead = speculation.lookahead if speculation.HasField("lookahead") else settings.lookahead
+    if lookahead > MAX_PROPOSAL_NODES:
+        raise InvalidArgument(f"lookahead is {lookahead}, may be at most {MAX_PROPOSAL_NODES}", "lookahead")
     return SpeculationChoice(
         num_speculative_tokens=0 if speculation.disabled else num,
         drafter=speculation.drafter,
         max_nodes=speculation.max_nodes,
-        lookahead_nodes=lookahead_nodes,
+        lookahead=lookahead,
         draft_min=speculation.draft_min,
         draft_p_min=speculation.draft_p_min if speculation.HasField("draft_p_min") else None,
         max_wait_s=settings.draft_max_wait_s,

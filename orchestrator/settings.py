@@ -56,7 +56,7 @@ class OrchestratorSettings(ServingSettings):
     num_speculative_tokens: int = Field(
         5, ge=0, le=64, description="Tokens of a proposal's main line that a round verifies, at most."
     )
-    lookahead_nodes: int = Field(
+    lookahead: int = Field(
         64,
         ge=0,
         le=1024,

@@ -46,6 +46,7 @@ class AcceptanceRates:
         prior: values over all sessions, to which this one adds, and from which it starts.
         fading: what a case counts after the next one, in (0, 1).
         prior_weight: cases that what it starts from counts for.
+        pooled_weight: cases that what holds for all depths counts for at each of them.
     """
 
     def __init__(
@@ -53,9 +54,11 @@ class AcceptanceRates:
         prior: "AcceptanceRates | None" = None,
         fading: float = _FADING,
         prior_weight: float = _PRIOR_WEIGHT,
+        pooled_weight: float = _POOLED_WEIGHT,
     ) -> None:
         self._prior = prior
         self._prior_weight = prior_weight
+        self._pooled_weight = pooled_weight
         self._by_rank = [_Share(fading) for _ in range(MAX_RANK)]
         self._by_depth = [[_Share(fading) for _ in range(MAX_RANK)] for _ in range(MAX_DEPTH)]
 
@@ -87,7 +90,7 @@ class AcceptanceRates:
             return _LEAST
         prior = _PRIOR[rank - 1] if self._prior is None else self._prior.value(depth, rank)
         pooled = self._by_rank[rank - 1].towards(prior, self._prior_weight)
-        return max(_LEAST, self._by_depth[min(depth, MAX_DEPTH) - 1][rank - 1].towards(pooled, _POOLED_WEIGHT))
+        return max(_LEAST, self._by_depth[min(depth, MAX_DEPTH) - 1][rank - 1].towards(pooled, self._pooled_weight))
 
     def values(self, depth: int) -> Sequence[float]:
         """Returns the values of all ranks at a depth, the first choice's first."""

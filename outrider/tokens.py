@@ -6,6 +6,10 @@ from math import isfinite
 
 ROOT = 0
 """Number of a proposal tree's root, the base itself; nodes are numbered from 1."""
+MAX_PROPOSAL_NODES = 1024
+"""Nodes of one proposal that can still happen, at most: what a request may ask for, and what a worker holds.
+
+It bounds memory and the size of a message. No pass verifies as many, so no deployment needs another value."""
 
 
 @dataclass(frozen=True, slots=True)

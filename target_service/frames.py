@@ -111,7 +111,7 @@ def _terms(settings: target_pb2.SpeculationSettings) -> SpeculationTerms:
     return SpeculationTerms(
         num,
         settings.max_wait_s,
-        settings.lookahead_nodes,
+        settings.lookahead,
         settings.draft_min,
         settings.own_draft,
     )

@@ -197,7 +197,7 @@ class Passes:
             hit=hit,
             num_proposed=speculation.num_proposed,
             num_wanted=speculation.num_wanted,
-            lookahead_nodes=speculation.terms.lookahead_nodes if speculation.wants_draft else 0,
+            lookahead=speculation.terms.lookahead if speculation.wants_draft else 0,
         )
         self._load.note_round(result, about, waited=waited, does_without=speculation.does_without)
         if not request.sums.num_rounds:

@@ -125,7 +125,6 @@ class Requests:
                 command.speculation,
                 command.rule,
                 self._experience,
-                self._settings.max_proposal_nodes,
                 adapts=self._settings.adaptive_speculation,
             ),
             cache_salt=command.cache_salt,

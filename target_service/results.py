@@ -19,7 +19,7 @@ class RoundAbout:
         hit: whether the last token was among the nodes that had arrived.
         num_proposed: nodes that arrived since the last verdict.
         num_wanted: length of the main line that the draft should propose now; 0 where it should not.
-        lookahead_nodes: nodes that the draft should hold ahead of the text, at most.
+        lookahead: nodes that the draft should hold ahead of the text, at most.
     """
 
     model_time_s: float
@@ -30,7 +30,7 @@ class RoundAbout:
     hit: bool
     num_proposed: int
     num_wanted: int
-    lookahead_nodes: int
+    lookahead: int
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,6 +17,7 @@ from outrider.lm.loading import LoadedModel
 from outrider.parameters import AcceptanceRule
 from outrider.serving.frames import FRAMES_AT_ONCE, check_num_frames, checked_size
 from outrider.serving.unexpected import UnexpectedErrors
+from outrider.tokens import MAX_PROPOSAL_NODES
 from outrider.v1 import target_pb2, target_pb2_grpc, worker_pb2, worker_pb2_grpc
 from target_service.engine import Engine
 from target_service.frames import GENTLE, command_from_frame, kind_of
@@ -130,7 +131,7 @@ class TargetWorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
             vocabulary_size=info.vocabulary_size,
             max_session_len=self._engine.max_len,
             max_sessions=settings.max_sessions,
-            max_proposal_nodes=settings.max_proposal_nodes,
+            max_proposal_nodes=MAX_PROPOSAL_NODES,
             kv_budget_bytes=settings.kv_budget_bytes,
             eos_token_ids=info.eos_token_ids,
             version=outrider.__version__,

@@ -38,12 +38,6 @@ class TargetSettings(ServingSettings):
     max_session_len: int = Field(
         32768, ge=2, le=1 << 24, description="Longest session in tokens; the model may allow less."
     )
-    max_proposal_nodes: int = Field(
-        128,
-        ge=1,
-        le=4096,
-        description="Live nodes of a proposal tree, at most; no fewer than orchestrators let drafts hold ahead.",
-    )
     prefill_chunk_len: int = Field(512, ge=4, le=65536, description="Prompt tokens of a session in one pass, at most.")
     max_decode_slowdown: float = Field(
         1.3, gt=1, le=100, description="While sessions decode, a prompt may stretch a pass to so many times its length."

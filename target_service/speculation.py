@@ -12,7 +12,7 @@ from outrider.lookahead import Candidate, Lookahead
 from outrider.parameters import AcceptanceRule
 from outrider.pass_times import DecayingMean
 from outrider.policy import RoundPlan, SpeculationPolicy
-from outrider.tokens import NodeKind, ProposalPart, ProposalTree
+from outrider.tokens import MAX_PROPOSAL_NODES, NodeKind, ProposalPart, ProposalTree
 
 _MAX_STOCK: Final = 32
 """Nodes that are looked at to decide about a wait; a pass verifies fewer of one session."""
@@ -27,14 +27,14 @@ class SpeculationTerms:
     Attributes:
         num_speculative_tokens: longest main line that a round verifies; 0 for plain decoding.
         max_wait_s: longest wait for a proposal, in seconds.
-        lookahead_nodes: most nodes that its draft may hold ahead of the text; 0 where it waits for verdicts.
+        lookahead: most nodes that its draft may hold ahead of the text; 0 where it waits for verdicts.
         draft_min: shortest main line that is verified.
         own_draft: whether this process drafts.
     """
 
     num_speculative_tokens: int = 0
     max_wait_s: float = 0.0
-    lookahead_nodes: int = 0
+    lookahead: int = 0
     draft_min: int = 0
     own_draft: bool = False
 
@@ -46,7 +46,6 @@ class Speculation:
         terms: as the caller says.
         rule: that judges proposals.
         experience: what has been measured so far.
-        max_nodes: live nodes, at most.
         adapts: whether to stop waiting where that does not pay.
 
     Attributes:
@@ -54,13 +53,10 @@ class Speculation:
         num_proposed: nodes that have arrived since the last verdict.
     """
 
-    def __init__(
-        self, terms: SpeculationTerms, rule: AcceptanceRule, experience: Experience, max_nodes: int, *, adapts: bool
-    ) -> None:
+    def __init__(self, terms: SpeculationTerms, rule: AcceptanceRule, experience: Experience, *, adapts: bool) -> None:
         self.terms = terms
         self.num_proposed = 0
         self._rule = rule
-        self._max_nodes = max_nodes
         self._times = experience.times
         self._policy = SpeculationPolicy(terms.max_wait_s, experience, adapts=adapts)
         self._lookahead = Lookahead(0, self._policy.rates)
@@ -137,8 +133,10 @@ class Speculation:
             InvalidArgument: more nodes than are allowed.
             ValueError: the nodes are no tree.
         """
-        if len(part.nodes) > self._max_nodes:
-            raise InvalidArgument(f"{len(part.nodes)} nodes at once, at most {self._max_nodes} are allowed", "proposal")
+        if len(part.nodes) > MAX_PROPOSAL_NODES:
+            raise InvalidArgument(
+                f"{len(part.nodes)} nodes at once, at most {MAX_PROPOSAL_NODES} are allowed", "proposal"
+            )
         planted_len = part.base.len
         if planted_len > len(token_ids) or part.known_len > len(token_ids):
             return False
@@ -151,8 +149,8 @@ class Speculation:
         self._policy.draft.note_answer(part.known_len, now, _depth_of(part))
         self._policy.draft.step_s = part.step_time_s or self._policy.draft.step_s
         for node in part.nodes:
-            if len(self._lookahead) >= self._max_nodes:
-                raise InvalidArgument(f"more than {self._max_nodes} nodes", "proposal")
+            if len(self._lookahead) >= MAX_PROPOSAL_NODES:
+                raise InvalidArgument(f"more than {MAX_PROPOSAL_NODES} nodes", "proposal")
             self._lookahead.add(node)
         self.num_proposed += len(part.nodes)
         if part.complete:
@@ -195,7 +193,7 @@ class Speculation:
             depth,
             max_depth,
             min_depth=terms.draft_min,
-            runs_ahead=terms.lookahead_nodes > 0,
+            runs_ahead=terms.lookahead > 0,
             is_answering=self._is_answering,
             drafts_here=terms.own_draft,
         )
@@ -319,7 +317,7 @@ class Speculation:
 
     def _arrivals_s(self) -> list[float]:
         """Returns when each node of the main line is expected that the round, which begins, waits for."""
-        draft, is_running = self._policy.draft, self.terms.lookahead_nodes > 0 and self._begun_depth > 0
+        draft, is_running = self._policy.draft, self.terms.lookahead > 0 and self._begun_depth > 0
         if not draft.known:
             return []
         num_awaited = self._plan.depth - self._begun_depth

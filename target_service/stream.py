@@ -86,7 +86,7 @@ class Stream:
             num_recomputed_tokens=about.num_recomputed,
             hit=about.hit,
             num_proposed_nodes=about.num_proposed,
-            lookahead_nodes=about.lookahead_nodes,
+            lookahead=about.lookahead,
         )
         self._held.append(target_pb2.VerifyResponseFrame(handle=handle, verdict=message))
 

@@ -30,7 +30,7 @@ class Speculation:
         acceptance_rule: the rule that judges proposals; None takes the service's default.
         drafter: model, ngram, layers, eagle3 or medusa, where several are deployed; empty takes any.
         max_nodes: nodes of a proposal, all its branches together, at most; 0 leaves it to the draft.
-        lookahead_nodes: nodes that the draft may propose ahead of the target's verdicts, at most; 0 has it wait for
+        lookahead: nodes that the draft may propose ahead of the target's verdicts, at most; 0 has it wait for
             each verdict, None takes the service's default.
         draft_min: shortest main line that is verified, in tokens.
         draft_p_min: probability below which the draft ends a branch, in [0, 1]; None leaves it to the draft.
@@ -41,7 +41,7 @@ class Speculation:
     acceptance_rule: AcceptanceRule | None = None
     drafter: str = ""
     max_nodes: int = 0
-    lookahead_nodes: int | None = None
+    lookahead: int | None = None
     draft_min: int = 0
     draft_p_min: float | None = None
 
@@ -52,9 +52,7 @@ class Speculation:
             num_speculative_tokens=_uint32("num_speculative_tokens", self.num_speculative_tokens),
             drafter=self.drafter,
             max_nodes=_uint32("max_nodes", self.max_nodes),
-            lookahead_nodes=(
-                None if self.lookahead_nodes is None else _uint32("lookahead_nodes", self.lookahead_nodes)
-            ),
+            lookahead=(None if self.lookahead is None else _uint32("lookahead", self.lookahead)),
             draft_min=_uint32("draft_min", self.draft_min),
             draft_p_min=self.draft_p_min,
         )

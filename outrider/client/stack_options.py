@@ -155,7 +155,7 @@ class StackOptions:
 
     def _lookahead(self) -> dict[str, str]:
         """Has drafts wait for verdicts where the target takes all cores: then they would take turns with it anyway."""
-        return {"OUTRIDER_LOOKAHEAD_NODES": "0"} if not self.target_threads and "cuda" not in self.device else {}
+        return {"OUTRIDER_LOOKAHEAD": "0"} if not self.target_threads and "cuda" not in self.device else {}
 
     def _placement(self) -> dict[str, str]:
         chosen = {"OUTRIDER_DTYPE": self.dtype, "OUTRIDER_DEVICE": self.device}

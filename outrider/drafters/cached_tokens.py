@@ -3,9 +3,7 @@
 from array import array
 from collections.abc import Sequence
 
-from outrider.drafters.drafter import OpenProposal
 from outrider.lm.model import KVCache
-from outrider.sampling import TokenHistory
 
 
 class CachedTokens:
@@ -15,7 +13,6 @@ class CachedTokens:
         self.kv_cache = kv_cache
         self._token_ids = array("I")
         self._agreed_len = 0
-        self._history: tuple[OpenProposal, TokenHistory] | None = None
 
     @property
     def num_bytes(self) -> int:
@@ -48,27 +45,23 @@ class CachedTokens:
         self._agreed_len = min(self._agreed_len, length)
         self.kv_cache.truncate(length)
 
-    def missing(self, proposal: OpenProposal, end: int | None = None) -> range:
-        """Keeps what is cached of the proposal, drops the rest.
-
-        Args:
-            proposal: whose tokens are to be cached.
-            end: position before which they are wanted; None for all, drafted ones of a chain included.
+    def missing(self, token_ids: Sequence[int]) -> range:
+        """Keeps what is cached of the session's tokens, drops the rest.
 
         Returns:
             The positions still to be run, at least one.
         """
-        end = proposal.len if end is None else end
+        end = len(token_ids)
         known_len = min(len(self._token_ids), end - 1)
-        while self._agreed_len < known_len and self._token_ids[self._agreed_len] == proposal.token_id(self._agreed_len):
+        while self._agreed_len < known_len and self._token_ids[self._agreed_len] == token_ids[self._agreed_len]:
             self._agreed_len += 1
         self._agreed_len = min(self._agreed_len, known_len)
         if self._agreed_len < len(self._token_ids):
             del self._token_ids[self._agreed_len :]
             self.kv_cache.truncate(self._agreed_len)
-        if self._agreed_len < len(proposal.token_ids) - 1 and self.kv_cache.adopt(proposal.token_ids):
+        if self._agreed_len < end - 1 and self.kv_cache.adopt(token_ids):
             # Another session of the same beginning has run it.
-            self._token_ids = array("I", proposal.token_ids[: self.kv_cache.cached_len])
+            self._token_ids = array("I", token_ids[: self.kv_cache.cached_len])
             self._agreed_len = len(self._token_ids)
         return range(self._agreed_len, end)
 
@@ -76,11 +69,3 @@ class CachedTokens:
         """Learns that a pass has cached these tokens too."""
         self._token_ids.extend(token_ids)
         self._agreed_len = len(self._token_ids)
-
-    def history(self, proposal: OpenProposal) -> TokenHistory:
-        """Returns the tokens of session and proposal, as penalties need them; the session's are gone through once."""
-        if self._history is None or self._history[0] is not proposal:
-            prompt_len = proposal.terms.prompt_len
-            prompt, output = proposal.token_ids[:prompt_len], proposal.token_ids[prompt_len:]
-            self._history = proposal, TokenHistory(prompt, output, proposal.terms.parameters)
-        return self._history[1].extended([node.token_id for node in proposal.nodes])

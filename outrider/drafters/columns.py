@@ -9,6 +9,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from outrider.drafters.features import FeatureBuffer
+from outrider.drafters.node_values import NodeValues
+from outrider.drafters.tree import DraftTree
 
 _FIRST_CAPACITY: Final = 256
 
@@ -30,6 +32,10 @@ class HeadState:
         self.features = FeatureBuffer(feature_width)
         self.last_output: Tensor | None = None
         """Output of the last column: [H]."""
+        self.node_values = NodeValues.of_one_session()
+        """Of this session's nodes."""
+        self.drafted: DraftTree | None = None
+        """The last tree that was drafted; the text has yet to say how it fared."""
         self._token_ids = array("I")
         self._agreed_len = 0
 

@@ -72,8 +72,8 @@ class OpenProposal:
         token_ids: the session's tokens.
         terms: what the session was opened with.
         num_speculative_tokens: most nodes from the base to a leaf, where it does not run ahead.
-        max_nodes: most nodes; 0 leaves it to the drafter.
-        lookahead_nodes: most nodes below the text, where it runs ahead of the target's verdicts; else 0.
+        max_nodes: most nodes below the text; 0 leaves it to the drafter.
+        lookahead: most nodes below the text, where it runs ahead of the target's verdicts; else 0.
         max_len: tokens of the longest session.
         nodes: the nodes so far, since it was planted.
         complete: whether nothing more will be drafted before the session has more tokens.
@@ -88,7 +88,7 @@ class OpenProposal:
     terms: DraftTerms
     num_speculative_tokens: int
     max_nodes: int = 0
-    lookahead_nodes: int = 0
+    lookahead: int = 0
     max_len: int = 1 << 31
     nodes: list[ProposalNode] = field(default_factory=list)
     complete: bool = False
@@ -100,26 +100,16 @@ class OpenProposal:
         self.planted_len = len(self.token_ids)
         self.complete = self.complete or self.num_speculative_tokens <= 0
 
-    @property
-    def len(self) -> int:
-        """Tokens of the session and of the proposal: the session position of the next node."""
-        return len(self.token_ids) + len(self.nodes)
-
     def token_id(self, position: int) -> int:
         """Returns the token at that session position, drafted ones of a chain included."""
         known_len = len(self.token_ids)
         return self.token_ids[position] if position < known_len else self.nodes[position - known_len].token_id
 
-    def slice(self, start: int, end: int) -> tuple[int, ...]:
-        """Returns the tokens at session positions start, ..., end - 1, drafted ones of a chain included."""
-        known_len = len(self.token_ids)
-        drafted = self.nodes[max(0, start - known_len) : max(0, end - known_len)]
-        return (*self.token_ids[start:end], *(node.token_id for node in drafted))
-
     def append(self, token_id: int, law: SparseDistribution | None = None) -> None:
         """Adds a drafted node; the proposal is complete with a stop token, or when it has all its nodes."""
         self.nodes.append(ProposalNode(len(self.nodes), token_id, NodeKind.DRAFTED, law))
-        full = len(self.nodes) >= max(self.num_speculative_tokens, self.lookahead_nodes)
+        most = max(self.num_speculative_tokens, self.lookahead)
+        full = len(self.nodes) >= (min(most, self.max_nodes) if self.max_nodes else most)
         self.complete = full or token_id in self.terms.stop_token_ids
 
     def fill(self, nodes: Sequence[ProposalNode]) -> None:
@@ -137,8 +127,9 @@ class Drafter(Protocol):
     """Drafts for many sessions at once. All calls come from one thread.
 
     What it keeps of a session (an index, a KV cache) is its own to drop at any time: it can be made again from a
-    proposal's tokens, and changes no proposal. A proposal is a function of the session's tokens, its terms and the
-    drafter's configuration alone, so that a lookup is a point mass under `rejection` and a test can repeat it.
+    proposal's tokens, and changes no proposal. Which token is drafted behind which follows from the session's tokens,
+    its terms and the drafter's configuration alone, so that a lookup is a point mass under `rejection`; how many nodes
+    a tree has where may follow from what was measured before.
     """
 
     @property

@@ -7,46 +7,55 @@ no feature, and the output of its parent stands in for it.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Final
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
+from outrider.drafters.choices import TreeOptions
 from outrider.drafters.columns import HeadState
 from outrider.drafters.drafter import Drafter, DrafterInfo, OpenProposal
-from outrider.drafters.growth import Growth, GrowthOptions, new_growth
+from outrider.drafters.node_values import NodeValues
 from outrider.drafters.shares import share_rows
 from outrider.drafters.states import BoundedStates
+from outrider.drafters.tree import DraftTree, Node, plant
 from outrider.errors import Overloaded
 from outrider.lm.heads.eagle3 import Eagle3Head
 from outrider.lm.heads.vocabulary import DraftVocabulary
-from outrider.tokens import ROOT, FeatureSpan
+from outrider.tokens import FeatureSpan
+
+_WIDTH: Final = 12
+"""Nodes of one session that are run in a step, at most: a whole depth of a tree, but for what will hardly be in it."""
 
 
 @dataclass(slots=True)
-class _Tree:
-    """A proposal's tree while it grows.
+class _Open:
+    """A proposal's tree while it is drafted, and what the head made of it.
 
     Attributes:
-        proposal: whose tree it is.
+        tree: it.
         state: of its session.
-        growth: decides about it.
-        slots: of each node that was run, its slot behind the columns.
-        outputs: of each node that was run, and of the base: [H].
+        edge: nodes of the pass that runs now, or the root.
+        outputs: of each node that was run, and of the root: [H].
         seen: which nodes' slots each node that was run looks at, its own included.
+        num_slots: slots behind the columns that are taken.
     """
 
-    proposal: OpenProposal
+    tree: DraftTree
     state: HeadState
-    growth: Growth
-    outputs: dict[int, Tensor]
-    slots: dict[int, int] = field(default_factory=dict)
-    seen: dict[int, tuple[int, ...]] = field(default_factory=lambda: {ROOT: ()})
+    edge: list[Node]
+    outputs: dict[Node, Tensor]
+    seen: dict[Node, tuple[int, ...]] = field(default_factory=dict)
+    num_slots: int = 0
 
-    def enter(self, number: int) -> None:
-        """Gives a node of the frontier its slot."""
-        self.slots[number] = len(self.slots)
-        self.seen[number] = (*self.seen[self.growth.parent(number)], self.slots[number])
+    def enter(self) -> None:
+        """Gives the nodes to be run next their slots."""
+        self.edge = [node for _, node in self.tree.frontier(_WIDTH)]
+        for node in self.edge:
+            assert node.parent is not None
+            self.seen[node] = (*self.seen.get(node.parent, ()), self.num_slots)
+            self.num_slots += 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,12 +84,12 @@ class HeadOptions:
     Attributes:
         kv_budget_bytes: keys, values and waiting features of all sessions together.
         prefill_chunk_len: rows of one pass over all sessions; every session has at least one.
-        growth: how proposals grow.
+        tree: how proposals are drafted.
     """
 
     kv_budget_bytes: int
     prefill_chunk_len: int
-    growth: GrowthOptions
+    tree: TreeOptions
 
 
 class Eagle3Drafter(Drafter):
@@ -111,7 +120,8 @@ class Eagle3Drafter(Drafter):
         self._states = BoundedStates(
             lambda: HeadState(num_heads, head_dim, width, self._device), options.kv_budget_bytes
         )
-        self._trees: dict[OpenProposal, _Tree] = {}
+        self._trees: dict[OpenProposal, _Open] = {}
+        self._node_values = NodeValues.of_all_sessions()
 
     @property
     def info(self) -> DrafterInfo:
@@ -142,6 +152,14 @@ class Eagle3Drafter(Drafter):
         """Keeps the columns: which of them are right is found out when the session drafts again."""
         if (state := self._states.find(session_id)) is not None:
             state.disagree(length)
+
+    def advance(self, proposal: OpenProposal, token_ids: Sequence[int]) -> bool:
+        """Learns how the proposal fared; what is below the text is drafted anew, from the target's own features."""
+        state = self._states.find(proposal.session_id)
+        if state is not None and state.drafted is not None and state.drafted.proposal is proposal:
+            state.drafted.follow(token_ids)
+            state.drafted = None
+        return False
 
     def forget(self, session_id: str) -> None:
         """Drops what is kept of the session."""
@@ -218,17 +236,16 @@ class Eagle3Drafter(Drafter):
         return _Rows(self._head.fc(features), token_ids, range(first, first + num), first, mask)
 
     def _edge(self, proposal: OpenProposal) -> _Rows:
-        tree, num_columns = self._trees[proposal], self._state(proposal).num_columns
-        growth, num_before = tree.growth, len(tree.slots)
-        for number in growth.frontier:
-            tree.enter(number)
-        depths = [len(tree.seen[number]) for number in growth.frontier]
-        seen = [(row, num_columns + slot) for row, number in enumerate(growth.frontier) for slot in tree.seen[number]]
-        mask = torch.zeros(len(depths), num_columns + len(tree.slots), dtype=torch.bool, device=self._device)
+        item, num_columns = self._trees[proposal], self._state(proposal).num_columns
+        num_before = item.num_slots
+        item.enter()
+        depths = [node.depth for node in item.edge]
+        seen = [(row, num_columns + slot) for row, node in enumerate(item.edge) for slot in item.seen[node]]
+        mask = torch.zeros(len(depths), num_columns + item.num_slots, dtype=torch.bool, device=self._device)
         mask[:, :num_columns] = True
         mask[tuple(torch.tensor(seen, device=self._device).T)] = True
-        hidden = torch.stack([tree.outputs[growth.parent(number)] for number in growth.frontier])
-        token_ids = [growth.token_id(number) for number in growth.frontier]
+        hidden = torch.stack([item.outputs[node.parent] for node in item.edge if node.parent is not None])
+        token_ids = [node.token_id for node in item.edge]
         # A drafted token stands one column behind its parent.
         positions = [num_columns - 1 + depth for depth in depths]
         return _Rows(hidden, token_ids, positions, num_columns + num_before, mask)
@@ -250,9 +267,9 @@ class Eagle3Drafter(Drafter):
 
     def _note(self, proposal: OpenProposal, output: Tensor, num_columns: int) -> None:
         """Takes in what a pass gave a session."""
-        state, tree = self._state(proposal), self._trees.get(proposal)
-        if tree is not None:
-            tree.outputs.update(zip(tree.growth.frontier, output.unbind(), strict=True))
+        state, item = self._state(proposal), self._trees.get(proposal)
+        if item is not None:
+            item.outputs.update(zip(item.edge, output.unbind(), strict=True))
             return
         first = state.num_columns
         state.extend(proposal.token_ids[first : first + num_columns + 1], output[-1])
@@ -261,19 +278,20 @@ class Eagle3Drafter(Drafter):
             self._plant(proposal, output[-1])
 
     def _plant(self, proposal: OpenProposal, output: Tensor) -> None:
-        growth = new_growth(proposal, self._options.growth, self._vocabulary)
-        self._trees[proposal] = _Tree(proposal, self._state(proposal), growth, {ROOT: output})
+        state = self._state(proposal)
+        tree = plant(proposal, self._options.tree, self._vocabulary, self._node_values, state.node_values)
+        state.drafted = tree
+        self._trees[proposal] = _Open(tree, state, [tree.root], {tree.root: output})
 
     def _grow(self, proposals: Sequence[OpenProposal]) -> None:
-        """Has the trees grow by what their frontiers' outputs say; completes those that are found."""
-        trees = [self._trees[item] for item in proposals if item in self._trees]
-        if not trees:
+        """Has the trees grow by what was run last; completes the proposals whose trees are whole."""
+        items = [self._trees[item] for item in proposals if item in self._trees]
+        if not items:
             return
-        edges = [[tree.outputs[number] for number in tree.growth.frontier] for tree in trees]
-        outputs = torch.stack([output for edge in edges for output in edge])
-        logits = self._head.lm_head(self._head.norm(outputs)).split([len(edge) for edge in edges])
-        for tree, part in zip(trees, logits, strict=True):
-            tree.growth.grow(part)
-            if not tree.growth.frontier:
-                tree.proposal.fill(tree.growth.nodes())
-                del self._trees[tree.proposal]
+        outputs = torch.stack([item.outputs[node] for item in items for node in item.edge])
+        logits = self._head.lm_head(self._head.norm(outputs)).split([len(item.edge) for item in items])
+        for item, part in zip(items, logits, strict=True):
+            item.tree.expand(item.edge, part)
+            if not item.tree.frontier(_WIDTH):
+                item.tree.proposal.fill(item.tree.take())
+                del self._trees[item.tree.proposal]

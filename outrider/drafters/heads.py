@@ -7,9 +7,9 @@ from typing import Final
 import torch
 from torch import Tensor
 
+from outrider.drafters.choices import TreeOptions
 from outrider.drafters.drafter import Drafter, DrafterInfo
 from outrider.drafters.eagle3 import Eagle3Drafter, HeadOptions
-from outrider.drafters.growth import GrowthOptions
 from outrider.drafters.medusa import MedusaDrafter
 from outrider.drafters.options import DrafterKind, DrafterOptions
 from outrider.errors import ModelUnsupported
@@ -20,7 +20,7 @@ from outrider.lm.heads.vocabulary import DraftVocabulary
 from outrider.lm.loading import chosen_device
 from outrider.lm.packed_linear import pack_linears
 
-_TREE_NODES: Final = 7
+_MAX_NODES: Final = 7
 """With the base they are eight rows of the target's pass; a CPU computes rows by fours."""
 
 
@@ -43,10 +43,10 @@ def load_head_drafter(settings: DrafterOptions) -> Drafter:
     if manifest is not None:
         _check_width(folder, manifest.hidden_size, shared)
     device = torch.device(chosen_device(settings.device))
-    growth = GrowthOptions(settings.tree_nodes or _TREE_NODES, settings.draft_top_k, settings.draft_p_min)
+    tree = TreeOptions(settings.max_nodes or _MAX_NODES, settings.draft_top_k, settings.draft_p_min)
     if settings.drafter is DrafterKind.MEDUSA:
-        return _medusa(settings, folder, manifest, shared, device, growth)
-    return _eagle3(settings, folder, manifest, shared, device, growth)
+        return _medusa(settings, folder, manifest, shared, device, tree)
+    return _eagle3(settings, folder, manifest, shared, device, tree)
 
 
 def _eagle3(
@@ -55,13 +55,13 @@ def _eagle3(
     manifest: DraftManifest | None,
     shared: SharedWeights,
     device: torch.device,
-    growth: GrowthOptions,
+    tree: TreeOptions,
 ) -> Drafter:
     head, vocabulary = load_eagle3(folder, shared.output_layer.__getitem__)
     _check_fit(folder, head.config.target_hidden_size, vocabulary, shared)
     layers = manifest.feature_layers if manifest else feature_layers_of(folder, shared.num_layers)
     info = _describe(settings, head, vocabulary, manifest, shared, layers, device)
-    options = HeadOptions(settings.kv_budget_bytes, settings.prefill_chunk_len, growth)
+    options = HeadOptions(settings.kv_budget_bytes, settings.prefill_chunk_len, tree)
     embedding = shared.embedding.to(device, torch.bfloat16)
     pack_linears(head.to(device), joins=False)
     return Eagle3Drafter(head, vocabulary, embedding, info, options)
@@ -73,13 +73,13 @@ def _medusa(
     manifest: DraftManifest | None,
     shared: SharedWeights,
     device: torch.device,
-    growth: GrowthOptions,
+    tree: TreeOptions,
 ) -> Drafter:
     heads, vocabulary = load_medusa(folder, shared.output_layer.__getitem__)
     _check_fit(folder, heads.lm_head.in_features, vocabulary, shared)
     info = _describe(settings, heads, vocabulary, manifest, shared, (shared.num_layers,), device)
     pack_linears(heads.to(device), joins=False)
-    return MedusaDrafter(heads, vocabulary, info, growth, device)
+    return MedusaDrafter(heads, vocabulary, info, tree, device)
 
 
 def _check_fit(folder: Path, hidden_size: int, vocabulary: DraftVocabulary, shared: SharedWeights) -> None:

@@ -1,16 +1,37 @@
 """Drafting with Medusa's heads (Cai et al. 2024): all guesses follow from what the target's output layer last took."""
 
 from collections.abc import Sequence
+from typing import Final
 
 import torch
 from torch import Tensor
 
+from outrider.drafters.choices import TreeOptions
 from outrider.drafters.drafter import Drafter, DrafterInfo, OpenProposal
 from outrider.drafters.features import FeatureBuffer
-from outrider.drafters.growth import GrowthOptions, new_growth
+from outrider.drafters.node_values import NodeValues
+from outrider.drafters.tree import DraftTree, plant
 from outrider.lm.heads.medusa import MedusaHeads
 from outrider.lm.heads.vocabulary import DraftVocabulary
-from outrider.tokens import FeatureSpan, ProposalNode
+from outrider.tokens import FeatureSpan
+
+_WIDTH: Final = 12
+"""Nodes whose choices are looked at in a step, at most."""
+
+
+class _Session:
+    """What is kept of one session.
+
+    Attributes:
+        features: the last one.
+        node_values: of its nodes.
+        drafted: the last tree that was drafted; the text has yet to say how it fared.
+    """
+
+    def __init__(self, width: int) -> None:
+        self.features = FeatureBuffer(width)
+        self.node_values = NodeValues.of_one_session()
+        self.drafted: DraftTree | None = None
 
 
 class MedusaDrafter(Drafter):
@@ -22,7 +43,7 @@ class MedusaDrafter(Drafter):
         heads: in bfloat16; as many guesses one after another.
         vocabulary: what they can say.
         info: identity and limits.
-        growth: how proposals grow.
+        options: how proposals are drafted.
         device: where the heads are.
     """
 
@@ -31,15 +52,16 @@ class MedusaDrafter(Drafter):
         heads: MedusaHeads,
         vocabulary: DraftVocabulary,
         info: DrafterInfo,
-        growth: GrowthOptions,
+        options: TreeOptions,
         device: torch.device,
     ) -> None:
         self._heads = heads
         self._vocabulary = vocabulary
         self._info = info
-        self._growth = growth
+        self._options = options
         self._device = device
-        self._last: dict[str, FeatureBuffer] = {}
+        self._sessions: dict[str, _Session] = {}
+        self._node_values = NodeValues.of_all_sessions()
 
     @property
     def info(self) -> DrafterInfo:
@@ -49,16 +71,16 @@ class MedusaDrafter(Drafter):
     @property
     def used_bytes(self) -> int:
         """Memory of the features, in bytes."""
-        return sum(buffer.num_bytes for buffer in self._last.values())
+        return sum(session.features.num_bytes for session in self._sessions.values())
 
     def resume(self, session_id: str) -> int:
         """Forgets the session's feature: of what comes, the last one is wanted, and what came before never is."""
-        self._last.pop(session_id, None)
+        self._sessions.pop(session_id, None)
         return 2**32 - 1
 
     def give(self, session_id: str, features: FeatureSpan) -> bool:
         """Keeps the last of the features; those before it are not missed."""
-        buffer = self._last.setdefault(session_id, FeatureBuffer(self._info.hidden_size))
+        buffer = self._sessions.setdefault(session_id, _Session(self._info.hidden_size)).features
         if features.start > buffer.end or not len(buffer):
             buffer.restart(features.start)
         buffer.give(features)
@@ -70,7 +92,15 @@ class MedusaDrafter(Drafter):
 
     def forget(self, session_id: str) -> None:
         """Drops the session's feature."""
-        self._last.pop(session_id, None)
+        self._sessions.pop(session_id, None)
+
+    def advance(self, proposal: OpenProposal, token_ids: Sequence[int]) -> bool:
+        """Learns how the proposal fared; the next one is made of another feature."""
+        session = self._sessions.get(proposal.session_id)
+        if session is not None and session.drafted is not None and session.drafted.proposal is proposal:
+            session.drafted.follow(token_ids)
+            session.drafted = None
+        return False
 
     @torch.no_grad()
     def step(self, proposals: Sequence[OpenProposal]) -> int:
@@ -78,10 +108,10 @@ class MedusaDrafter(Drafter):
         ready = [item for item in proposals if self._is_ready(item)]
         if not ready:
             return 0
-        rows = torch.cat([self._last[item.session_id].peek() for item in ready]).to(self._device)
+        rows = torch.cat([self._sessions[item.session_id].features.peek() for item in ready]).to(self._device)
         states = torch.stack(list(self._heads.unroll(rows)), dim=1)  # [B, K, H]
         for item, logits in zip(ready, self._heads.lm_head(states), strict=True):
-            item.fill(self._grown(item, logits))
+            self._draft(item, logits)
         return len(ready)
 
     def _is_ready(self, proposal: OpenProposal) -> bool:
@@ -89,17 +119,20 @@ class MedusaDrafter(Drafter):
         if position < 0:
             proposal.complete = True  # nothing is guessed behind a single token
             return False
-        buffer = self._last.get(proposal.session_id)
-        if buffer is None or not len(buffer) or buffer.start != position:
+        session = self._sessions.get(proposal.session_id)
+        if session is None or not len(session.features) or session.features.start != position:
             proposal.missing_features_from = position
             return False
         return True
 
-    def _grown(self, proposal: OpenProposal, logits: Tensor) -> list[ProposalNode]:
-        """Returns the proposal's nodes, given the logits of every depth: [K, D]."""
+    def _draft(self, proposal: OpenProposal, logits: Tensor) -> None:
+        """Completes a proposal, given the logits of every depth: [K, D]."""
         proposal.num_speculative_tokens = min(proposal.num_speculative_tokens, len(logits))
-        growth = new_growth(proposal, self._growth, self._vocabulary)
-        for row in logits:
-            if growth.frontier:
-                growth.grow(row.expand(len(growth.frontier), -1))
-        return growth.nodes()
+        session = self._sessions[proposal.session_id]
+        tree = plant(proposal, self._options, self._vocabulary, self._node_values, session.node_values)
+        session.drafted = tree
+        edge = [tree.root]
+        while edge:
+            tree.expand(edge, logits[[node.depth for node in edge]])
+            edge = [node for _, node in tree.frontier(_WIDTH)]
+        proposal.fill(tree.take())

@@ -12,19 +12,20 @@ import torch
 
 from outrider.drafters.branches import SessionCaches
 from outrider.drafters.cached_tokens import CachedTokens
-from outrider.drafters.choice import ChoiceOptions, choose
+from outrider.drafters.choices import TreeOptions
 from outrider.drafters.drafter import Drafter, DrafterInfo, OpenProposal
-from outrider.drafters.growth import Growth, GrowthOptions, new_growth, num_nodes
+from outrider.drafters.node_values import NodeValues
 from outrider.drafters.options import DrafterOptions
-from outrider.drafters.running import MAX_WIDTH, RunningTree
 from outrider.drafters.shares import share_rows
 from outrider.drafters.states import BoundedStates
 from outrider.drafters.step_budget import Frontier, StepBudget
+from outrider.drafters.tree import MAX_WIDTH, DraftTree, Node, plant
 from outrider.errors import Overloaded
 from outrider.lm.heads.vocabulary import DraftVocabulary
 from outrider.lm.loading import LoadOptions, load_model
 from outrider.lm.model import LanguageModel, SessionStep
-from outrider.tokens import ROOT, NodeKind, ProposalNode, ProposalTree, TokenSpan
+from outrider.lookahead import Candidate
+from outrider.tokens import ProposalTree, TokenSpan
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,56 +36,33 @@ class ModelDrafterOptions:
         kv_budget_bytes: KV cache of all sessions together.
         prefill_chunk_len: rows of one pass over all sessions; every session that is waited for has at least one.
         max_session_len: longest session in tokens; the model's own limit may be lower.
-        choice: how nodes are chosen.
-        tree_nodes: nodes of a proposal that does not say how many it may have; 0 for chains.
+        tree: how proposals are drafted.
     """
 
     kv_budget_bytes: int
     prefill_chunk_len: int
     max_session_len: int
-    choice: ChoiceOptions
-    tree_nodes: int = 0
-
-
-class _Tree:
-    """A proposal's tree while it grows, and the part of it that has been run.
-
-    Every pass runs that part again behind the session's last token: so no cache holds more than the session.
-    """
-
-    def __init__(self, growth: Growth) -> None:
-        self.growth = growth
-        self.nodes = ProposalTree()
-        self._numbers = {ROOT: ROOT}
-
-    def enter_frontier(self) -> list[int]:
-        """Adds the frontier to the nodes that are run; returns which of them it is."""
-        for number in self.growth.frontier:
-            if number not in self._numbers:
-                parent = self._numbers[self.growth.parent(number)]
-                node = ProposalNode(parent, self.growth.token_id(number), NodeKind.GUESSED)
-                self._numbers[number] = self.nodes.append(node)
-        return [self._numbers[number] for number in self.growth.frontier]
+    tree: TreeOptions
 
 
 @dataclass(frozen=True, slots=True)
 class _Pending:
     """What a proposal wants of the next pass: its text's missing positions, or else nodes of its tree."""
 
-    proposal: OpenProposal
+    tree: DraftTree
     caches: SessionCaches
     missing: range
-    frontier: Frontier | None = None
+    frontier: Sequence[tuple[float, Node]] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class _Row:
-    """A step of a pass, the cache that it extends, and the node that it runs, where it is one."""
+    """A step of a pass, the cache that it extends, and the node that it runs; the root where it runs the text."""
 
     part: _Pending
     step: SessionStep
     cached: CachedTokens
-    number: int | None = None
+    node: Node
 
 
 class ModelDrafter(Drafter):
@@ -101,10 +79,9 @@ class ModelDrafter(Drafter):
         self._options = options
         self._caches = BoundedStates(lambda: SessionCaches(CachedTokens(model.new_cache())), options.kv_budget_bytes)
         self._info = _describe(model, options, kind)
-        self._growth = GrowthOptions(options.tree_nodes, options.choice.top_k, options.choice.p_min)
         size = model.info.vocabulary_size
         self._vocabulary = DraftVocabulary(torch.arange(size), size)
-        self._trees: dict[OpenProposal, _Tree] = {}
+        self._node_values = NodeValues.of_all_sessions()
         self._budget = StepBudget(options.prefill_chunk_len, model.info.pass_sizes)
 
     @property
@@ -123,17 +100,17 @@ class ModelDrafter(Drafter):
         return self._budget.num_rows_alone
 
     def step(self, proposals: Sequence[OpenProposal]) -> int:
-        """Runs one pass: a chunk of what each proposal's cache is missing, and a node where nothing is missing then.
+        """Runs one pass: a chunk of what each proposal's cache is missing, or nodes of its tree where nothing is.
 
         Of proposals that run ahead it runs the nodes worth most; see `outrider.drafters.step_budget`.
         """
         started_s = time.perf_counter()
-        active = set(proposals)
-        self._trees = {item: tree for item, tree in self._trees.items() if item in active}
         pending = [part for proposal in self._admit(proposals) if (part := self._pending(proposal)) is not None]
-        shares = share_rows([len(part.missing) for part in pending], self._options.prefill_chunk_len)
-        rows = [row for part, share in zip(pending, shares, strict=True) for row in self._text_rows(part, share)]
-        rows += self._branch_rows([part for part in pending if part.frontier is not None], rows)
+        texts = [part for part in pending if part.missing]
+        num_musts = sum(_frontier(part).num_musts for part in pending)
+        shares = share_rows([len(part.missing) for part in texts], self._options.prefill_chunk_len - num_musts)
+        rows = [row for part, share in zip(texts, shares, strict=True) for row in self._text_rows(part, share)]
+        rows += self._branch_rows([part for part in pending if part.frontier], rows)
         if rows:
             self._run(rows)
             self._note_time(rows, time.perf_counter() - started_s)
@@ -142,14 +119,16 @@ class ModelDrafter(Drafter):
         return sum(row.step.num_rows for row in rows)
 
     def advance(self, proposal: OpenProposal, token_ids: Sequence[int]) -> bool:
-        """Goes on below the text where the proposal's tree has it."""
+        """Goes on below the text where the proposal's tree has it; else keeps what was run of it."""
         caches = self._caches.find(proposal.session_id)
         tree = caches.tree if caches is not None else None
-        if caches is None or tree is None or tree.proposal is not proposal or proposal.lookahead_nodes == 0:
+        if caches is None or tree is None or tree.proposal is not proposal:
             return False
-        if not tree.follow(token_ids):
+        before, goes_on = tree.root, tree.follow(token_ids)
+        if tree.root is not before and tree.root.parent is not None:
+            caches.advance(tree.root, tree.root.parent, set(tree.live()))
+        if not goes_on or not proposal.num_speculative_tokens:
             return False
-        caches.advance(tree.root, tree.parent(tree.root), tree.is_live)
         proposal.complete = False
         self._settle(proposal)
         return True
@@ -177,10 +156,6 @@ class ModelDrafter(Drafter):
     def _pending(self, proposal: OpenProposal) -> _Pending | None:
         """Returns what the next pass runs for a proposal; None where there is nothing."""
         caches = self._session(proposal)
-        if not proposal.lookahead_nodes:
-            if caches.tree is not None:
-                caches.end()
-            return _Pending(proposal, caches, caches.text.missing(proposal))
         tree = caches.tree
         if tree is None or tree.proposal is not proposal:
             if proposal.nodes:
@@ -188,55 +163,49 @@ class ModelDrafter(Drafter):
                 proposal.complete = True
                 return None
             caches.end()
-            tree = caches.tree = RunningTree(proposal, self._growth, self._vocabulary, caches.rates)
+            tree = plant(proposal, self._options.tree, self._vocabulary, self._node_values, caches.node_values)
+            caches.tree = tree
         if not tree.has_run_root:
-            return _Pending(proposal, caches, caches.text.missing(proposal, len(proposal.token_ids)))
+            return _Pending(tree, caches, caches.text.missing(proposal.token_ids))
         nodes = tree.frontier()
-        return _Pending(proposal, caches, range(0), Frontier(nodes, tree.is_awaited)) if nodes else None
+        return _Pending(tree, caches, range(0), nodes) if nodes else None
 
     def _text_rows(self, part: _Pending, share: int) -> list[_Row]:
         """Returns the step of a pass that runs one proposal's text, of so many rows at most."""
-        if not part.missing:
-            return []
-        proposal, start = part.proposal, part.missing.start
-        span = TokenSpan(start, proposal.slice(start, start + share))
-        is_end = span.end == part.missing.stop
-        tree = ProposalTree() if proposal.lookahead_nodes else self._tree_to_run(proposal, span)
+        proposal, start = part.tree.proposal, part.missing.start
+        span, nothing = TokenSpan(start, tuple(proposal.token_ids[start : start + share])), ProposalTree()
         # Before any branch takes its memory.
-        if not part.caches.text.kv_cache.reserve(span, tree):
+        if not part.caches.text.kv_cache.reserve(span, nothing):
             proposal.refuse(_no_memory())
             return []
-        return [_Row(part, SessionStep(part.caches.text.kv_cache, span, tree, is_end), part.caches.text)]
+        step = SessionStep(part.caches.text.kv_cache, span, nothing, span.end == part.missing.stop)
+        return [_Row(part, step, part.caches.text, part.tree.root)]
 
     def _branch_rows(self, parts: Sequence[_Pending], others: Sequence[_Row]) -> list[_Row]:
         """Returns a step for each node that a pass runs beside these others, and for which there is memory."""
         num_ends = sum(row.step.wants_logits for row in others)
-        frontiers = [part.frontier for part in parts if part.frontier is not None]
-        chosen = self._budget.choose(frontiers, num_ends, sum(row.step.num_rows for row in others))
+        chosen = self._budget.choose(list(map(_frontier, parts)), num_ends, sum(row.step.num_rows for row in others))
         rows: list[_Row] = []
-        beside: list[tuple[_Pending, RunningTree, int]] = []
+        beside: list[tuple[_Pending, Node]] = []
         # Branches go on before others leave them: where memory is short, the main lines have it.
-        for part, numbers in zip(parts, chosen, strict=True):
-            caches, tree = part.caches, part.caches.tree
-            assert tree is not None
-            for number in numbers:
-                cached = caches.enter(number, tree.parent(number), tree.position(number))
+        for part, places in zip(parts, chosen, strict=True):
+            for _, node in map(part.frontier.__getitem__, places):
+                cached = part.caches.enter(node, part.tree.position(node))
                 if cached is None:
-                    beside.append((part, tree, number))
+                    beside.append((part, node))
                 else:
-                    self._add_row(part, tree, number, cached, rows)
-        for part, tree, number in beside:
-            cached = part.caches.fork(number, tree.parent(number), tree.position(number))
-            self._add_row(part, tree, number, cached, rows)
+                    self._add_row(part, node, cached, rows)
+        for part, node in beside:
+            self._add_row(part, node, part.caches.fork(node, part.tree.position(node)), rows)
         return rows
 
-    def _add_row(self, part: _Pending, tree: RunningTree, number: int, cached: CachedTokens, rows: list[_Row]) -> None:
-        span, nothing = TokenSpan(tree.position(number), (tree.token_id(number),)), ProposalTree()
+    def _add_row(self, part: _Pending, node: Node, cached: CachedTokens, rows: list[_Row]) -> None:
+        span, nothing = TokenSpan(part.tree.position(node), (node.token_id,)), ProposalTree()
         if cached.kv_cache.reserve(span, nothing):
-            rows.append(_Row(part, SessionStep(cached.kv_cache, span, nothing), cached, number))
+            rows.append(_Row(part, SessionStep(cached.kv_cache, span, nothing), cached, node))
         else:
-            part.caches.leave(number)
-            tree.give_up(number)
+            part.caches.leave(node)
+            part.tree.give_up(node)
 
     def _note_time(self, rows: Sequence[_Row], duration_s: float) -> None:
         """Learns what a step took, where it is like those that make nodes."""
@@ -245,59 +214,27 @@ class ModelDrafter(Drafter):
 
     def _run(self, rows: Sequence[_Row]) -> None:
         outputs = self._model.forward([row.step for row in rows])
-        expanded: dict[RunningTree, list[tuple[int, torch.Tensor]]] = {}
+        expanded: dict[DraftTree, list[tuple[Node, torch.Tensor]]] = {}
         for row, logits in zip(rows, outputs, strict=True):
-            proposal, caches = row.part.proposal, row.part.caches
+            tree, caches = row.part.tree, row.part.caches
             row.cached.kv_cache.keep(())
             row.cached.extend(row.step.span.token_ids)
-            self._caches.weigh(proposal.session_id)
+            self._caches.weigh(tree.proposal.session_id)
             if not row.step.wants_logits:
                 continue
-            if caches.tree is None:
-                self._grow(proposal, caches.text, logits)
-            elif row.number is not None:
-                expanded.setdefault(caches.tree, []).append((row.number, logits))
-            else:
-                caches.plant(caches.tree.root)
-                expanded.setdefault(caches.tree, []).append((caches.tree.root, logits))
+            if row.node is tree.root:
+                caches.plant(tree.root)
+            expanded.setdefault(tree, []).append((row.node, logits))
         for tree, found in expanded.items():
-            tree.expand([number for number, _ in found], torch.cat([logits for _, logits in found]))
+            tree.expand([node for node, _ in found], torch.cat([logits for _, logits in found]))
 
     def _settle(self, proposal: OpenProposal) -> None:
-        """Completes a proposal that runs ahead once there is nothing to run for it."""
+        """Adds the nodes that were made to a proposal, and completes it once there is nothing to run for it."""
         caches = self._caches.find(proposal.session_id)
-        if proposal.lookahead_nodes and caches is not None and caches.tree is not None:
-            proposal.complete = proposal.complete or (caches.tree.has_run_root and not caches.tree.frontier())
-
-    def _tree_to_run(self, proposal: OpenProposal, span: TokenSpan) -> ProposalTree:
-        tree = self._trees.get(proposal)
-        if tree is None or span.end < proposal.len:
-            return ProposalTree()
-        tree.enter_frontier()
-        return tree.nodes
-
-    def _grow(self, proposal: OpenProposal, cached: CachedTokens, logits: torch.Tensor) -> None:
-        if self._wants_tree(proposal):
-            self._grow_tree(proposal, logits)
-            return
-        choice = choose(logits[0], proposal, cached.history(proposal), self._options.choice)
-        if choice is None:
-            proposal.complete = True
-        else:
-            proposal.append(*choice)
-
-    def _wants_tree(self, proposal: OpenProposal) -> bool:
-        """Whether the proposal is to be more than a chain."""
-        return num_nodes(proposal, self._growth) > proposal.num_speculative_tokens
-
-    def _grow_tree(self, proposal: OpenProposal, logits: torch.Tensor) -> None:
-        tree = self._trees.get(proposal)
-        if tree is None:
-            tree = self._trees[proposal] = _Tree(new_growth(proposal, self._growth, self._vocabulary))
-        tree.growth.grow(logits[tree.enter_frontier()])
-        if not tree.growth.frontier:
-            proposal.fill(tree.growth.nodes())
-            del self._trees[proposal]
+        tree = caches.tree if caches is not None else None
+        if tree is not None and tree.proposal is proposal:
+            proposal.nodes += tree.take()
+            proposal.complete = proposal.complete or (tree.has_run_root and not tree.frontier())
 
     def _admit(self, proposals: Sequence[OpenProposal]) -> list[OpenProposal]:
         """Makes room for the proposals' KV caches; refuses those for which there is none."""
@@ -322,7 +259,7 @@ class ModelDrafter(Drafter):
         was_any = False
         for proposal in proposals:
             caches = self._caches.find(proposal.session_id)
-            if caches is not None and caches.tree is not None:
+            if caches is not None and caches.has_branches:
                 caches.end()
                 self._caches.weigh(proposal.session_id)
                 was_any = True
@@ -331,7 +268,7 @@ class ModelDrafter(Drafter):
     def _missing_bytes(self, proposal: OpenProposal) -> int:
         caches = self._caches.find(proposal.session_id)
         cache = caches.text.kv_cache if caches else self._model.new_cache()
-        return cache.missing_bytes(len(proposal.token_ids) + num_nodes(proposal, self._growth))
+        return cache.missing_bytes(len(proposal.token_ids) + proposal.num_speculative_tokens)
 
 
 def load_model_drafter(settings: DrafterOptions) -> ModelDrafter:
@@ -357,10 +294,15 @@ def load_model_drafter(settings: DrafterOptions) -> ModelDrafter:
         kv_budget_bytes=settings.kv_budget_bytes,
         prefill_chunk_len=settings.prefill_chunk_len,
         max_session_len=settings.max_session_len,
-        choice=ChoiceOptions(top_k=settings.draft_top_k, p_min=settings.draft_p_min),
-        tree_nodes=settings.tree_nodes,
+        tree=TreeOptions(settings.max_nodes, settings.draft_top_k, settings.draft_p_min),
     )
     return ModelDrafter(loaded.model, options, settings.drafter.value)
+
+
+def _frontier(part: _Pending) -> Frontier:
+    """Returns nodes by their places; what a target waits for is run whatever others have."""
+    nodes = [Candidate(place, value) for place, (value, _) in enumerate(part.frontier)]
+    return Frontier(nodes, len(nodes) if part.tree.waits else int(part.tree.is_awaited))
 
 
 def _no_memory() -> Overloaded:

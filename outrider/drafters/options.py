@@ -5,6 +5,8 @@ from typing import Any, Self
 
 from pydantic import BaseModel, Field, Json, model_validator
 
+from outrider.tokens import MAX_PROPOSAL_NODES
+
 
 class DrafterKind(Enum):
     """How a draft guesses; see `outrider.drafters`."""
@@ -40,11 +42,12 @@ class DrafterOptions(BaseModel, extra="forbid"):
     target: str = Field(
         "", description="Folder or hub id of the target that a head was made for; empty takes what the head says."
     )
-    tree_nodes: int = Field(
+    max_nodes: int = Field(
         0,
         ge=0,
-        le=4096,
-        description="Nodes of a proposal that does not run ahead, unless a request says; 0: 7 for heads, else a chain.",
+        le=MAX_PROPOSAL_NODES,
+        description="Nodes of a proposal, at most, unless a request says; 0: 7 for heads, else no bound, and a chain "
+        "where drafts wait for verdicts.",
     )
     ngram_min: int = Field(2, ge=1, le=32, description="Tokens of the shortest n-gram that is looked up.")
     ngram_max: int = Field(5, ge=1, le=32, description="Tokens of the longest n-gram; it is tried first.")

@@ -1,9 +1,10 @@
-"""Which nodes of the trees that run ahead a draft's step runs: of all sessions, those worth most, while rows pay.
+"""Which nodes a draft's step runs: of all sessions, those worth most, while rows pay.
 
 A row makes a step longer for everyone, and so the line later that some target waits for. So a step has more rows for as
 long as the value of what it runs grows faster than its measured time: many of one session where rows cost little, few
 where they are dear or where many sessions have better ones. A session whose main line is still shorter than its target
-has use of always has its best node run, so that no load of others keeps it waiting.
+has use of always has its best node run, and one that waits for verdicts all that it wants, so that no load of others
+keeps a target waiting.
 """
 
 from collections.abc import Sequence
@@ -21,11 +22,11 @@ class Frontier:
 
     Attributes:
         nodes: those worth most first.
-        is_awaited: whether its main line is shorter than its target has use of.
+        num_musts: how many of these are run whatever others have.
     """
 
     nodes: Sequence[Candidate]
-    is_awaited: bool
+    num_musts: int
 
 
 class StepBudget:
@@ -51,16 +52,16 @@ class StepBudget:
         """Returns the nodes of each session that the next step runs.
 
         Args:
-            frontiers: of the sessions that run ahead.
+            frontiers: of the sessions whose trees go on.
             num_ends: sessions whose texts the step runs to their ends: each is worth as much as a node that is certain.
             num_rows: of all texts.
         """
-        musts = [item.nodes[:1] if item.is_awaited else () for item in frontiers]
+        musts = [item.nodes[: item.num_musts] for item in frontiers]
         mays = [item.nodes[len(must) :] for item, must in zip(frontiers, musts, strict=True)]
         num_tokens = num_ends + sum(node.value for must in musts for node in must)
         num_rows += sum(map(len, musts))
         chosen = allocate(mays, num_tokens, num_rows, max(self._max_rows, num_rows + 1), self._times)
-        self.num_rows_alone = self._alone(frontiers)
+        self.num_rows_alone = self._alone([item for item in frontiers if item.num_musts < len(item.nodes)])
         return [[*(node.number for node in must), *numbers] for must, numbers in zip(musts, chosen, strict=True)]
 
     def observe(self, duration_s: float, num_rows: int) -> None:

@@ -51,15 +51,15 @@ NAMES: Final[tuple[str, ...]] = (
     "load_interval_s",
     "log_format",
     "log_level",
-    "lookahead_nodes",
+    "lookahead",
     "max_active_requests",
     "max_cached_sessions",
     "max_connection_age_s",
     "max_connection_grace_s",
     "max_decode_slowdown",
+    "max_nodes",
     "max_pass_rows",
     "max_pass_s",
-    "max_proposal_nodes",
     "max_queue_s",
     "max_queued_requests",
     "max_session_len",
@@ -88,7 +88,6 @@ NAMES: Final[tuple[str, ...]] = (
     "tls_certificate",
     "tls_key",
     "token",
-    "tree_nodes",
     "window",
     "worker_tls_authority",
 )
@@ -102,9 +101,12 @@ RETIRED: Final[Mapping[str, str]] = {
     "housekeeping_lease": _FORGETTING,
     "keepalive_timeout_s": "it follows from OUTRIDER_KEEPALIVE_S",
     "max_concurrent_streams": "a connection has 1,024 calls at most",
+    "lookahead_nodes": "it is OUTRIDER_LOOKAHEAD",
     "max_message_bytes": "messages have 4 MiB at most",
     "max_step_s": "a step of a draft takes a minute at most",
+    "max_proposal_nodes": "a worker holds 1,024 nodes of a proposal",
     "min_ping_interval_s": "it follows from OUTRIDER_KEEPALIVE_S",
+    "tree_nodes": "it is OUTRIDER_MAX_NODES",
 }
 """Names that settings had, and what to do instead: the end of a sentence that begins with the name."""
 

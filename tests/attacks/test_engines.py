@@ -208,7 +208,7 @@ async def test_attack_07_an_advance_without_tokens_is_no_news() -> None:
         other, _ = await client.open("other", parameters=SAMPLED, prompt_len=1)
         for start, token_ids in ((0, [1, 2]), (2, [])):
             frame = advance_frame(1, token_ids, start)
-            frame.advance.lookahead_nodes = 16
+            frame.advance.lookahead = 16
             await client.send(frame)
             assert (await client.receive(1)).WhichOneof("frame") == "proposal"
         assert len(await client.drafted(other, [1, 2])) == 4

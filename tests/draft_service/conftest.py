@@ -24,7 +24,7 @@ from outrider.v1 import draft_pb2, draft_pb2_grpc, worker_pb2_grpc
 from outrider.wire import node_from_message, parameters_to_message, rule_to_number
 
 TIMEOUT_S = 10.0
-LIMITS = EngineLimits(max_sessions=64, max_cached_sessions=128, idle_ttl_s=60.0, max_proposal_nodes=16)
+LIMITS = EngineLimits(max_sessions=64, max_cached_sessions=128, idle_ttl_s=60.0)
 
 
 def terms(
@@ -187,7 +187,7 @@ async def running_draft(
     servicer = DraftServicer(engine, drafter.info)
     server = Server(ServingSettings(drain_budget_s=5), name="draft", drain=lambda: servicer.drain(patience_s))
     server.register(draft_pb2_grpc.add_DraftServiceServicer_to_server, servicer, "outrider.v1.DraftService")
-    identity = WorkerIdentity("draft-0", limits.max_sessions, limits.max_proposal_nodes, 1 << 20)
+    identity = WorkerIdentity("draft-0", limits.max_sessions, 1 << 20)
     worker = WorkerServicer(engine, drafter.info, identity)
     server.register(worker_pb2_grpc.add_WorkerServiceServicer_to_server, worker, "outrider.v1.WorkerService")
     engine.start()

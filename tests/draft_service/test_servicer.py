@@ -13,7 +13,7 @@ from outrider.errors import Draining, InvalidArgument, Overloaded
 from outrider.parameters import AcceptanceRule, SamplingParameters
 from outrider.serving.frames import MAX_FRAMES_READ, FrameOutbox
 from outrider.serving.status import peer_errors
-from outrider.tokens import Base, TokenSpan
+from outrider.tokens import MAX_PROPOSAL_NODES, Base, TokenSpan
 from outrider.v1 import draft_pb2, tokens_pb2, worker_pb2
 from tests.draft_service.conftest import (
     LIMITS,
@@ -56,7 +56,7 @@ async def test_no_more_is_proposed_than_is_of_use(ngram_draft: RunningDraft) -> 
     assert await client.drafted(handle, [1, 1], start=5) == ()
     assert await client.drafted(handle, [], start=5, num=0) == ()
     handle, _ = await client.open("long", prompt_len=4000)
-    assert len(await client.drafted(handle, [1, 1, 1], num=1000)) == 16, "max_proposal_nodes"
+    assert len(await client.drafted(handle, [1, 1, 1], num=2000)) == MAX_PROPOSAL_NODES
     assert await client.drafted(handle, [1] * 4092, start=3) == (1,), "max_session_len"
 
 
@@ -170,7 +170,7 @@ async def test_what_was_asked_before_the_end_of_a_stream_is_answered(ngram_draft
 
 
 async def test_sessions_are_bounded() -> None:
-    limits = EngineLimits(max_sessions=2, max_cached_sessions=2, idle_ttl_s=60, max_proposal_nodes=4)
+    limits = EngineLimits(max_sessions=2, max_cached_sessions=2, idle_ttl_s=60)
     async with running_draft(ngram_drafter(), limits) as running:
         client = running.stream()
         handles = [(await client.open(name))[0] for name in "ab"]

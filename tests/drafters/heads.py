@@ -7,9 +7,9 @@ from torch import Tensor
 from torch.nn import functional
 from transformers import LlamaConfig
 
+from outrider.drafters.choices import TreeOptions
 from outrider.drafters.drafter import DrafterInfo
 from outrider.drafters.eagle3 import Eagle3Drafter, HeadOptions
-from outrider.drafters.growth import GrowthOptions
 from outrider.drafters.medusa import MedusaDrafter
 from outrider.lm.heads.eagle3 import Eagle3Config, Eagle3Head
 from outrider.lm.heads.medusa import MedusaHeads
@@ -55,10 +55,10 @@ class TinyEagle3:
         return cls(head.bfloat16(), embedding.bfloat16(), features.bfloat16())
 
     def drafter(
-        self, *, chunk: int = 64, budget: int = 1 << 22, growth: GrowthOptions | None = None, target: str = ""
+        self, *, chunk: int = 64, budget: int = 1 << 22, tree: TreeOptions | None = None, target: str = ""
     ) -> Eagle3Drafter:
         """Returns a drafter over it."""
-        options = HeadOptions(budget, chunk, growth or GrowthOptions())
+        options = HeadOptions(budget, chunk, tree or TreeOptions())
         return Eagle3Drafter(self.head, VOCABULARY, self.embedding, info("eagle3", (0, 1, 2), target), options)
 
     def span(self, start: int, end: int) -> FeatureSpan:
@@ -94,9 +94,9 @@ class TinyMedusa:
             parameter.copy_(torch.randn_like(parameter))
         return cls(heads.bfloat16(), torch.randn(100, H).bfloat16())
 
-    def drafter(self, growth: GrowthOptions | None = None) -> MedusaDrafter:
+    def drafter(self, tree: TreeOptions | None = None) -> MedusaDrafter:
         """Returns a drafter over them."""
-        return MedusaDrafter(self.heads, VOCABULARY, info("medusa", (7,)), growth or GrowthOptions(), CPU)
+        return MedusaDrafter(self.heads, VOCABULARY, info("medusa", (7,)), tree or TreeOptions(), CPU)
 
     def span(self, start: int, end: int) -> FeatureSpan:
         """Returns features of positions start .. end - 1 as they come."""

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import torch
 
-from outrider.drafters.choice import ChoiceOptions
+from outrider.drafters.choices import TreeOptions
 from outrider.drafters.model import ModelDrafter, ModelDrafterOptions
 from outrider.lm.markov import MarkovModel
 from outrider.lm.model import KVCache, LanguageModel, ModelInfo, SessionStep
@@ -47,7 +47,7 @@ def options(
         kv_budget_bytes=kv_budget_bytes,
         prefill_chunk_len=chunk,
         max_session_len=4096,
-        choice=ChoiceOptions(top_k=top_k, p_min=p_min),
+        tree=TreeOptions(top_k=top_k, p_min=p_min),
     )
 
 

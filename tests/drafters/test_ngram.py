@@ -1,5 +1,8 @@
 import random
 
+import pytest
+
+from outrider.drafters.drafter import OpenProposal
 from outrider.drafters.ngram import NgramDrafter, NgramIndex
 from outrider.parameters import AcceptanceRule
 from tests.draft_service.conftest import draft, ngram_drafter, proposal, terms
@@ -82,3 +85,9 @@ def test_a_lookup_costs_no_more_in_a_long_session() -> None:
     index.extend = lambda more: (seen.append(len(more)), index_extend(more))[1]  # type: ignore[method-assign]
     draft(drafter, proposal([*tokens, 5]))
     assert seen == [1]
+
+
+@pytest.mark.parametrize(("max_nodes", "lookahead", "num"), [(0, 0, 4), (2, 0, 2), (0, 9, 9), (6, 9, 6), (9, 0, 4)])
+def test_a_proposal_is_as_long_as_its_sizes_allow(max_nodes: int, lookahead: int, num: int) -> None:
+    found = OpenProposal("s", (1, 1, 1), terms(), 4, max_nodes, lookahead)
+    assert draft(ngram_drafter(), found) == [(1,) * num]

@@ -26,8 +26,8 @@ def _dear(num_rows: int) -> float:
     return 0.001 * -(-num_rows // 4)
 
 
-def _frontier(*values: float, is_awaited: bool = False) -> Frontier:
-    return Frontier([Candidate(number, value) for number, value in enumerate(values, 1)], is_awaited)
+def _frontier(*values: float, num_musts: int = 0) -> Frontier:
+    return Frontier([Candidate(number, value) for number, value in enumerate(values, 1)], num_musts)
 
 
 def test_rows_that_cost_nothing_are_all_run_and_dear_ones_while_they_are_worth_it() -> None:
@@ -48,10 +48,10 @@ def test_the_best_nodes_are_run_of_whichever_session() -> None:
 
 def test_no_load_keeps_an_awaited_line_from_growing() -> None:
     better = [_frontier(0.9, 0.8, 0.8, 0.8) for _ in range(8)]
-    chosen = _budget(_dear, max_rows=4).choose([*better, _frontier(0.1, 0.1, is_awaited=True)], 0, 0)
+    chosen = _budget(_dear, max_rows=4).choose([*better, _frontier(0.1, 0.1, num_musts=1)], 0, 0)
     assert chosen[-1] == [1]
     # Nor do texts, long as they are.
-    chosen = _budget(_dear, max_rows=4).choose([_frontier(0.1, is_awaited=True)], 1, 64)
+    chosen = _budget(_dear, max_rows=4).choose([_frontier(0.1, num_musts=1)], 1, 64)
     assert chosen == [[1]]
 
 

@@ -89,7 +89,7 @@ def generate(
     text: Text = ()
     unheard: Text = ()
     draft = RunningDraft(model, rule, source)
-    speculation = Speculation(SpeculationTerms(2, 1.0, 64), rule, Experience(), 64, adapts=False)
+    speculation = Speculation(SpeculationTerms(2, 1.0, 64), rule, Experience(), adapts=False)
     for round_ in range(num):
         # What happens when depends on the round alone.
         when = random.Random(f"{seed} {round_}")

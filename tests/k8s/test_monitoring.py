@@ -49,7 +49,7 @@ def target_registry() -> CollectorRegistry:
 def draft_registry() -> CollectorRegistry:
     registry = new_registry("draft")
     drafter = NgramDrafter(shortest=1, longest=3, budget_bytes=1 << 20, max_session_len=64)
-    limits = EngineLimits(max_sessions=1, max_cached_sessions=1, idle_ttl_s=1.0, max_proposal_nodes=1)
+    limits = EngineLimits(max_sessions=1, max_cached_sessions=1, idle_ttl_s=1.0)
     draft_metrics.watch(registry, DraftEngine(drafter, limits), DraftSettings())
     return registry
 

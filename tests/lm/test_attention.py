@@ -5,6 +5,8 @@ import torch
 
 from outrider.lm.attention.blocks import BLOCK_LEN, block_attention
 
+pytestmark = pytest.mark.usefixtures("two_threads")
+
 HEADS, DIM = 3, 64
 
 

@@ -9,7 +9,7 @@ from outrider.lm.model import SessionStep
 from outrider.tokens import TokenSpan
 from tests.proposals import chain
 
-pytestmark = pytest.mark.embedded
+pytestmark = [pytest.mark.embedded, pytest.mark.usefixtures("two_threads")]
 
 
 def test_the_embedded_model_is_invariant_and_has_its_tokenizer() -> None:

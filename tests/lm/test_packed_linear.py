@@ -8,6 +8,8 @@ from torch import nn
 
 from outrider.lm.packed_linear import PackedLinear, PackedPart, are_all_packed, is_supported, pack_linears
 
+pytestmark = pytest.mark.usefixtures("two_threads")
+
 pytestmark = pytest.mark.skipif(not is_supported(), reason="this CPU has no bfloat16 in oneDNN")
 
 

@@ -21,6 +21,8 @@ from outrider.tokens import NodeKind, ProposalNode, ProposalTree, TokenSpan
 from tests.lm.models import CONFIGS, RECURRENT, save_model
 from tests.proposals import chain
 
+pytestmark = pytest.mark.usefixtures("two_threads")
+
 KINDS = [
     *((config, dtype, "eager") for config, dtype in itertools.product(CONFIGS, ["float32", "bfloat16"])),
     # One of each kernel; compiling takes seconds a kind.

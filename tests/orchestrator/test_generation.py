@@ -678,15 +678,15 @@ async def test_what_is_asked_of_drafts_and_targets_is_what_the_request_says(
     orchestrator: Orchestrator, target: ScriptedTarget, draft: ScriptedDraft
 ) -> None:
     request = asking(max_tokens=40)
-    request.speculation.lookahead_nodes = 21
+    request.speculation.lookahead = 21
     request.speculation.draft_min = 2
     request.speculation.draft_p_min = 0.25
     assert tokens_of(await _drafted(orchestrator, target, draft, request)) == continuation(PROMPT, 40)
     assert draft.of("open")[-1].draft_p_min == 0.25
-    assert draft.of("advance")[0].lookahead_nodes == 21
+    assert draft.of("advance")[0].lookahead == 21
     settings = [*(opened.speculation for opened in target.of("open")), *target.of("speculation")]
     told = [item for item in settings if item.num_speculative_tokens]
-    assert told and all((item.lookahead_nodes, item.draft_min) == (21, 2) for item in told)
+    assert told and all((item.lookahead, item.draft_min) == (21, 2) for item in told)
 
 
 async def _drafted(
@@ -701,13 +701,14 @@ async def _drafted(
     return await running
 
 
-async def test_who_sizes_proposals_has_drafts_wait_for_verdicts(
+async def test_a_bound_on_proposals_leaves_it_open_whether_drafts_wait(
     orchestrator: Orchestrator, target: ScriptedTarget, draft: ScriptedDraft
 ) -> None:
     request = asking(max_tokens=40)
     request.speculation.max_nodes = 3
     await _drafted(orchestrator, target, draft, request)
-    assert {advance.lookahead_nodes for advance in draft.of("advance")} == {0}
+    first, *_ = draft.of("advance")
+    assert (first.max_nodes, first.lookahead) == (3, 64)
 
 
 async def test_drafts_made_of_features_wait_for_verdicts_and_targets_know(
@@ -715,12 +716,12 @@ async def test_drafts_made_of_features_wait_for_verdicts_and_targets_know(
 ) -> None:
     made_of_features(target, draft)
     request = asking(max_tokens=40)
-    request.speculation.lookahead_nodes = 21
+    request.speculation.lookahead = 21
     async with orchestrating(session_store_url, (target,), (draft,)) as orchestrator:
         assert tokens_of(await _drafted(orchestrator, target, draft, request)) == continuation(PROMPT, 40)
-    assert {advance.lookahead_nodes for advance in draft.of("advance")} == {0}
+    assert {advance.lookahead for advance in draft.of("advance")} == {0}
     told = [item for item in target.of("speculation") if item.num_speculative_tokens]
-    assert told and {item.lookahead_nodes for item in told} == {0}
+    assert told and {item.lookahead for item in told} == {0}
 
 
 async def test_a_target_that_drafts_for_itself_needs_no_draft(

@@ -53,7 +53,7 @@ async def test_a_draft_whose_tokens_cannot_be_read_is_given_up(draft: ScriptedDr
         raise ValueError("no such position")
 
     async with linked(draft, DRAFT) as link:
-        choice = SpeculationChoice(num_speculative_tokens=3, drafter="", max_nodes=0, lookahead_nodes=0, max_wait_s=1.0)
+        choice = SpeculationChoice(num_speculative_tokens=3, drafter="", max_nodes=0, lookahead=0, max_wait_s=1.0)
         session = DraftSession(
             link,
             choice,

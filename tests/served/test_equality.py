@@ -36,18 +36,18 @@ DRAFTS = (
     DraftOptions(drafter="model", model="embedded"),
 )
 SHIPPED = {
-    "ngram": Speculation(drafter="ngram", lookahead_nodes=0),
-    "ngram, ahead": Speculation(drafter="ngram", lookahead_nodes=24),
+    "ngram": Speculation(drafter="ngram", lookahead=0),
+    "ngram, ahead": Speculation(drafter="ngram", lookahead=24),
     "eagle3": Speculation(drafter="eagle3"),
     "eagle3, chain": Speculation(drafter="eagle3", num_speculative_tokens=4, max_nodes=4),
     "eagle3, large tree": Speculation(drafter="eagle3", num_speculative_tokens=6, max_nodes=23),
 }
 SPECULATIONS = {
     **SHIPPED,
-    "layers": Speculation(drafter="layers", lookahead_nodes=0),
-    "layers, ahead": Speculation(drafter="layers", lookahead_nodes=24),
-    "model": Speculation(drafter="model", lookahead_nodes=0),
-    "model, ahead": Speculation(drafter="model", lookahead_nodes=12),
+    "layers": Speculation(drafter="layers", lookahead=0),
+    "layers, ahead": Speculation(drafter="layers", lookahead=24),
+    "model": Speculation(drafter="model", lookahead=0),
+    "model, ahead": Speculation(drafter="model", lookahead=12),
     "model, tree": Speculation(drafter="model", max_nodes=8),
 }
 PLAIN = Speculation(disabled=True)

@@ -79,7 +79,7 @@ class Caller:
         prompt_len: int | None = None,
         stop_token_ids: Sequence[int] = (11,),
         cache_salt: bytes = b"",
-        lookahead_nodes: int = 0,
+        lookahead: int = 0,
         own_draft: bool = False,
     ) -> pb.VerifyResponseFrame:
         message = pb.VerifyOpen(
@@ -94,7 +94,7 @@ class Caller:
             speculation=pb.SpeculationSettings(
                 num_speculative_tokens=num_speculative_tokens,
                 max_wait_s=max_wait_s,
-                lookahead_nodes=lookahead_nodes,
+                lookahead=lookahead,
                 own_draft=own_draft,
             ),
             cache_salt=cache_salt,

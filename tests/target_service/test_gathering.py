@@ -40,7 +40,7 @@ class _Target:
         span = TokenSpan(0, tuple(token_ids[:-1]))
         assert resident.cache.reserve(span, ProposalTree())
         self.model.forward([SessionStep(resident.cache, span, ProposalTree(), wants_logits=False)])
-        speculation = Speculation(terms, AcceptanceRule.COUPLED, self.experience, 64, adapts=True)
+        speculation = Speculation(terms, AcceptanceRule.COUPLED, self.experience, adapts=True)
         speculation.restart(len(token_ids))
         draft, rates = speculation._policy.draft, speculation._policy.rates
         draft.step_s = 0.002

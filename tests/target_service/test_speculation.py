@@ -12,7 +12,7 @@ from outrider.drafters.loading import load_drafter
 from outrider.drafters.options import DrafterKind, DrafterOptions
 from outrider.experience import Experience
 from outrider.parameters import AcceptanceRule, SamplingParameters
-from outrider.tokens import Base, NodeKind, ProposalNode, ProposalPart, SparseDistribution
+from outrider.tokens import MAX_PROPOSAL_NODES, Base, NodeKind, ProposalNode, ProposalPart, SparseDistribution
 from outrider.v1 import target_pb2 as pb
 from target_service.colocated import ColocatedDraft
 from target_service.speculation import Speculation, SpeculationTerms
@@ -34,7 +34,7 @@ async def _send(caller: Caller, handle: int, part: ProposalPart) -> None:
 
 async def _open(caller: Caller, handle: int, num: int, max_wait_s: float = 5.0) -> None:
     await caller.open(
-        handle, PROMPT, GREEDY, num_speculative_tokens=num, max_wait_s=max_wait_s, stop_token_ids=(), lookahead_nodes=48
+        handle, PROMPT, GREEDY, num_speculative_tokens=num, max_wait_s=max_wait_s, stop_token_ids=(), lookahead=48
     )
 
 
@@ -50,7 +50,7 @@ async def test_what_is_below_the_targets_own_token_is_verified_without_another_w
             verdict = (await caller.receive(2)).verdict
             output += verdict.token_ids
             assert (verdict.num_accepted_tokens, verdict.hit) == (4, True)
-            assert verdict.lookahead_nodes == 48
+            assert verdict.lookahead == 48
         assert output == truth[:16]
 
 
@@ -75,7 +75,7 @@ async def test_nodes_that_come_late_are_used_where_the_text_has_come_to() -> Non
     async with target() as (engine, caller):
         truth = await caller.plain(1, PROMPT, GREEDY, stop_token_ids=())
         await caller.open(
-            2, PROMPT, GREEDY, num_speculative_tokens=4, max_wait_s=0.0, stop_token_ids=(), lookahead_nodes=48, window=6
+            2, PROMPT, GREEDY, num_speculative_tokens=4, max_wait_s=0.0, stop_token_ids=(), lookahead=48, window=6
         )
         await caller.span(2, 0, PROMPT)
         output: list[int] = []
@@ -95,7 +95,7 @@ async def test_stale_and_future_parts_are_counted_and_change_nothing() -> None:
     async with target() as (engine, caller):
         truth = await caller.plain(1, PROMPT, GREEDY, stop_token_ids=())
         await caller.open(
-            2, PROMPT, GREEDY, num_speculative_tokens=4, max_wait_s=0.0, stop_token_ids=(), lookahead_nodes=8, window=6
+            2, PROMPT, GREEDY, num_speculative_tokens=4, max_wait_s=0.0, stop_token_ids=(), lookahead=8, window=6
         )
         await caller.span(2, 0, PROMPT)
         output: list[int] = []
@@ -119,11 +119,13 @@ async def test_stale_and_future_parts_are_counted_and_change_nothing() -> None:
 
 
 async def test_more_nodes_than_are_allowed_are_refused_and_counted() -> None:
-    async with target(max_proposal_nodes=16) as (engine, caller):
+    async with target() as (engine, caller):
         truth = await caller.plain(1, PROMPT, GREEDY, stop_token_ids=())
         await _open(caller, 2, num=4)
         await caller.span(2, 0, PROMPT)
-        await _send(caller, 2, ProposalPart(Base(4, 1), 1, _line([1] * 17), complete=False, known_len=4))
+        await _send(
+            caller, 2, ProposalPart(Base(4, 1), 1, _line([1] * (MAX_PROPOSAL_NODES + 1)), complete=False, known_len=4)
+        )
         output = [token_id async for verdict in caller.verdicts(2) for token_id in verdict.token_ids]
         assert output == truth
         assert engine.load.num_invalid_proposals == 1
@@ -139,7 +141,7 @@ async def test_under_rejection_a_line_is_verified_as_far_as_it_has_come() -> Non
             rule=AcceptanceRule.REJECTION,
             num_speculative_tokens=3,
             stop_token_ids=(),
-            lookahead_nodes=48,
+            lookahead=48,
         )
         await caller.span(2, 0, PROMPT)
         law = SparseDistribution(tuple(range(11)), (1 / 11,) * 11)
@@ -260,8 +262,8 @@ def test_a_round_that_makes_do_with_less_has_waited_until_that_came() -> None:
     for _ in range(20):
         for num_rows in (4, 8, 16):
             experience.times.observe(0.08 + 0.0005 * num_rows, num_rows)
-    terms = SpeculationTerms(num_speculative_tokens=4, max_wait_s=1.0, lookahead_nodes=48)
-    speculation = Speculation(terms, AcceptanceRule.COUPLED, experience, 64, adapts=True)
+    terms = SpeculationTerms(num_speculative_tokens=4, max_wait_s=1.0, lookahead=48)
+    speculation = Speculation(terms, AcceptanceRule.COUPLED, experience, adapts=True)
     speculation.restart(length)
     for place in range(20):
         speculation._policy.draft.note_verdict(place, float(place))

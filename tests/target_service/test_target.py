@@ -11,7 +11,7 @@ import pytest
 from outrider import wire
 from outrider.parameters import AcceptanceRule, FinishReason, SamplingParameters
 from outrider.randomness import KeyedSource
-from outrider.tokens import Base, NodeKind, ProposalNode, SparseDistribution, TokenLogprobs
+from outrider.tokens import MAX_PROPOSAL_NODES, Base, NodeKind, ProposalNode, SparseDistribution, TokenLogprobs
 from outrider.v1 import target_pb2 as pb
 from outrider.v1 import tokens_pb2
 from outrider.verification import draft_rejection
@@ -258,13 +258,13 @@ async def test_fencing() -> None:
 
 
 async def test_garbage_proposals_change_nothing() -> None:
-    async with target(max_proposal_nodes=8) as (engine, caller):
+    async with target() as (engine, caller):
         truth = await caller.plain(1, PROMPT, GREEDY, stop_token_ids=())
         garbage = [
             [ProposalNode(0, 99)],
             [ProposalNode(7, 1)],
             [ProposalNode(0, 1, NodeKind.GUESSED)] * 2,
-            [ProposalNode(depth, 1) for depth in range(20)],
+            [ProposalNode(depth, 1) for depth in range(MAX_PROPOSAL_NODES + 1)],
         ]
         await caller.open(2, PROMPT, GREEDY, num_speculative_tokens=4, stop_token_ids=())
         await caller.span(2, 0, PROMPT)

@@ -116,7 +116,7 @@ speculation_options = _stacked(
         help="The draft ends a branch before a token less likely than this. [default: the draft's]",
     ),
     click.option(
-        "--lookahead-nodes",
+        "--lookahead",
         type=int,
         metavar="N",
         help="Nodes that the draft may propose while the target verifies, at most; 0: it waits for each verdict. "
@@ -209,7 +209,7 @@ def take_speculation(values: dict[str, Any]) -> Speculation:
         disabled=drafter == _NO_DRAFTER,
         num_speculative_tokens=values.pop("num_speculative_tokens"),
         max_nodes=values.pop("max_nodes"),
-        lookahead_nodes=values.pop("lookahead_nodes"),
+        lookahead=values.pop("lookahead"),
         draft_min=values.pop("draft_min"),
         draft_p_min=values.pop("draft_p_min"),
         acceptance_rule=AcceptanceRule(rule) if rule else None,

@@ -2,18 +2,21 @@
 
 import random
 from collections import defaultdict
+from collections.abc import Sequence
+from itertools import product
 
 import pytest
 import torch
 
-from outrider.acceptance import AcceptanceRates
+from outrider.drafters.choices import Choice, Place
 from outrider.drafters.drafter import OpenProposal
 from outrider.drafters.model import ModelDrafter
-from outrider.drafters.running import URGENCY, least_value
+from outrider.drafters.node_values import NodeValues, least_value
+from outrider.drafters.tree import URGENCY, DraftTree
 from outrider.lookahead import Lookahead
 from outrider.parameters import AcceptanceRule, SamplingParameters
 from outrider.randomness import Counter, KeyedSource, Purpose
-from outrider.tokens import NodeKind, ProposalNode
+from outrider.tokens import NodeKind
 from tests.draft_service.conftest import terms
 from tests.drafters.models import MARKOV, RecordedModel, markov, model_drafter
 
@@ -26,7 +29,7 @@ def _proposal(
     token_ids: list[int], parameters: SamplingParameters = GREEDY, rule: AcceptanceRule = AcceptanceRule.COUPLED
 ) -> OpenProposal:
     found = OpenProposal("s", token_ids, terms(parameters, rule), 4)
-    found.lookahead_nodes = BUDGET
+    found.lookahead = BUDGET
     return found
 
 
@@ -93,16 +96,17 @@ def test_each_node_continues_its_own_path_however_the_text_goes_on(parameters: S
 
 
 def test_the_best_of_an_endless_tree_are_made_and_no_others() -> None:
-    drafter, proposal = model_drafter(), _proposal([4, 7, 1])
+    drafter, proposal = model_drafter(), _proposal([4, 7, 1], SAMPLED, AcceptanceRule.REJECTION)
     _finish(drafter, proposal)
     assert BUDGET - 1 <= len(proposal.nodes) <= BUDGET
-    rates, values = AcceptanceRates(), {0: (1.0, 0)}
+    fresh, values = NodeValues.of_one_session(), {0: (1.0, 0)}
     ranks: defaultdict[int, int] = defaultdict(int)
     for number, node in enumerate(proposal.nodes, 1):
         ranks[node.parent] += 1
         value, depth = values[node.parent]
-        values[number] = (URGENCY * value * rates.value(depth + 1, ranks[node.parent]), depth + 1)
-    assert min(value for value, _ in values.values()) >= least_value(rates, 0, BUDGET) - 1e-12
+        values[number] = (URGENCY * value * fresh.ranks(depth + 1)[ranks[node.parent] - 1], depth + 1)
+    least = least_value(lambda depth: [URGENCY * value for value in fresh.ranks(depth)], 0, BUDGET)
+    assert min(value for value, _ in values.values()) >= least - 1e-12
     beside = [sum(1 for node in proposal.nodes if node.parent == number) for number in _main_line(proposal)]
     assert beside == sorted(beside, reverse=True), "fewer alternatives the deeper"
     assert beside[0] >= 3 and len(beside) > 6
@@ -139,7 +143,7 @@ def test_an_awaited_line_grows_in_every_step_beside_sessions_with_better_nodes()
     drafter = model_drafter(markov(f"{MARKOV},row_s=0.001,padding=4"), chunk=4)
     others = [_proposal([4, 7, number]) for number in range(16)]
     for number, other in enumerate(others):
-        other.session_id, other.num_speculative_tokens, other.lookahead_nodes = f"other {number}", 1, 64
+        other.session_id, other.num_speculative_tokens, other.lookahead = f"other {number}", 1, 64
     for _ in range(3):
         drafter.step(others)
     late = _proposal([9, 9, 9])
@@ -155,7 +159,7 @@ def test_an_awaited_line_grows_in_every_step_beside_sessions_with_better_nodes()
 def test_no_more_nodes_are_live_than_are_allowed(rule: AcceptanceRule, budget: int) -> None:
     draw = random.Random(0)
     drafter, proposal = model_drafter(), _proposal([4, 7, 1], SAMPLED, rule)
-    proposal.lookahead_nodes = budget
+    proposal.lookahead = budget
     seen, num_followed = Lookahead(3), 0
     for _ in range(40):
         for _ in range(draw.randrange(1, 9)):
@@ -223,7 +227,7 @@ def test_it_ends_where_the_request_does() -> None:
     drafter = model_drafter()
     short = SamplingParameters(temperature=0, max_tokens=4)
     proposal = OpenProposal("s", [4, 7, 1], terms(short, prompt_len=3), 4)
-    proposal.lookahead_nodes = BUDGET
+    proposal.lookahead = BUDGET
     _finish(drafter, proposal)
     assert len(_main_line(proposal)) == 4
     assert _go_on(drafter, proposal, [proposal.nodes[0].token_id])
@@ -235,7 +239,7 @@ def test_stop_tokens_are_not_continued() -> None:
     stop = _ranking([4, 7, 1], GREEDY)[0]
     drafter = model_drafter()
     proposal = OpenProposal("s", [4, 7, 1], terms(GREEDY, stop_token_ids=[stop]), 4)
-    proposal.lookahead_nodes = BUDGET
+    proposal.lookahead = BUDGET
     _finish(drafter, proposal)
     stops = {number for number, node in enumerate(proposal.nodes, 1) if node.token_id == stop}
     assert stops and not any(node.parent in stops for node in proposal.nodes)
@@ -302,11 +306,75 @@ def test_an_evicted_tree_is_planted_anew() -> None:
 
 
 def test_values_fall_with_depth_and_rank() -> None:
-    rates = AcceptanceRates()
+    values = NodeValues.of_one_session()
     for _ in range(200):
-        rates.observe(1, 4, 1)
-        rates.observe(1, 4, None)
-    assert rates.value(1, 1) == pytest.approx(0.5, abs=0.05)
-    assert rates.value(1, 2) < 0.05
-    assert least_value(rates, 0, 4) > least_value(rates, 0, 16) > least_value(rates, 0, 64) > 0
-    assert isinstance(ProposalNode(0, 1), ProposalNode)
+        values.observe(1, 4, 1)
+        values.observe(1, 4, None)
+    values.note([0.5, 0.5])
+    assert values.value(1, 1, 0.5) == pytest.approx(0.5, abs=0.05)
+    assert values.value(1, 2, 0.5) < 0.05
+    assert values.value(1, 1, 0.4) < values.value(1, 1, 0.5) < values.value(1, 1, 0.6), "what the draft is surer of"
+    assert least_value(values.ranks, 0, 4) > least_value(values.ranks, 0, 16) > least_value(values.ranks, 0, 64) > 0
+
+
+class Made:
+    """Choices of a made-up distribution."""
+
+    def __init__(self, seed: int) -> None:
+        self._seed = seed
+
+    def ranked(self, path: tuple[int, ...]) -> list[tuple[int, float]]:
+        weights = [random.Random(f"{self._seed} {path} {token_id}").random() ** 4 for token_id in range(6)]
+        found = [(token_id, weight / sum(weights)) for token_id, weight in enumerate(weights)]
+        return sorted(found, key=lambda item: -item[1])
+
+    def behind(self, places: Sequence[Place], logits: torch.Tensor, num: int) -> list[list[Choice]]:
+        return [[Choice(*item) for item in self.ranked(place.path)[:num]] for place in places]
+
+
+class ByLikelihood(NodeValues):
+    """Values of nodes that are their likelihoods."""
+
+    def ranks(self, depth: int) -> list[float]:
+        return [1.0] * 8
+
+    def value(self, depth: int, rank: int, likelihood: float) -> float:
+        return likelihood
+
+
+def _whole(depth: int, max_nodes: int, seed: int, stops: Sequence[int] = ()) -> tuple[list[tuple[int, ...]], int]:
+    """Returns the paths of a tree that waits, and the steps that it took."""
+    proposal = OpenProposal("s", (1, 2, 3), terms(GREEDY, stop_token_ids=stops), depth, max_nodes)
+    tree = DraftTree(proposal, 0, Made(seed), ByLikelihood.of_one_session())
+    edge, steps, paths = [tree.root], 0, {0: ()}
+    while edge:
+        tree.expand(edge, torch.empty(len(edge), 1))
+        edge, steps = [node for _, node in tree.frontier()], steps + 1
+    for number, node in enumerate(tree.take(), 1):
+        paths[number] = (*paths[node.parent], node.token_id)
+    return list(paths.values())[1:], steps
+
+
+@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("num_nodes", [5, 12])
+def test_a_tree_that_waits_has_the_best_paths_of_all(seed: int, num_nodes: int) -> None:
+    scores: dict[tuple[int, ...], float] = {(): 1.0}
+    for length in range(1, 5):
+        for path in product(range(6), repeat=length):
+            scores[path] = scores[path[:-1]] * dict(Made(seed).ranked(path[:-1]))[path[-1]]
+    del scores[()]
+    paths, steps = _whole(4, num_nodes, seed)
+    assert set(paths) == set(sorted(scores, key=lambda path: -scores[path])[:num_nodes])
+    assert steps <= 4
+
+
+def test_as_many_nodes_as_levels_are_a_chain() -> None:
+    for max_nodes in (0, 4):
+        paths, steps = _whole(4, max_nodes, 1)
+        assert [len(path) for path in paths] == [1, 2, 3, 4] and steps == 4
+
+
+def test_nothing_stands_below_a_stop_token() -> None:
+    stop = Made(3).ranked(())[0][0]
+    paths, _ = _whole(3, 12, 3, [stop])
+    assert (stop,) in paths and not any(stop in path[:-1] for path in paths)
