@@ -39,7 +39,8 @@ class Leasing:
     async def settle(self) -> None:
         """Returns when nothing that was asked of the store is under way any more; prompts are no longer encoded."""
         self._encoding.close()
-        await asyncio.gather(*self._pending, return_exceptions=True)
+        while self._pending:
+            await asyncio.gather(*self._pending, return_exceptions=True)
 
     def keep(self, task: asyncio.Task[Any]) -> None:
         """Has `settle` wait for a task."""

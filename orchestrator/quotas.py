@@ -54,7 +54,8 @@ class Quotas:
 
     async def settle(self) -> None:
         """Returns when streams that have ended are counted no more."""
-        await asyncio.gather(*self._leaving, return_exceptions=True)
+        while self._leaving:
+            await asyncio.gather(*self._leaving, return_exceptions=True)
 
     @asynccontextmanager
     async def stream(self, tenant: Tenant, session_id: str) -> AsyncIterator[Usage]:

@@ -5,22 +5,21 @@ third of the time that a call for each would.
 """
 
 import asyncio
-import contextlib
 import contextvars
 import logging
-from collections.abc import Awaitable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from importlib import resources
-from typing import Any, Final, TypeVar
+from typing import Any, Final
 
 import redis.asyncio
 from redis import exceptions
 
+from orchestrator.redis_calls import RedisCalls
+
 _LOG: Final = logging.getLogger(__name__)
 _MAX_BATCH: Final = 64
-
-T = TypeVar("T")
 
 Call = tuple[str, Sequence[str], Sequence[Any]]
 """A script's name, its KEYS and its ARGV."""
@@ -71,23 +70,6 @@ class NotDurable(exceptions.RedisError):
     """A write was taken, but is not where it must be in time; it may count later."""
 
 
-async def uninterrupted(call: Awaitable[T]) -> T:
-    """Returns what a call gives; when cancelled, lets the call come to its end, which must be bounded, before that.
-
-    redis-py leaves a connection open that is cancelled while it is being made.
-    """
-    task = asyncio.ensure_future(call)
-    try:
-        return await asyncio.shield(task)
-    except asyncio.CancelledError:
-        while not task.done():
-            with contextlib.suppress(asyncio.CancelledError):
-                await asyncio.wait((task,))
-        if not task.cancelled():
-            task.exception()
-        raise
-
-
 class Scripts:
     """Runs scripts by their hashes, and loads them where the server does not know them.
 
@@ -97,6 +79,7 @@ class Scripts:
         durability: what must have happened to what scripts write.
         durable: the scripts whose writes it is about.
         bound_s: on all attempts of a call together; beyond what the connection's own bounds come to.
+        calls: those of the client that are in flight; these are added.
     """
 
     def __init__(
@@ -106,6 +89,7 @@ class Scripts:
         durability: Durability | None = None,
         durable: Collection[str] = (),
         bound_s: float = 60.0,
+        calls: RedisCalls | None = None,
     ) -> None:
         folder = resources.files("orchestrator") / "lua"
         checks = (folder / "checks.lua").read_text()
@@ -116,33 +100,25 @@ class Scripts:
         texts = {name: checks + (folder / f"{name}.lua").read_text() for name in names}
         self._scripts = {name: client.register_script(text) for name, text in texts.items()}
         self._pending: list[tuple[Call, asyncio.Future[Any]]] = []
-        self._running: set[asyncio.Task[None]] = set()
+        self._calls = calls or RedisCalls()
 
     async def run(self, name: str, keys: Sequence[str], *arguments: Any) -> Any:
-        """Returns what the script returns; raises redis's own exceptions.
+        """Returns what the script returns; raises redis's own exceptions, and `Unavailable` for calls that are closed.
 
         A caller that is cancelled may have had its script run all the same, as with a reply that is lost.
         """
-        loop = asyncio.get_running_loop()
-        future: asyncio.Future[Any] = loop.create_future()
+        future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+        self._calls.check_open()
         if not self._pending:
             # In no request's context: what is logged of a batch is not about the first of its callers.
-            loop.call_soon(self._start, context=contextvars.Context())
+            self._calls.start(self._run_pending(), contextvars.Context())
         self._pending.append(((name, keys, arguments), future))
         return await future
 
-    async def settle(self) -> None:
-        """Returns when no script runs any more: a connection must not be closed under one, which would open another."""
-        while self._pending or self._running:
-            await asyncio.gather(*self._running, return_exceptions=True)
-            await asyncio.sleep(0)
-
-    def _start(self) -> None:
+    async def _run_pending(self) -> None:
         pending, self._pending = self._pending, []
-        for first in range(0, len(pending), _MAX_BATCH):
-            task = asyncio.create_task(self._run_batch(pending[first : first + _MAX_BATCH]))
-            self._running.add(task)
-            task.add_done_callback(self._running.discard)
+        batches = (pending[first : first + _MAX_BATCH] for first in range(0, len(pending), _MAX_BATCH))
+        await asyncio.gather(*(self._run_batch(batch) for batch in batches))
 
     async def _run_batch(self, batch: list[tuple[Call, asyncio.Future[Any]]]) -> None:
         """Runs calls and settles their futures, within the bound: whatever happens, no caller waits for ever."""

@@ -5,19 +5,21 @@ number of times. Both keys of a session share a hash tag, so Redis Cluster works
 keys.
 """
 
+import asyncio
 import secrets
 import struct
-from collections.abc import Awaitable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, Final, NoReturn, TypeVar, cast
+from typing import Any, Final, NoReturn
 
 import redis.asyncio
 from redis import exceptions
 from redis.asyncio.retry import Retry
 from redis.backoff import ExponentialBackoff
 
+from orchestrator.redis_calls import RedisCalls
 from orchestrator.redis_errors import named
-from orchestrator.scripts import Durability, Scripts, uninterrupted
+from orchestrator.scripts import Durability, Scripts
 from orchestrator.sessions import (
     BeginOutcome,
     Begun,
@@ -51,8 +53,6 @@ _MAX_CONNECTIONS: Final = 64
 _TOKEN_BYTES: Final = 4
 _CHECK_KEY: Final = "outrider:check"
 _CHECK_MS: Final = 60_000
-
-T = TypeVar("T")
 
 
 class SessionLost(DataLoss):
@@ -98,16 +98,17 @@ class SessionStore:
         self._ttl_ms = int(ttl_s * 1e3)
         # Connecting and answering, for each attempt.
         bound_s = (_RETRIES + 1) * (2 * timeout_s + wait_s) + timeout_s
-        self._scripts = Scripts(self._redis, _SCRIPTS, durability, _DURABLE, bound_s)
+        self._calls = RedisCalls()
+        self._scripts = Scripts(self._redis, _SCRIPTS, durability, _DURABLE, bound_s, self._calls)
 
     async def close(self) -> None:
-        """Closes all connections, once what was asked of them is answered."""
-        await self._scripts.settle()
+        """Closes all connections, once every call in flight has ended; later ones raise `Unavailable`."""
+        await self._calls.close()
         await self._redis.aclose()
 
     async def check(self) -> None:
         """Returns when Redis has taken a write, which expires by itself; raises `Overloaded` or `Unavailable`."""
-        await _bounded(self._redis.set(_CHECK_KEY, "1", px=_CHECK_MS))
+        await self._call(self._redis.set, _CHECK_KEY, "1", px=_CHECK_MS)
 
     async def begin(self, request: NewRequest) -> Begun:
         """Leases the session and begins the request, or goes on with the same request; see lua/begin.lua.
@@ -264,7 +265,7 @@ class SessionStore:
         """Returns the session's record; None where there is none. Raises `DataLoss` for one that is damaged."""
         key = _keys(tenant, session_id)[0]
         with _damage_named(session_id):
-            fields = await _bounded(cast("Awaitable[dict[bytes, bytes]]", self._redis.hgetall(key)))
+            fields: dict[bytes, bytes] = await self._call(self._redis.hgetall, key)
             return SessionRecord.from_hash(fields, tenant, session_id) if fields else None
 
     async def look(self, tenant: str, session_id: str) -> SessionEnd:
@@ -277,7 +278,7 @@ class SessionStore:
             Unavailable: Redis does not answer within the bound.
         """
         with _damage_named(session_id):
-            fields, last = await _bounded(self._read_end(*_keys(tenant, session_id)[:2]))
+            fields, last = await self._call(self._read_end, *_keys(tenant, session_id)[:2])
             record = SessionRecord.from_hash(fields, tenant, session_id) if fields else None
         return SessionEnd(record, _unpacked(last)[0] if record is not None and len(last) == _TOKEN_BYTES else None)
 
@@ -295,13 +296,13 @@ class SessionStore:
 
     async def is_leased(self, record: SessionRecord) -> bool:
         """Returns whether somebody holds a live lease, by Redis's clock."""
-        seconds, micros = await _bounded(self._redis.time())
-        return record.deadline > seconds * 1_000_000 + micros
+        now: tuple[int, int] = await self._call(self._redis.time)
+        return record.deadline > now[0] * 1_000_000 + now[1]
 
     async def expires_in_s(self, tenant: str, session_id: str) -> float:
         """Returns the seconds until the session is gone unless used."""
         key = _keys(tenant, session_id)[0]
-        milliseconds: int = await _bounded(self._redis.pttl(key))
+        milliseconds: int = await self._call(self._redis.pttl, key)
         return max(0, milliseconds) / 1e3
 
     async def read_tokens(self, tenant: str, session_id: str, start: int, end: int) -> list[int]:
@@ -315,8 +316,8 @@ class SessionStore:
             return []
         key = _keys(tenant, session_id)[1]
         with _damage_named(session_id):
-            data = await _bounded(cast("Awaitable[bytes]", self._redis.getrange(key, 4 * start, 4 * end - 1)))
-        if not data and not await _bounded(self._redis.exists(key)):
+            data: bytes = await self._call(self._redis.getrange, key, 4 * start, 4 * end - 1)
+        if not data and not await self._call(self._redis.exists, key):
             return []
         if len(data) != 4 * (end - start):
             raise DataLoss(f"session {session_id}: its token log is not what was committed")
@@ -336,6 +337,10 @@ class SessionStore:
         """
         return await named(self._scripts.run(name, keys, *arguments))
 
+    async def _call(self, method: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
+        """Returns what a method of the client does, whose time and attempts the connection bounds; errors as `run`."""
+        return await named(asyncio.shield(self._calls.start(method(*arguments, **options))))
+
 
 @contextmanager
 def _damage_named(session_id: str) -> Iterator[None]:
@@ -344,11 +349,6 @@ def _damage_named(session_id: str) -> Iterator[None]:
         yield
     except DataLoss as error:
         raise DataLoss(f"session {session_id}: {error.message}") from error
-
-
-async def _bounded(call: Awaitable[T]) -> T:
-    """Makes a call whose time and attempts the connection bounds, and names what goes wrong."""
-    return await named(uninterrupted(call))
 
 
 def _keys(tenant: str, session_id: str) -> tuple[str, str, str]:

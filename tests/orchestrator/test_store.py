@@ -510,6 +510,36 @@ async def test_a_crash_keeps_what_was_committed(tmp_path: Path) -> None:
         server.stop()
 
 
+@pytest.mark.parametrize("is_connected", [False, True])
+async def test_closing_leaves_no_connection_wherever_callers_left_their_calls(
+    valkey: EmbeddedValkey, *, is_connected: bool
+) -> None:
+    kept = []
+    for num_steps in range(25):
+        closing = SessionStore(f"{valkey.url}?client_name=closing")
+        if is_connected:
+            await asyncio.gather(
+                closing.check(), closing.get("t", "s"), closing.cancel("t", "s"), return_exceptions=True
+            )
+        callers = [
+            asyncio.create_task(call) for call in (closing.get("t", "s"), closing.check(), closing.begin(asked()))
+        ]
+        for _ in range(num_steps):
+            await asyncio.sleep(0)
+        for caller in callers[:2]:
+            caller.cancel()
+        await closing.close()
+        await asyncio.gather(*callers, return_exceptions=True)
+        # Referred to, so that no garbage collection closes what it left open.
+        kept.append(closing)
+    for caller in (kept[0].check(), kept[0].begin(asked())):
+        with pytest.raises(Unavailable, match="closed"):
+            await caller
+    async with asyncio.timeout(5):
+        while any(client["name"] == "closing" for client in raw(valkey).client_list()):
+            await asyncio.sleep(0.01)
+
+
 def test_another_server_on_the_port_is_not_taken_for_ones_own(valkey: EmbeddedValkey) -> None:
     with pytest.raises(Unavailable), EmbeddedValkey(port=valkey.port):
         pass

@@ -135,6 +135,32 @@ async def test_a_failing_drain_does_not_keep_the_server_up(caplog):
     assert "drain failed" in caplog.messages
 
 
+async def test_a_server_has_stopped_when_the_calls_that_it_cut_have_ended(worker, draft):
+    begun, ended = [], []
+
+    async def hold():
+        begun.append(1)
+        try:
+            await asyncio.Event().wait()
+        finally:
+            # As what gives back a lease takes a moment.
+            await asyncio.sleep(0.02)
+            ended.append(1)
+
+    worker.behaviour = hold
+    server = new_server(ServingSettings(drain_budget_s=0.3), worker, draft)
+    async with open_channel(await server.start()) as channel:
+        calls = [call(channel) for _ in range(3)]
+        async with asyncio.timeout(10):
+            while len(begun) < 3:
+                await asyncio.sleep(0.01)
+        await server.stop()
+        assert len(ended) == 3
+        for cut in calls:
+            with pytest.raises(grpc.aio.AioRpcError):
+                await cut
+
+
 async def test_sigterm_serves_while_endpoints_propagate_then_ends_with_zero():
     async with told_process("--drain-delay-s", "2.0", "--call-s", "0.1") as (process, address):
         async with open_channel(address) as channel:
