@@ -13,7 +13,9 @@ _EVERY_S: Final = 60.0
 
 
 class UnexpectedErrors:
-    """Logs unexpected exceptions with their traceback, those of one place once a minute: a caller may repeat them.
+    """Logs unexpected exceptions with their traceback.
+
+    Those of one message and place are logged once a minute: a caller may repeat them without end.
 
     Its methods may be called from any thread.
 
@@ -23,18 +25,18 @@ class UnexpectedErrors:
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
-        self._logged_at: dict[tuple[type[Exception], str], float] = {}
+        self._logged_at: dict[tuple[str, type[Exception], str], float] = {}
         self._num_left_out = 0
 
     def log(self, message: str, error: Exception, **about: object) -> None:
-        """Logs an exception, unless another of its type and place was logged less than a minute ago.
+        """Logs an exception, unless the message was logged with one of its type and place less than a minute ago.
 
         Args:
-            message: what failed.
+            message: what failed; always the same for one thing that can fail.
             error: why.
             about: fields of the record.
         """
-        now, place = self._clock(), (type(error), _place(error))
+        now, place = self._clock(), (message, type(error), _place(error))
         if now - self._logged_at.get(place, -_EVERY_S) < _EVERY_S:
             self._num_left_out += 1
             return

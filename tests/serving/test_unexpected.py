@@ -28,6 +28,13 @@ def test_one_place_is_logged_once_a_minute(caplog: pytest.LogCaptureFixture) -> 
     assert caplog.records[-1].num_left_out == 3  # type: ignore[attr-defined]
 
 
+def test_what_follows_from_one_exception_is_logged_too(caplog: pytest.LogCaptureFixture) -> None:
+    errors = UnexpectedErrors()
+    for message in ("the pass failed", "the request failed", "the request failed"):
+        errors.log(message, raised(0))
+    assert [record.message for record in caplog.records] == ["the pass failed", "the request failed"]
+
+
 def test_what_has_a_name_keeps_it_and_is_not_logged(caplog: pytest.LogCaptureFixture) -> None:
     errors = UnexpectedErrors()
     draining = Draining("bye")
