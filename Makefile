@@ -43,13 +43,13 @@ $(STAMP): pyproject.toml hatch_build.py $(wildcard proto/outrider/v1/*.proto) Ma
 demo: install ## Starts every service on this machine and shows one generation.
 	@$(BIN)/outrider demo $(ARGS)
 
-test: lint ## Runs every check and every test but the slow ones. Takes 8 minutes.
+test: lint ## Runs every check and every test but the slow ones. Takes 6 minutes on 2 cores.
 	@$(BIN)/python -m pytest -q -n $(WORKERS) --dist loadgroup --durations=10 $(ARGS)
 
-test-all: install ## Runs the tests that `make test` leaves out, in parts; PART=exactness runs one of them. Takes 3 hours.
+test-all: install ## Runs the tests that `make test` leaves out, in parts; PART=exactness runs one of them. Takes hours.
 	@$(BIN)/python -m tests.parts $(PART)
 
-bench-check: install ## Runs every bench on models so small that it takes seconds. Takes 3 minutes.
+bench-check: install ## Runs every bench on models so small that each takes seconds.
 	@$(BIN)/python -m pytest -q tests/bench -m 'slow or not slow' $(ARGS)
 
 lint: install ## Checks style, contracts, import floors, types and dependencies.
