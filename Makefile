@@ -65,11 +65,11 @@ format: install ## Formats the code and sorts its imports.
 	@$(BIN)/ruff format --quiet .
 
 exactness: install ## Proves losslessness: enumeration, known wrong rules, 30,000 served samples a case, 30 prompts. Takes 100 minutes.
-	@$(BIN)/python -m pytest -q tests/exactness tests/test_draws.py tests/test_randomness.py tests/served -m 'slow or not slow' $(ARGS)
+	@$(BIN)/python -m pytest -q tests/exactness tests/speculation/test_draws.py tests/speculation/test_randomness.py tests/served -m 'slow or not slow' $(ARGS)
 
 faults: install ## Tries every fault of docs/reliability.md on real processes. Takes 6 minutes.
-	@FAULTS_TABLE=1 $(BIN)/python -m pytest -q tests/faults tests/orchestrator/test_authentication.py \
-	  tests/served/test_secured.py tests/target_service/test_remote_blocks.py \
+	@FAULTS_TABLE=1 $(BIN)/python -m pytest -q tests/faults tests/orchestrator/api/test_authentication.py \
+	  tests/served/test_secured.py tests/target_service/kv_blocks/test_remote_blocks.py \
 	  tests/bench/test_benches.py::test_takeover -m 'slow or not slow' $(ARGS)
 
 attacks: install ## Tries every attack of docs/reliability.md on real servers.

@@ -13,10 +13,10 @@ import redis.asyncio
 from bench.progress import progress
 from bench.result import BenchResult, machine, quantile
 from bench.worker import Worker
-from orchestrator.sessions import Lease, NewRequest
-from orchestrator.store import SessionStore
+from orchestrator.store.sessions import Lease, NewRequest
+from orchestrator.store.store import SessionStore
 from outrider.client import GenerationRequest, LocalStack, Speculation, StackOptions
-from outrider.client.valkey import EmbeddedValkey
+from outrider.local.valkey import EmbeddedValkey
 from outrider.parameters import AcceptanceRule, SamplingParameters
 
 _MODEL: Final = "markov:vocabulary=64,order=1,seed=1"

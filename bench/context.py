@@ -14,7 +14,8 @@ from bench.progress import Step, progress
 from bench.result import BenchResult, machine, median
 from bench.traffic import Prompts
 from outrider.errors import InvalidArgument
-from outrider.lm.loading import LoadOptions, load_model
+from outrider.lm.load_options import LoadOptions
+from outrider.lm.loading import load_model
 from outrider.lm.model import KVCache, LanguageModel, SessionStep
 from outrider.tokens import TokenSpan
 

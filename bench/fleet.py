@@ -25,9 +25,9 @@ from bench.orchestrator import generate_for_ever, processor_s, spare_core, until
 from bench.progress import progress
 from bench.result import BenchResult, machine, median
 from outrider.client import OutriderClient
-from outrider.client.process import ProcessSpec, ServiceProcess
-from outrider.client.valkey import EmbeddedValkey
 from outrider.errors import InvalidArgument
+from outrider.local.process import ProcessSpec, ServiceProcess
+from outrider.local.valkey import EmbeddedValkey
 
 _READY_S: Final = 60.0
 _WARM_UP_S: Final = 2.0

@@ -19,9 +19,9 @@ from bench.idle import NUM_SPECULATIVE_TOKENS, IdleTarget, idle_workers
 from bench.progress import progress
 from bench.result import BenchResult, machine, quantile
 from outrider.client import Delta, GenerationRequest, OutriderClient, Speculation
-from outrider.client.process import ProcessSpec, ServiceProcess
-from outrider.client.valkey import EmbeddedValkey
 from outrider.errors import InvalidArgument
+from outrider.local.process import ProcessSpec, ServiceProcess
+from outrider.local.valkey import EmbeddedValkey
 from outrider.parameters import SamplingParameters
 
 _WARM_UP_S: Final = 1.0

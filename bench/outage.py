@@ -23,7 +23,7 @@ from bench.proxy import Proxy
 from bench.remote_draft import remote_draft
 from bench.result import BenchResult, machine, median
 from outrider.client import Delta, GenerationRequest, LocalStack, OutriderClient, Speculation, StackOptions
-from outrider.client.process import ServiceProcess
+from outrider.local.process import ServiceProcess
 from outrider.parameters import SamplingParameters
 
 NOTHING: Final = "nothing"

@@ -6,7 +6,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Final
 
-from outrider.client.process import ProcessSpec, ServiceProcess
+from outrider.local.process import ProcessSpec, ServiceProcess
 
 _TIMEOUT_S: Final = 900.0
 

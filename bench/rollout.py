@@ -24,10 +24,10 @@ from bench.result import BenchResult, machine, median, quantile
 from bench.traffic import Ask, Prompts
 from bench.worker import Worker
 from outrider.client import Delta, Finished, GenerationRequest, OutriderClient, StackOptions
-from outrider.client.process import ProcessSpec, ServiceProcess
-from outrider.client.stack_options import DraftOptions
-from outrider.client.valkey import EmbeddedValkey
 from outrider.errors import OutriderError
+from outrider.local.process import ProcessSpec, ServiceProcess
+from outrider.local.stack_options import DraftOptions
+from outrider.local.valkey import EmbeddedValkey
 
 _READY_S: Final = 300.0
 _REQUEST_S: Final = 300.0

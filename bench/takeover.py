@@ -21,9 +21,9 @@ from bench.result import BenchResult, machine, median
 from bench.traffic import Ask, Prompts
 from bench.worker import Worker
 from outrider.client import Delta, LocalStack, OutriderClient, StackOptions
-from outrider.client.process import ServiceProcess
-from outrider.client.valkey import EmbeddedValkey
 from outrider.errors import InvalidArgument, OutriderError
+from outrider.local.process import ServiceProcess
+from outrider.local.valkey import EmbeddedValkey
 
 _MODES: Final = ("never", "always", "auto")
 _NUM_TOKENS: Final = 6000

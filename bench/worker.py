@@ -4,8 +4,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from outrider.client.process import ServiceProcess
 from outrider.errors import Unavailable
+from outrider.local.process import ServiceProcess
 from outrider.serving.channel import open_channel
 from outrider.v1 import worker_pb2 as pb
 from outrider.v1.worker_pb2_grpc import WorkerServiceStub

@@ -4,7 +4,7 @@ import asyncio
 import os
 from concurrent.futures import ThreadPoolExecutor
 
-from draft_service.engine import Engine, EngineLimits
+from draft_service.engine.engine import Engine, EngineLimits
 from draft_service.metrics import watch
 from draft_service.servicer import DraftServicer
 from draft_service.settings import DraftSettings

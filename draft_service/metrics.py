@@ -5,7 +5,7 @@ from collections.abc import Iterable
 
 from prometheus_client import CollectorRegistry, Metric
 
-from draft_service.engine import Engine
+from draft_service.engine.engine import Engine
 from draft_service.settings import DraftSettings
 from outrider.serving.metrics import Readings, RecentRatio, counter, gauge
 

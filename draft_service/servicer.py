@@ -8,9 +8,9 @@ from typing import Any, Final
 
 import grpc
 
-from draft_service.commands import CloseSession, Refused, Reply, Seat
-from draft_service.engine import Engine
-from draft_service.frames import command_from_frame, frame_from_reply
+from draft_service.engine.commands import CloseSession, Refused, Reply, Seat
+from draft_service.engine.engine import Engine
+from draft_service.engine.frames import command_from_frame, frame_from_reply
 from outrider.drafters.drafter import DrafterInfo
 from outrider.errors import Draining, InvalidArgument, OutriderError, Overloaded, RequestFailed
 from outrider.serving.frames import FRAMES_AT_ONCE, FrameOutbox, check_num_frames, checked_size

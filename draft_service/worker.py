@@ -8,7 +8,7 @@ from typing import Any
 import grpc
 
 import outrider
-from draft_service.engine import Engine
+from draft_service.engine.engine import Engine
 from outrider.drafters.drafter import DrafterInfo
 from outrider.parameters import AcceptanceRule
 from outrider.tokens import MAX_PROPOSAL_NODES

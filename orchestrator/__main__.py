@@ -3,16 +3,17 @@
 import asyncio
 import os
 
-from orchestrator.admission import Admission
-from orchestrator.generation import Services
+from orchestrator.api.admission import Admission
+from orchestrator.api.quotas import Quotas
+from orchestrator.api.servicer import GenerationServicer
+from orchestrator.api.tenants import Tenants
+from orchestrator.gauges import register_gauges
+from orchestrator.generation.generation import Services
 from orchestrator.metrics import OrchestratorMetrics
-from orchestrator.quotas import Quotas
-from orchestrator.replicas import Replicas
-from orchestrator.servicer import GenerationServicer
 from orchestrator.settings import OrchestratorSettings
-from orchestrator.store import SessionStore
-from orchestrator.store_watch import StoreWatch
-from orchestrator.tenants import Tenants
+from orchestrator.store.store import SessionStore
+from orchestrator.store.watch import StoreWatch
+from orchestrator.workers.replicas import Replicas
 from outrider.serving.metrics import new_registry
 from outrider.serving.server import Server, run_process
 from outrider.serving.settings import load_settings
@@ -36,7 +37,7 @@ async def serve(settings: OrchestratorSettings) -> None:
     quotas = Quotas(store, settings.session_ttl_s)
     registry = new_registry("orchestrator")
     metrics = OrchestratorMetrics(registry)
-    metrics.watch(admission, replicas)
+    register_gauges(registry, admission, replicas)
     end_export = export_spans(settings.otlp_endpoint, "orchestrator")
     servicer = GenerationServicer(Services(store, replicas, settings, metrics), admission, tenants, quotas)
     watch = StoreWatch(store)
@@ -65,7 +66,7 @@ async def serve(settings: OrchestratorSettings) -> None:
 def main() -> None:
     """Reads the settings and serves."""
     settings = load_settings(OrchestratorSettings, program="python -m orchestrator")
-    # A text is encoded by the thread that has its turn (orchestrator.encoding), not by one for each core beside it.
+    # A text is encoded by the thread that has its turn (orchestrator.api.encoding), not by one for each core beside it.
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     configure_logging(service="orchestrator", level=settings.log_level, form=settings.log_format)
     run_process(serve(settings))

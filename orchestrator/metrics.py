@@ -1,22 +1,19 @@
-"""What an orchestrator counts: requests, their times, tokens, fallbacks; and who is in rotation."""
+"""Counters and histograms of an orchestrator: requests, their latencies, tokens, fallbacks to plain decoding."""
 
 import asyncio
 import logging
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Final
 
 from opentelemetry import trace
 from opentelemetry.trace import Span
-from prometheus_client import CollectorRegistry, Counter, Histogram, Metric
-from prometheus_client.core import GaugeMetricFamily
+from prometheus_client import CollectorRegistry, Counter, Histogram
 
-from orchestrator.admission import Admission
-from orchestrator.replicas import Replicas
 from outrider import wire
 from outrider.errors import OutriderError
-from outrider.serving.metrics import LATENCY_BUCKETS_S, PREFIX, STEP_BUCKETS_S, Readings, gauge
+from outrider.serving.metrics import LATENCY_BUCKETS_S, PREFIX, STEP_BUCKETS_S
 from outrider.serving.spans import fail
 from outrider.v1 import generation_pb2
 
@@ -49,7 +46,6 @@ class OrchestratorMetrics:
     """
 
     def __init__(self, registry: CollectorRegistry) -> None:
-        self._registry = registry
         self.requests = Counter(
             f"{PREFIX}requests",
             "Requests that have ended, by finish_reason, reason of the error, or client_gone.",
@@ -83,10 +79,6 @@ class OrchestratorMetrics:
         self.commit_time = Histogram(
             f"{PREFIX}commit_seconds", "Seconds of a commit to Redis.", buckets=STEP_BUCKETS_S, registry=registry
         )
-
-    def watch(self, admission: Admission, replicas: Replicas) -> None:
-        """Has the requests of now, and the workers, told too."""
-        self._registry.register(Readings(lambda: _present(admission, replicas)))
 
     @contextmanager
     def request(self, span: Span = trace.INVALID_SPAN) -> Iterator["RequestTimes"]:
@@ -182,18 +174,3 @@ class RequestTimes:
 
 def _latency(name: str, about: str, registry: CollectorRegistry) -> Histogram:
     return Histogram(PREFIX + name, about, buckets=LATENCY_BUCKETS_S, registry=registry)
-
-
-def _present(admission: Admission, replicas: Replicas) -> Iterable[Metric]:
-    yield gauge("num_requests_running", "Requests that generate now.", admission.num_active)
-    yield gauge("num_requests_waiting", "Requests that wait for their turn.", admission.num_queued)
-    num_open = admission.num_active + admission.num_queued
-    yield gauge("requests_open", "Requests that generate or wait.", num_open)
-    yield gauge("max_requests_running", "Requests that may generate at once.", admission.max_active)
-    workers = GaugeMetricFamily(
-        f"{PREFIX}workers", "Workers that this orchestrator knows.", labels=["role", "in_rotation"]
-    )
-    for role, num_in, num_out in replicas.counts():
-        workers.add_metric([role, "true"], num_in)
-        workers.add_metric([role, "false"], num_out)
-    yield workers

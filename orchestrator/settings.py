@@ -6,7 +6,7 @@ from typing import Final
 from pydantic import Field, model_validator
 
 from orchestrator.discovery.endpoints import parse_place
-from orchestrator.scripts import Durability, DurabilityLevel
+from orchestrator.store.scripts import Durability, DurabilityLevel
 from outrider.errors import InvalidArgument
 from outrider.parameters import AcceptanceRule
 from outrider.serving.settings import Listed, ServingSettings

@@ -13,7 +13,8 @@ import torch
 
 from outrider.drafters.loading import load_drafter
 from outrider.errors import InvalidArgument
-from outrider.lm.loading import LoadedModel, LoadOptions, chosen_device, load_model
+from outrider.lm.load_options import LoadedModel, LoadOptions, chosen_device
+from outrider.lm.loading import load_model
 from outrider.lm.model import LanguageModel
 from outrider.lm.ranks import Ranks, num_ranks
 from outrider.serving.metrics import new_registry
@@ -23,11 +24,11 @@ from outrider.serving.spans import export_spans
 from outrider.serving.telemetry import configure_logging
 from outrider.v1.target_pb2_grpc import add_TargetServiceServicer_to_server
 from outrider.v1.worker_pb2_grpc import add_WorkerServiceServicer_to_server
-from target_service.block_store import BlockStore
-from target_service.colocated import ColocatedDraft, check_colocated
-from target_service.engine import Engine
+from target_service.engine.colocated import ColocatedDraft, check_colocated
+from target_service.engine.engine import Engine
+from target_service.kv_blocks.remote_blocks import RemoteBlocks
+from target_service.kv_blocks.store import BlockStore
 from target_service.metrics import watch
-from target_service.remote_blocks import RemoteBlocks
 from target_service.servicer import TargetServicer, TargetWorkerServicer
 from target_service.settings import BlockUse, TargetSettings
 

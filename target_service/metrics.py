@@ -7,8 +7,8 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
 from outrider.lm.model import LanguageModel
 from outrider.serving.metrics import PREFIX, STEP_BUCKETS_S, Readings, counter, gauge, labelled
-from target_service.engine import Engine
-from target_service.remote_blocks import BlockCounters
+from target_service.engine.engine import Engine
+from target_service.kv_blocks.remote_blocks import BlockCounters
 from target_service.settings import TargetSettings
 
 

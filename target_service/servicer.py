@@ -13,16 +13,16 @@ import grpc
 
 import outrider
 from outrider.errors import InvalidArgument, OutriderError
-from outrider.lm.loading import LoadedModel
+from outrider.lm.load_options import LoadedModel
 from outrider.parameters import AcceptanceRule
 from outrider.serving.frames import FRAMES_AT_ONCE, check_num_frames, checked_size
 from outrider.serving.unexpected import UnexpectedErrors
 from outrider.tokens import MAX_PROPOSAL_NODES
 from outrider.v1 import target_pb2, target_pb2_grpc, worker_pb2, worker_pb2_grpc
-from target_service.engine import Engine
-from target_service.frames import GENTLE, command_from_frame, kind_of
+from target_service.engine.engine import Engine
+from target_service.engine.frames import GENTLE, command_from_frame, kind_of
+from target_service.engine.stream import Stream
 from target_service.settings import TargetSettings
-from target_service.stream import Stream
 
 _LOG: Final = logging.getLogger(__name__)
 _CHUNK_BYTES: Final = 1 << 20

@@ -1,6 +1,7 @@
 """The law of the next token in vLLM's order, written plainly: one position, Python's floats, a step a function.
 
-The reference for what `outrider.sampling` computes and for what the served API gives; shares no code with either.
+The reference for what `outrider.speculation.sampling` computes and for what the served API gives; shares no code with
+either.
 """
 
 import math

@@ -13,8 +13,8 @@ from typing import Final
 PARTS: Final[Mapping[str, Sequence[str]]] = {
     "exactness": (
         "tests/exactness",
-        "tests/test_draws.py",
-        "tests/test_randomness.py",
+        "tests/speculation/test_draws.py",
+        "tests/speculation/test_randomness.py",
         "tests/served/test_distribution.py",
         "tests/served/test_equality.py",
     ),
@@ -26,7 +26,7 @@ PARTS: Final[Mapping[str, Sequence[str]]] = {
         "tests/drafters",
         "tests/training",
         "tests/served/test_distilled.py",
-        "tests/target_service/test_ranks.py",
+        "tests/target_service/engine/test_ranks.py",
     ),
     "rest": ("tests",),
     "kubernetes": (),

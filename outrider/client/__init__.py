@@ -1,20 +1,23 @@
-"""The Python client, a whole stack on this machine, and the command line `outrider`.
+"""The Python client of Outrider, with the local stack's names for those who start one beside it.
 
 OutriderClient   asyncio: streams, completes, resumes over several orchestrators
 Conversation     many turns in one session
 SyncClient       the same for scripts without an event loop
-LocalStack       Redis, target, draft and orchestrator as processes of this machine
+LocalStack       Redis, target, draft and orchestrator as processes of this machine (`outrider.local`)
 """
+
+from typing import TYPE_CHECKING, Any
 
 from outrider.client.client import OutriderClient
 from outrider.client.conversation import Conversation
 from outrider.client.events import Accepted, Delta, Event, Finished, Generation, Statistics
 from outrider.client.request import GenerationRequest, Message, Speculation
 from outrider.client.retry import RetryPolicy
-from outrider.client.stack import LocalStack
-from outrider.client.stack_options import DraftOptions, StackOptions
 from outrider.client.sync import SyncClient
 from outrider.serving.tls import TlsFiles
+
+if TYPE_CHECKING:
+    from outrider.local import DraftOptions, LocalStack, StackOptions
 
 __all__ = [
     "Accepted",
@@ -35,3 +38,14 @@ __all__ = [
     "SyncClient",
     "TlsFiles",
 ]
+
+_LOCAL = frozenset({"DraftOptions", "LocalStack", "StackOptions"})
+
+
+def __getattr__(name: str) -> Any:
+    """Return a name of `outrider.local`, which imports this package, and is imported when it is asked for only."""
+    if name not in _LOCAL:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from outrider import local
+
+    return getattr(local, name)

@@ -17,11 +17,18 @@ from outrider.drafters.drafter import OpenProposal
 from outrider.drafters.largest import largest
 from outrider.lm.heads.vocabulary import DraftVocabulary
 from outrider.parameters import AcceptanceRule
-from outrider.randomness import Counter, KeyedSource, Purpose
-from outrider.sampling import LawTerms, TokenHistory, changed_logits, target_distribution, target_weights, tempered
+from outrider.speculation.randomness import Counter, KeyedSource, Purpose
+from outrider.speculation.sampling import (
+    LawTerms,
+    TokenHistory,
+    changed_logits,
+    target_distribution,
+    target_weights,
+    tempered,
+)
+from outrider.speculation.truncation import Support
+from outrider.speculation.verification import DecisionSource, draft_rejection
 from outrider.tokens import SparseDistribution
-from outrider.truncation import Support
-from outrider.verification import DecisionSource, draft_rejection
 
 
 @dataclass(frozen=True, slots=True)

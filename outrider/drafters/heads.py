@@ -17,7 +17,7 @@ from outrider.lm import embedded
 from outrider.lm.heads.checkpoint import DraftManifest, feature_layers_of, load_eagle3, load_manifest, load_medusa
 from outrider.lm.heads.shared import SharedWeights, read_shared
 from outrider.lm.heads.vocabulary import DraftVocabulary
-from outrider.lm.loading import chosen_device
+from outrider.lm.load_options import chosen_device
 from outrider.lm.packed_linear import pack_linears
 
 _MAX_NODES: Final = 7

@@ -22,9 +22,10 @@ from outrider.drafters.step_budget import Frontier, StepBudget
 from outrider.drafters.tree import MAX_WIDTH, DraftTree, Node, plant
 from outrider.errors import Overloaded
 from outrider.lm.heads.vocabulary import DraftVocabulary
-from outrider.lm.loading import LoadOptions, load_model
+from outrider.lm.load_options import LoadOptions
+from outrider.lm.loading import load_model
 from outrider.lm.model import LanguageModel, SessionStep
-from outrider.lookahead import Candidate
+from outrider.speculation.proposal_tree import Candidate
 from outrider.tokens import ProposalTree, TokenSpan
 
 

@@ -1,17 +1,17 @@
 """What the nodes of trees are worth: measured, and weighed by how sure the draft is of them.
 
-How often the target goes on with a draft's first, second, ... choice is measured (`outrider.acceptance`). Of two
-choices of one rank that one is worth more which the draft finds more probable, compared with what it finds choices of
-that rank on average: so values keep their measured mean, however over- or underconfident the draft is. The ratio's
-power of 0.75 did as well as any of 0, 0.5 and 1 where it was tried: greedy and sampled, waiting and running ahead, for
-drafts of five qualities.
+How often the target goes on with a draft's first, second, ... choice is measured (`outrider.speculation.acceptance`).
+Of two choices of one rank that one is worth more which the draft finds more probable, compared with what it finds
+choices of that rank on average: so values keep their measured mean, however over- or underconfident the draft is. The
+ratio's power of 0.75 did as well as any of 0, 0.5 and 1 where it was tried: greedy and sampled, waiting and running
+ahead, for drafts of five qualities.
 """
 
 import heapq
 from collections.abc import Callable, Sequence
 from typing import Final
 
-from outrider.acceptance import MAX_RANK, AcceptanceRates
+from outrider.speculation.acceptance import MAX_RANK, AcceptanceRates
 
 _POWER: Final = 0.75
 _FADING: Final = 0.998

@@ -10,10 +10,10 @@ keeps a target waiting.
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from outrider.lookahead import Candidate
-from outrider.pass_sizes import FOURS, PassSizes
-from outrider.pass_times import PassTimes
-from outrider.policy import allocate
+from outrider.control.pass_sizes import FOURS, PassSizes
+from outrider.control.pass_times import PassTimes
+from outrider.control.policy import allocate
+from outrider.speculation.proposal_tree import Candidate
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
+from outrider.control.pass_times import PassTimes
 from outrider.drafters.drafter import Drafter, OpenProposal
 from outrider.drafters.step_time import StepTime
 from outrider.errors import OutriderError, RequestFailed
-from outrider.pass_times import PassTimes
 from outrider.tokens import Base, ProposalPart
 
 _LOG: Final = logging.getLogger(__name__)

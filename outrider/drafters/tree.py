@@ -28,12 +28,12 @@ from typing import Final
 
 from torch import Tensor
 
-from outrider.acceptance import MAX_RANK
 from outrider.drafters.choices import Choice, Choices, Place, TreeOptions, new_choices
 from outrider.drafters.drafter import OpenProposal
 from outrider.drafters.node_values import NodeValues, least_value
 from outrider.lm.heads.vocabulary import DraftVocabulary
 from outrider.parameters import AcceptanceRule
+from outrider.speculation.acceptance import MAX_RANK
 from outrider.tokens import ROOT, NodeKind, ProposalNode
 
 MAX_WIDTH: Final = 16

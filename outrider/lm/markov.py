@@ -14,11 +14,11 @@ from dataclasses import dataclass, fields
 
 import torch
 
+from outrider.control.pass_sizes import FOURS, PassSizes
 from outrider.errors import InvalidArgument
 from outrider.lm.kv_cache import PagedKVCache
 from outrider.lm.model import ModelInfo, SessionStep
 from outrider.lm.pages import KVUsage, PagePool
-from outrider.pass_sizes import FOURS, PassSizes
 
 _PREFIX = "markov:"
 _TOKEN_BYTES = 4

@@ -6,8 +6,8 @@ from typing import Protocol
 
 import torch
 
+from outrider.control.pass_sizes import FOURS, PassSizes
 from outrider.lm.pages import KVUsage
-from outrider.pass_sizes import FOURS, PassSizes
 from outrider.tokens import ProposalTree, TokenSpan
 
 

@@ -21,7 +21,7 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 from outrider.errors import InvalidArgument, ModelUnsupported
 from outrider.lm import attention
 from outrider.lm.heads.checkpoint import load_vocabulary
-from outrider.lm.loading import LoadedModel, LoadOptions, chosen_device
+from outrider.lm.load_options import LoadedModel, LoadOptions, chosen_device
 from outrider.lm.ranks import Ranks
 from outrider.lm.tokenizer import TokenizerFiles, tokenizer_files
 from outrider.lm.transformer import EngineOptions, TransformersModel

@@ -10,6 +10,7 @@ from typing import Final
 import torch
 from transformers import PreTrainedModel
 
+from outrider.control.pass_sizes import FOURS, PassSizes
 from outrider.errors import ModelUnsupported
 from outrider.lm import attention
 from outrider.lm.attention.flex import FlexPasses
@@ -24,7 +25,6 @@ from outrider.lm.packed_linear import ROW_BLOCK, are_all_packed, pack_linears
 from outrider.lm.pages import KVUsage, PagePool
 from outrider.lm.pass_plan import PassPlan
 from outrider.lm.ranks import Ranks
-from outrider.pass_sizes import FOURS, PassSizes
 from outrider.tokens import NodeKind, ProposalNode, ProposalTree, TokenSpan
 
 _LOG: Final = logging.getLogger(__name__)

@@ -10,7 +10,8 @@ import torch
 
 from outrider.errors import InvalidArgument
 from outrider.lm.heads.vocabulary import DraftVocabulary
-from outrider.lm.loading import LoadOptions, load_model
+from outrider.lm.load_options import LoadOptions
+from outrider.lm.loading import load_model
 from outrider.training.corpus import Corpus, load_corpus
 from outrider.training.cost import cost_ratio, predicted_speedup
 from outrider.training.drafts import num_trained, save_draft

@@ -10,12 +10,12 @@ import numpy as np
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from outrider.draws import Draw, target_draws
 from outrider.errors import InvalidArgument, ModelUnsupported
 from outrider.lm.model import KVCache, LanguageModel, SessionStep
 from outrider.parameters import SamplingParameters
-from outrider.randomness import KeyedSource
-from outrider.sampling import LawTerms, TokenHistory
+from outrider.speculation.draws import Draw, target_draws
+from outrider.speculation.randomness import KeyedSource
+from outrider.speculation.sampling import LawTerms, TokenHistory
 from outrider.tokens import TokenSpan
 from outrider.training.corpus import Corpus, from_conversations
 

@@ -18,7 +18,7 @@ from outrider.lm import embedded
 from outrider.lm.compilation import find_layers
 from outrider.lm.fingerprint import weights_fingerprint
 from outrider.lm.heads.eagle3 import usual_feature_layers
-from outrider.lm.loading import chosen_device
+from outrider.lm.load_options import chosen_device
 from outrider.lm.tokenizer import vocabulary_fingerprint
 from outrider.training.corpus import Corpus
 from outrider.training.schedule import groups

@@ -4,7 +4,7 @@ from collections.abc import AsyncIterator, Iterator
 
 import pytest
 
-from outrider.client.valkey import EmbeddedValkey
+from outrider.local.valkey import EmbeddedValkey
 from tests.orchestrator.scripted import ScriptedTarget
 
 

@@ -11,10 +11,10 @@ from pathlib import Path
 import grpc
 import pytest
 
-from orchestrator.quotas import Quotas
-from orchestrator.replicas import Replicas
-from orchestrator.store import SessionStore
-from orchestrator.tenants import Tenant, Tenants
+from orchestrator.api.quotas import Quotas
+from orchestrator.api.tenants import Tenant, Tenants
+from orchestrator.store.store import SessionStore
+from orchestrator.workers.replicas import Replicas
 from outrider.errors import InvalidArgument, Overloaded, SessionNotFound, Unauthenticated
 from outrider.serving import interceptor
 from outrider.serving.server import Server
@@ -25,9 +25,9 @@ from outrider.v1.generation_pb2_grpc import GenerationServiceStub
 from outrider.v1.target_pb2_grpc import add_TargetServiceServicer_to_server
 from target_service.servicer import TargetServicer
 from tests.draft_service.conftest import ngram_drafter, running_draft
+from tests.orchestrator.api.test_servicer import new_id, tokenizer_files
 from tests.orchestrator.scripted import ScriptedTarget, continuation
 from tests.orchestrator.stage import PROMPT, Orchestrator, asking, orchestrating, tokens_of
-from tests.orchestrator.test_servicer import new_id, tokenizer_files
 from tests.target_service.conversation import target as target_engine
 
 TOKEN = "token-of-a-tenant"

@@ -13,17 +13,17 @@ from typing import Any
 import grpc
 import pytest
 
-from outrider.client.process import ProcessSpec, ServiceProcess
 from outrider.drafters.ngram import NgramDrafter
 from outrider.lm.model import SessionStep
+from outrider.local.process import ProcessSpec, ServiceProcess
 from outrider.parameters import SamplingParameters
 from outrider.tokens import Base, NodeKind, ProposalNode
 from outrider.v1 import draft_pb2_grpc
-from target_service.engine import Engine as TargetEngine
-from target_service.passes import Passes
-from target_service.requests import Requests
-from target_service.rounds import decide_all
-from target_service.sessions import Request
+from target_service.engine.engine import Engine as TargetEngine
+from target_service.engine.passes import Passes
+from target_service.engine.requests import Requests
+from target_service.engine.rounds import decide_all
+from target_service.engine.sessions import Request
 from tests.attacks.failing_model import FATAL
 from tests.draft_service.conftest import (
     LIMITS,
@@ -69,7 +69,7 @@ def in_judging(patch: pytest.MonkeyPatch, engine: TargetEngine) -> None:
             raise RuntimeError("selected index k out of range")
         return decide_all(rounds, *more)
 
-    patch.setattr("target_service.passes.decide_all", poisoned)
+    patch.setattr("target_service.engine.passes.decide_all", poisoned)
 
 
 def in_concluding(patch: pytest.MonkeyPatch, engine: TargetEngine) -> None:

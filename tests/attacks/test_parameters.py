@@ -7,7 +7,7 @@ import torch
 
 from outrider.errors import InvalidArgument
 from outrider.parameters import MAX_LOGIT_BIASES, SamplingParameters
-from outrider.sampling import TokenHistory, target_distribution
+from outrider.speculation.sampling import TokenHistory, target_distribution
 from tests.orchestrator.scripted import ScriptedTarget
 from tests.orchestrator.stage import asking, orchestrating
 

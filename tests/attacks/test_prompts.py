@@ -11,14 +11,14 @@ import pytest
 import tokenizers
 from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers
 
-from orchestrator.encoding import EncodingThreads
-from orchestrator.tokenizer import Tokenizer
+from orchestrator.api.encoding import EncodingThreads
+from orchestrator.text.tokenizer import Tokenizer
 from outrider.errors import InvalidArgument, OutriderError, Overloaded
 from outrider.lm.embedded import ensure_embedded
 from outrider.v1 import generation_pb2 as pb
+from tests.orchestrator.api.test_servicer import new_id, tokenizer_files
 from tests.orchestrator.scripted import ScriptedTarget, continuation
 from tests.orchestrator.stage import PROMPT, Orchestrator, asking, orchestrating, tokens_of
-from tests.orchestrator.test_servicer import new_id, tokenizer_files
 
 ROOM = 8000
 

@@ -14,10 +14,10 @@ import redis
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from redis import exceptions
 
-from orchestrator.sessions import NewRequest
-from orchestrator.store import SessionStore
-from outrider.client.valkey import EmbeddedValkey
+from orchestrator.store.sessions import NewRequest
+from orchestrator.store.store import SessionStore
 from outrider.errors import DataLoss, OutriderError, Overloaded, Unavailable
+from outrider.local.valkey import EmbeddedValkey
 from outrider.parameters import AcceptanceRule, SamplingParameters
 from outrider.serving.status import peer_errors
 from outrider.v1 import generation_pb2 as pb

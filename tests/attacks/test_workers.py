@@ -17,7 +17,7 @@ from outrider.serving.status import peer_errors
 from outrider.v1 import draft_pb2, target_pb2_grpc, tokens_pb2
 from outrider.v1 import target_pb2 as pb
 from target_service import servicer as target_servicer
-from target_service.stream import Stream
+from target_service.engine.stream import Stream
 from tests.draft_service.conftest import advance_frame, ngram_drafter, open_frame, running_draft
 from tests.target_service.conversation import Caller, target
 

@@ -58,7 +58,7 @@ def test_waves_follow_until_all_prompt_lengths_have_been() -> None:
 def test_the_command_line_measures_and_draws(tmp_path: Path) -> None:
     """In a process of its own: gRPC's asyncio keeps to the event loop that it was first used in."""
     picture = tmp_path / "commits.png"
-    program = [sys.executable, "-c", "from outrider.client.cli import main; main()"]
+    program = [sys.executable, "-c", "from outrider.cli.main import main; main()"]
     options = ["num_sessions=20", "num_rounds=32", "prompt_len=20", "--json", "--plot", str(picture)]
     done = subprocess.run([*program, "bench", "commits", *options], capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr

@@ -6,7 +6,8 @@ from transformers import LlamaConfig
 
 from bench.shapes import SHAPES, ensure_shape, random_model
 from outrider.errors import InvalidArgument
-from outrider.lm.loading import LoadOptions, load_model
+from outrider.lm.load_options import LoadOptions
+from outrider.lm.loading import load_model
 
 
 def test_weights_are_random_and_the_same_each_time() -> None:

@@ -23,7 +23,7 @@ from outrider.errors import InvalidArgument, SessionNotFound
 from outrider.parameters import FinishReason, SamplingParameters
 
 MODEL = "markov:vocabulary=16"
-OUTRIDER = [sys.executable, "-c", "from outrider.client.cli import main; main()"]
+OUTRIDER = [sys.executable, "-c", "from outrider.cli.main import main; main()"]
 PROMPT = [3, 1, 4, 1, 5, 9, 2, 6]
 
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import grpc
 import pytest
 
-from draft_service.engine import Engine, EngineLimits
+from draft_service.engine.engine import Engine, EngineLimits
 from draft_service.servicer import DraftServicer
 from draft_service.worker import WorkerIdentity, WorkerServicer
 from outrider.drafters.drafter import Drafter, DraftTerms, OpenProposal

@@ -4,8 +4,8 @@ from collections.abc import Sequence
 import grpc
 import pytest
 
-from draft_service.commands import AdvanceSession, Opened, OpenSession, Seat
-from draft_service.engine import Engine, EngineLimits
+from draft_service.engine.commands import AdvanceSession, Opened, OpenSession, Seat
+from draft_service.engine.engine import Engine, EngineLimits
 from draft_service.servicer import DraftStream
 from outrider.drafters.drafter import OpenProposal
 from outrider.drafters.ngram import NgramDrafter

@@ -7,9 +7,9 @@ from outrider.drafters.choices import Place, RankedChoices, SampledChoices, Tree
 from outrider.drafters.drafter import OpenProposal
 from outrider.lm.heads.vocabulary import DraftVocabulary
 from outrider.parameters import AcceptanceRule, SamplingParameters
-from outrider.randomness import KeyedSource
-from outrider.sampling import TokenHistory, target_distribution
-from outrider.verification import draft_coupled
+from outrider.speculation.randomness import KeyedSource
+from outrider.speculation.sampling import TokenHistory, target_distribution
+from outrider.speculation.verification import draft_coupled
 from tests.draft_service.conftest import terms
 
 V = 4096

@@ -7,7 +7,7 @@ from outrider.drafters.choices import TreeOptions
 from outrider.drafters.drafter import DraftTerms, OpenProposal
 from outrider.errors import InvalidArgument, Overloaded
 from outrider.parameters import AcceptanceRule, SamplingParameters
-from outrider.randomness import Counter, KeyedSource, Purpose
+from outrider.speculation.randomness import Counter, KeyedSource, Purpose
 from outrider.tokens import ROOT, FeatureSpan, NodeKind, ProposalTree
 from tests.draft_service.conftest import draft, proposal, terms
 from tests.drafters.heads import VOCABULARY, TinyEagle3, V

@@ -13,9 +13,9 @@ from outrider.errors import ModelUnsupported, Overloaded
 from outrider.lm.heads.checkpoint import DraftManifest, save_eagle3, save_vocabulary
 from outrider.lm.heads.vocabulary import DraftVocabulary
 from outrider.parameters import AcceptanceRule, SamplingParameters
-from outrider.randomness import KeyedSource
+from outrider.speculation.randomness import KeyedSource
+from outrider.speculation.verification import verify_rejection
 from outrider.tokens import NodeKind, ProposalTree
-from outrider.verification import verify_rejection
 from tests.draft_service.conftest import draft, proposal, terms
 from tests.drafters.models import RecordedModel, markov, model_drafter
 from tests.exactness.rules import coupled

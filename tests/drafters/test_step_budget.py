@@ -3,7 +3,7 @@
 from collections.abc import Callable
 
 from outrider.drafters.step_budget import Frontier, StepBudget
-from outrider.lookahead import Candidate
+from outrider.speculation.proposal_tree import Candidate
 
 VALUES = [0.8, 0.6, 0.4, 0.3, 0.2, 0.2, 0.1, 0.1, 0.05, 0.05, 0.02, 0.02]
 

@@ -13,9 +13,9 @@ from outrider.drafters.drafter import OpenProposal
 from outrider.drafters.model import ModelDrafter
 from outrider.drafters.node_values import NodeValues, least_value
 from outrider.drafters.tree import URGENCY, DraftTree
-from outrider.lookahead import Lookahead
 from outrider.parameters import AcceptanceRule, SamplingParameters
-from outrider.randomness import Counter, KeyedSource, Purpose
+from outrider.speculation.proposal_tree import Lookahead
+from outrider.speculation.randomness import Counter, KeyedSource, Purpose
 from outrider.tokens import NodeKind
 from tests.draft_service.conftest import terms
 from tests.drafters.models import MARKOV, RecordedModel, markov, model_drafter

@@ -2,7 +2,7 @@
 
 from torch import Tensor
 
-from outrider.randomness import Counter, KeyedSource, Purpose
+from outrider.speculation.randomness import Counter, KeyedSource, Purpose
 from tests.exactness.generation import Drafter, Rule, generate, output_law
 from tests.exactness.models import MarkovChain, total_variation
 from tests.exactness.sources import RecordingSource

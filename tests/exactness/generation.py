@@ -8,8 +8,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from outrider.speculation.verification import DecisionSource, Outcome, TargetLaw, draft_rejection
 from outrider.tokens import ROOT, NodeKind, ProposalNode, ProposalTree, SparseDistribution
-from outrider.verification import DecisionSource, Outcome, TargetLaw, draft_rejection
 from tests.exactness.models import MarkovChain, Model, Text, V
 from tests.exactness.sources import every_run
 

@@ -7,14 +7,14 @@ from torch import Tensor
 
 from outrider.lm.model import KVCache
 from outrider.parameters import AcceptanceRule, SamplingParameters
-from outrider.randomness import KeyedSource
+from outrider.speculation.randomness import KeyedSource
+from outrider.speculation.verification import DecisionSource
 from outrider.tokens import ProposalTree
-from outrider.verification import DecisionSource
-from target_service.results import RoundResult
-from target_service.rounds import Round, decide_all
-from target_service.sessions import Request, Resident
-from target_service.speculation import Speculation
-from target_service.stream import Stream
+from target_service.engine.results import RoundResult
+from target_service.engine.rounds import Round, decide_all
+from target_service.engine.sessions import Request, Resident
+from target_service.engine.speculation import Speculation
+from target_service.engine.stream import Stream
 
 MAX_LEN = 200
 

@@ -5,7 +5,7 @@ from typing import TypeVar
 
 from torch import Tensor
 
-from outrider.randomness import Counter, KeyedSource
+from outrider.speculation.randomness import Counter, KeyedSource
 
 ResultT = TypeVar("ResultT", bound=Hashable)
 

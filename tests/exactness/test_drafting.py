@@ -9,16 +9,16 @@ import pytest
 import torch
 from torch import Tensor
 
+from outrider.control.experience import Experience
 from outrider.drafters.choices import Choice, Place, SampledChoices, TreeOptions
 from outrider.drafters.drafter import DraftTerms, OpenProposal
 from outrider.drafters.node_values import NodeValues
 from outrider.drafters.tree import DraftTree, Node
-from outrider.experience import Experience
 from outrider.lm.heads.vocabulary import DraftVocabulary
 from outrider.parameters import AcceptanceRule, SamplingParameters
+from outrider.speculation.verification import DecisionSource, verify_rejection
 from outrider.tokens import Base, ProposalPart
-from outrider.verification import DecisionSource, verify_rejection
-from target_service.speculation import Speculation, SpeculationTerms
+from target_service.engine.speculation import Speculation, SpeculationTerms
 from tests.exactness.models import PAIRS, MarkovChain, Text, V, total_variation
 from tests.exactness.sources import RecordingSource, every_run
 

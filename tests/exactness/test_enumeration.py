@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from outrider.parameters import AcceptanceRule, SamplingParameters
+from outrider.speculation.verification import DecisionSource, Outcome, TargetLaw, verify_rejection
 from outrider.tokens import ProposalTree
-from outrider.verification import DecisionSource, Outcome, TargetLaw, verify_rejection
 from tests.exactness.checks import TOLERANCE, check_counters, check_law
 from tests.exactness.generation import (
     TRUNCATIONS,

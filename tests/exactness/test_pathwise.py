@@ -12,12 +12,12 @@ import torch
 from torch import Tensor
 
 from outrider.parameters import AcceptanceRule, SamplingParameters
-from outrider.randomness import Counter, KeyedSource, Purpose
-from outrider.sampling import TokenHistory, target_distribution
+from outrider.speculation.randomness import Counter, KeyedSource, Purpose
+from outrider.speculation.sampling import TokenHistory, target_distribution
+from outrider.speculation.verification import draft_coupled
 from outrider.tokens import ROOT, NodeKind, ProposalNode, ProposalTree
-from outrider.verification import draft_coupled
-from target_service.results import RoundResult
-from target_service.rounds import Round, decide_all
+from target_service.engine.results import RoundResult
+from target_service.engine.rounds import Round, decide_all
 from tests.exactness.checks import PathError
 from tests.exactness.judged import MAX_LEN, Judge, judge, request_of
 from tests.exactness.models import PAIRS, MarkovChain, Text, V, random_chain
@@ -186,7 +186,7 @@ def history_of_the_base(rounds: Sequence[Round], logits: Tensor, max_len: int) -
         return [TokenHistory(PREFIX, (), item.request.parameters)] * (1 + len(item.tree))
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("target_service.rounds._histories", histories)
+        patch.setattr("target_service.engine.rounds._histories", histories)
         return decide_all(rounds, logits, max_len)
 
 

@@ -12,13 +12,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from outrider.experience import Experience
-from outrider.lookahead import Lookahead
+from outrider.control.experience import Experience
 from outrider.parameters import AcceptanceRule
-from outrider.randomness import Counter, Purpose
+from outrider.speculation.proposal_tree import Lookahead
+from outrider.speculation.randomness import Counter, Purpose
+from outrider.speculation.verification import DecisionSource, draft_rejection, verify_rejection
 from outrider.tokens import ROOT, Base, NodeKind, ProposalNode, ProposalPart
-from outrider.verification import DecisionSource, draft_rejection, verify_rejection
-from target_service.speculation import Speculation, SpeculationTerms
+from target_service.engine.speculation import Speculation, SpeculationTerms
 from tests.exactness.generation import distribution
 from tests.exactness.models import PAIRS, MarkovChain, Text, V, total_variation
 from tests.exactness.rules import RULES

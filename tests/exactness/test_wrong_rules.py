@@ -6,9 +6,9 @@ from functools import partial
 import pytest
 from torch import Tensor
 
-from outrider.randomness import Counter, KeyedSource, Purpose
+from outrider.speculation.randomness import Counter, KeyedSource, Purpose
+from outrider.speculation.verification import DecisionSource, Outcome, TargetLaw, verify_rejection
 from outrider.tokens import ROOT, NodeKind, ProposalNode, ProposalTree
-from outrider.verification import DecisionSource, Outcome, TargetLaw, verify_rejection
 from tests.exactness.checks import LawError, check_bounds, check_counters, check_law, one_hot
 from tests.exactness.generation import ChainDrafter, Rule, TreeDrafter, Truncation, distribution, greedy, sparse
 from tests.exactness.models import PAIRS, Text, V

@@ -5,9 +5,9 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from outrider.randomness import Counter, Purpose
+from outrider.speculation.randomness import Counter, Purpose
+from outrider.speculation.verification import DecisionSource, Outcome, TargetLaw, residual_distribution
 from outrider.tokens import ROOT, ProposalTree, TokenOrigin
-from outrider.verification import DecisionSource, Outcome, TargetLaw, residual_distribution
 
 Acceptance = Callable[[Tensor, Tensor, int], float]
 """Of the target's law, the draft's, and the drafted token: the probability that it is kept."""

@@ -19,8 +19,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from outrider.client import GenerationRequest
-from outrider.client.process import ServiceProcess
 from outrider.errors import OutriderError
+from outrider.local.process import ServiceProcess
 from tests.faults.history import HistoryError, Record, check, monitored, read_log, watch
 from tests.faults.scene import Scene, asking, load_of, plain
 from tests.faults.stack import FaultOptions, FaultStack, fault_stack, resume, stop

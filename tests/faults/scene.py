@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 import grpc
 
 from outrider.client import GenerationRequest, OutriderClient, Speculation
-from outrider.client.process import ServiceProcess
+from outrider.local.process import ServiceProcess
 from outrider.parameters import SamplingParameters
 from outrider.v1 import worker_pb2, worker_pb2_grpc
 from tests.faults.history import Record, check, read_log, watch

@@ -10,9 +10,9 @@ from pathlib import Path
 
 from bench.proxy import Link, Proxy, proxied
 from outrider.client import DraftOptions, OutriderClient, StackOptions
-from outrider.client.process import ProcessSpec, ServiceProcess
 from outrider.client.retry import RetryPolicy
-from outrider.client.valkey import EmbeddedValkey
+from outrider.local.process import ProcessSpec, ServiceProcess
+from outrider.local.valkey import EmbeddedValkey
 
 TARGET = "markov:vocabulary=16,order=2,seed=5,step_s=0.004"
 DRAFT = f"{TARGET},noise=0.2,step_s=0.0005"

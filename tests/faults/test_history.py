@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
-from orchestrator.generation import Generation
-from orchestrator.sessions import Committed, Lease
-from orchestrator.store import SessionStore
+from orchestrator.generation.generation import Generation
+from orchestrator.store.sessions import Committed, Lease
+from orchestrator.store.store import SessionStore
 from outrider.client import GenerationRequest, OutriderClient
 from outrider.client.retry import RetryPolicy
-from outrider.client.valkey import EmbeddedValkey
+from outrider.local.valkey import EmbeddedValkey
 from outrider.parameters import SamplingParameters
 from outrider.v1 import target_pb2
 from tests.faults.history import HistoryError, Record, check, monitored, read_log, watch

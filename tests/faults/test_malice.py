@@ -1,6 +1,6 @@
 """Faults 39 to 42, 44 and 46: what callers may send is bounded, and what they send reaches neither keys nor logs.
 
-43 and 45, whose session it is and who may call, are in tests/orchestrator/test_authentication.py and
+43 and 45, whose session it is and who may call, are in tests/orchestrator/api/test_authentication.py and
 tests/served/test_secured.py.
 """
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from outrider.client import Delta, GenerationRequest, OutriderClient
-from outrider.client.process import ServiceProcess
+from outrider.local.process import ServiceProcess
 from outrider.parameters import SamplingParameters
 from tests.faults.scene import Scene
 

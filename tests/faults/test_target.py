@@ -5,8 +5,8 @@ from dataclasses import replace
 
 import pytest
 
-from outrider.client.process import ServiceProcess
 from outrider.errors import Fenced, Unavailable
+from outrider.local.process import ServiceProcess
 from tests.faults.history import check, monitored, read_log, watch
 from tests.faults.scene import Scene, asking, load_of, plain
 from tests.faults.stack import resume, stop

@@ -15,7 +15,7 @@ from click.testing import CliRunner
 from pydantic_settings import BaseSettings
 
 from k8s import configure
-from outrider.client.cli import main
+from outrider.cli.main import main
 from outrider.serving.settings import PREFIX
 from tests.k8s.rendering import (
     COMPONENT,

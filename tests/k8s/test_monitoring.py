@@ -9,19 +9,21 @@ import yaml
 from prometheus_client import CollectorRegistry
 
 from draft_service import metrics as draft_metrics
-from draft_service.engine import Engine as DraftEngine
-from draft_service.engine import EngineLimits
+from draft_service.engine.engine import Engine as DraftEngine
+from draft_service.engine.engine import EngineLimits
 from draft_service.settings import DraftSettings
 from k8s import dashboard
-from orchestrator.admission import Admission
+from orchestrator.api.admission import Admission
+from orchestrator.gauges import register_gauges
 from orchestrator.metrics import OrchestratorMetrics
-from orchestrator.replicas import Replicas
 from orchestrator.settings import OrchestratorSettings
+from orchestrator.workers.replicas import Replicas
 from outrider.drafters.ngram import NgramDrafter
-from outrider.lm.loading import LoadOptions, load_model
+from outrider.lm.load_options import LoadOptions
+from outrider.lm.loading import load_model
 from outrider.serving.metrics import new_registry
 from target_service import metrics as target_metrics
-from target_service.engine import Engine as TargetEngine
+from target_service.engine.engine import Engine as TargetEngine
 from target_service.settings import TargetSettings
 from tests.k8s.rendering import K8S, of, overlay, strings
 
@@ -35,7 +37,8 @@ _SERVERS_OWN = {"outrider_draining", "outrider_kv_blocks_total"}
 
 async def orchestrator_registry() -> CollectorRegistry:
     registry = new_registry("orchestrator")
-    OrchestratorMetrics(registry).watch(Admission(1, 1, 1.0), Replicas(OrchestratorSettings()))
+    OrchestratorMetrics(registry)
+    register_gauges(registry, Admission(1, 1, 1.0), Replicas(OrchestratorSettings()))
     return registry
 
 

@@ -7,7 +7,8 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, PretrainedConfig
 
 from outrider.lm.compilation import _are_alike, find_layers
-from outrider.lm.loading import LoadOptions, load_model
+from outrider.lm.load_options import LoadOptions
+from outrider.lm.loading import load_model
 from outrider.lm.model import LanguageModel, SessionStep
 from outrider.tokens import TokenSpan
 from tests.lm.models import CONFIGS, SMALL, save_model

@@ -8,7 +8,8 @@ from transformers import AutoModelForCausalLM
 
 from outrider.errors import ModelUnsupported
 from outrider.lm.features import FeatureStore
-from outrider.lm.loading import LoadOptions, load_model
+from outrider.lm.load_options import LoadOptions
+from outrider.lm.loading import load_model
 from outrider.lm.model import KVCache, LanguageModel, SessionStep
 from outrider.tokens import ROOT, NodeKind, ProposalNode, ProposalTree, TokenSpan
 from tests.lm.models import CONFIGS, save_model

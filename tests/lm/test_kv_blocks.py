@@ -5,7 +5,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from outrider.lm.loading import LoadOptions, load_model
+from outrider.lm.load_options import LoadOptions
+from outrider.lm.loading import load_model
 from outrider.lm.model import BlockSource, KVCache, LanguageModel, SessionStep
 from outrider.tokens import NodeKind, ProposalNode, ProposalTree, TokenSpan
 from tests.lm.models import CONFIGS, save_model

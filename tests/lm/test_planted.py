@@ -10,10 +10,10 @@ from outrider.lm.loading import load_model
 from outrider.lm.model import SessionStep
 from outrider.lm.planted import NEXT_CHOICES, PlantedLaw, PlantedModel, PlantedOptions
 from outrider.parameters import SamplingParameters
-from outrider.randomness import Counter, KeyedSource, Purpose
-from outrider.sampling import TokenHistory, target_distribution
+from outrider.speculation.randomness import Counter, KeyedSource, Purpose
+from outrider.speculation.sampling import TokenHistory, target_distribution
+from outrider.speculation.verification import draft_coupled
 from outrider.tokens import NodeKind, ProposalNode, ProposalTree, TokenSpan
-from outrider.verification import draft_coupled
 from tests.lm.models import CONFIGS, save_model
 from tests.proposals import chain
 

@@ -9,14 +9,15 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, TorchAoConfig
 
+from outrider.control.pass_sizes import FOURS, PassSizes
 from outrider.errors import InvalidArgument, ModelUnsupported
 from outrider.lm import attention
 from outrider.lm.attention import BLOCK_LEN
-from outrider.lm.loading import LoadOptions, load_model
+from outrider.lm.load_options import LoadOptions
+from outrider.lm.loading import load_model
 from outrider.lm.model import LanguageModel, SessionStep
 from outrider.lm.packed_linear import is_supported
 from outrider.lm.transformer import TransformersModel
-from outrider.pass_sizes import FOURS, PassSizes
 from outrider.tokens import NodeKind, ProposalNode, ProposalTree, TokenSpan
 from tests.lm.models import CONFIGS, RECURRENT, save_model
 from tests.proposals import chain

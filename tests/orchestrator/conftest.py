@@ -5,7 +5,7 @@ from collections.abc import AsyncIterator, Iterator
 import pytest
 
 from bench.api_server import ApiServer
-from outrider.client.valkey import EmbeddedValkey
+from outrider.local.valkey import EmbeddedValkey
 from tests.orchestrator.scripted import ScriptedDraft, ScriptedTarget
 
 

@@ -8,16 +8,17 @@ from contextlib import asynccontextmanager
 import grpc
 from prometheus_client import CollectorRegistry
 
-from orchestrator.admission import Admission
-from orchestrator.generation import Services
+from orchestrator.api.admission import Admission
+from orchestrator.api.quotas import Quotas
+from orchestrator.api.servicer import GenerationServicer
+from orchestrator.api.tenants import Tenants
+from orchestrator.gauges import register_gauges
+from orchestrator.generation.generation import Services
 from orchestrator.metrics import OrchestratorMetrics
-from orchestrator.quotas import Quotas
-from orchestrator.replicas import Replicas
-from orchestrator.servicer import GenerationServicer
 from orchestrator.settings import OrchestratorSettings
-from orchestrator.store import SessionStore
-from orchestrator.store_watch import StoreWatch
-from orchestrator.tenants import Tenants
+from orchestrator.store.store import SessionStore
+from orchestrator.store.watch import StoreWatch
+from orchestrator.workers.replicas import Replicas
 from outrider.serving.metrics import new_registry
 from outrider.serving.server import Server
 from outrider.serving.status import peer_errors
@@ -96,7 +97,7 @@ async def orchestrating(
     tenants, quotas = Tenants(settings.tenants_file), Quotas(store, settings.session_ttl_s)
     registry = new_registry("orchestrator")
     metrics = OrchestratorMetrics(registry)
-    metrics.watch(admission, replicas)
+    register_gauges(registry, admission, replicas)
     services = Services(store, replicas, settings, metrics)
     servicer = GenerationServicer(services, admission, tenants, quotas)
     watch = StoreWatch(store, period_s=0.05)

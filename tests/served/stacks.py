@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from outrider.client import DraftOptions, LocalStack, OutriderClient, StackOptions
-from outrider.client.process import ProcessSpec
+from outrider.local.process import ProcessSpec
 from outrider.v1 import worker_pb2
 
 TARGET = "markov:vocabulary=5,order=2,seed=11,scale=1.2"

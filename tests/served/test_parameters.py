@@ -11,7 +11,7 @@ import torch
 from outrider.client import Generation, GenerationRequest, OutriderClient, Speculation
 from outrider.lm.markov import MarkovModel
 from outrider.parameters import AcceptanceRule, FinishReason, SamplingParameters
-from outrider.randomness import Counter, KeyedSource, Purpose
+from outrider.speculation.randomness import Counter, KeyedSource, Purpose
 from tests.oracle import reference_distribution
 from tests.served.stacks import EOS, SHARED_TARGET
 

@@ -102,7 +102,7 @@ async def test_the_command_line_shows_its_token(secured: Secured) -> None:
     }
     arguments = ("generate", "1 2 3", "--token-ids", "--json", "--address", secured.stack.addresses[0])
     process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-c", "from outrider.client.cli import main; main()", *arguments),
+        *(sys.executable, "-c", "from outrider.cli.main import main; main()", *arguments),
         env=environment,
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.PIPE,

@@ -2,10 +2,10 @@
 
 import torch
 
-import target_service.rounds
-from outrider.randomness import Counter
+import target_service.engine.rounds
+from outrider.speculation.randomness import Counter
+from outrider.speculation.verification import DecisionSource, Outcome, TargetLaw, verify_rejection
 from outrider.tokens import ProposalTree, TokenOrigin
-from outrider.verification import DecisionSource, Outcome, TargetLaw, verify_rejection
 from target_service.__main__ import main
 
 
@@ -31,5 +31,5 @@ def wrong_rule(tree: ProposalTree, law: TargetLaw, base_len: int, source: Decisi
 
 
 if __name__ == "__main__":
-    target_service.rounds.verify_rejection = wrong_rule
+    target_service.engine.rounds.verify_rejection = wrong_rule
     main()

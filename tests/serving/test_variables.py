@@ -6,7 +6,7 @@ from click.testing import CliRunner
 
 from draft_service.settings import DraftSettings
 from orchestrator.settings import OrchestratorSettings
-from outrider.client.cli import main
+from outrider.cli.main import main
 from outrider.serving.settings import ServingSettings, load_settings
 from outrider.serving.variables import NAMES, PREFIX, RETIRED, complaints
 from target_service.settings import TargetSettings

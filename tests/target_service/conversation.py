@@ -7,7 +7,8 @@ from contextlib import asynccontextmanager
 import grpc
 
 from outrider import wire
-from outrider.lm.loading import LoadOptions, load_model
+from outrider.lm.load_options import LoadOptions
+from outrider.lm.loading import load_model
 from outrider.lm.markov import MarkovModel
 from outrider.parameters import AcceptanceRule, SamplingParameters
 from outrider.serving.interceptor import CallInterceptor, CallsInFlight
@@ -15,8 +16,8 @@ from outrider.tokens import Base, ProposalNode
 from outrider.v1 import target_pb2 as pb
 from outrider.v1 import target_pb2_grpc, tokens_pb2
 from target_service.__main__ import remote_blocks
-from target_service.colocated import ColocatedDraft
-from target_service.engine import Engine
+from target_service.engine.colocated import ColocatedDraft
+from target_service.engine.engine import Engine
 from target_service.servicer import TargetServicer
 from target_service.settings import TargetSettings
 

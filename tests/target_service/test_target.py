@@ -10,11 +10,11 @@ import pytest
 
 from outrider import wire
 from outrider.parameters import AcceptanceRule, FinishReason, SamplingParameters
-from outrider.randomness import KeyedSource
+from outrider.speculation.randomness import KeyedSource
+from outrider.speculation.verification import draft_rejection
 from outrider.tokens import MAX_PROPOSAL_NODES, Base, NodeKind, ProposalNode, SparseDistribution, TokenLogprobs
 from outrider.v1 import target_pb2 as pb
 from outrider.v1 import tokens_pb2
-from outrider.verification import draft_rejection
 from target_service.servicer import TargetServicer
 from tests.target_service.conversation import Caller, model, target
 

@@ -150,7 +150,7 @@ _ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1"}
 
 def _command(target: str, data: Path, output: Path) -> list[str]:
     settings = ["--steps", "40", "--depth", "2", "--vocabulary", "48", "--batch", "512", "--checkpoint-every", "0.1s"]
-    command = [sys.executable, "-c", "from outrider.client.cli import main; main()", "distill"]
+    command = [sys.executable, "-c", "from outrider.cli.main import main; main()", "distill"]
     return [*command, target, str(output), "--data", str(data), *settings]
 
 

@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 
 from outrider.errors import InvalidArgument
-from outrider.lm.loading import LoadOptions, load_model
+from outrider.lm.load_options import LoadOptions
+from outrider.lm.loading import load_model
 from outrider.lm.model import LanguageModel, SessionStep
 from outrider.tokens import TokenSpan
 from outrider.training.corpus import load_corpus

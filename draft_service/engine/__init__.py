@@ -1,0 +1,1 @@
+"""The draft's engine: one thread that owns the drafter and its sessions."""

@@ -1,0 +1,1 @@
+"""The service that clients call: checks of requests, tenants and their quotas, admission, leases."""

@@ -1,0 +1,115 @@
+"""Client requests: checked, and given what they leave open."""
+
+import hashlib
+import re
+import secrets
+from dataclasses import dataclass
+from typing import Final
+
+from orchestrator.settings import OrchestratorSettings
+from orchestrator.speculation import SpeculationChoice
+from orchestrator.store.sessions import derived_session_id
+from outrider import wire
+from outrider.errors import InvalidArgument
+from outrider.parameters import MAX_SPECULATIVE_TOKENS, AcceptanceRule, SamplingParameters
+from outrider.tokens import MAX_PROPOSAL_NODES
+from outrider.v1 import generation_pb2
+
+_ID: Final = re.compile(r"[A-Za-z0-9._:-]{1,128}")
+DRAFTERS: Final = ("", "model", "ngram", "layers", "eagle3", "medusa")
+
+
+@dataclass(frozen=True, slots=True)
+class CheckedRequest:
+    """A request whose fields are in range; the prompt is still text, messages or token ids.
+
+    Attributes:
+        request_id: given or drawn.
+        session_id: given or derived.
+        fingerprint: hash of everything the client asked for.
+        parameters: seed included, given or drawn.
+        rule: acceptance rule.
+        speculation: how it speculates.
+        resume_offset: output tokens that the client has; None for a new request or a repetition.
+    """
+
+    request_id: str
+    session_id: str
+    fingerprint: str
+    parameters: SamplingParameters
+    rule: AcceptanceRule
+    speculation: SpeculationChoice
+    resume_offset: int | None
+
+
+def check_request(
+    message: generation_pb2.GenerateRequest, tenant: str, settings: OrchestratorSettings
+) -> CheckedRequest:
+    """Returns the request; raises `InvalidArgument` with the field's name."""
+    request_id = message.request_id or secrets.token_hex(16)
+    check_id("request_id", request_id)
+    session_id = message.session_id or derived_session_id(tenant, request_id)
+    check_id("session_id", session_id)
+    if message.WhichOneof("prompt") is None:
+        raise InvalidArgument("prompt is missing: give text, token_ids or chat", "prompt")
+    parameters = wire.parameters_from_message(message.parameters)
+    if parameters.seed is None:
+        parameters = parameters.with_seed(secrets.randbits(64))
+    return CheckedRequest(
+        request_id=request_id,
+        session_id=session_id,
+        fingerprint=_fingerprint(message),
+        parameters=parameters,
+        rule=wire.rule_from_number(message.speculation.acceptance_rule) or settings.acceptance_rule,
+        speculation=_speculation(message.speculation, settings),
+        resume_offset=message.resume_offset if message.HasField("resume_offset") else None,
+    )
+
+
+def _speculation(
+    speculation: generation_pb2.SpeculationParameters, settings: OrchestratorSettings
+) -> SpeculationChoice:
+    """Returns how a request speculates; raises `InvalidArgument` with the field's name."""
+    if speculation.num_speculative_tokens > MAX_SPECULATIVE_TOKENS:
+        raise InvalidArgument(
+            f"num_speculative_tokens is {speculation.num_speculative_tokens}, may be at most {MAX_SPECULATIVE_TOKENS}",
+            "num_speculative_tokens",
+        )
+    if speculation.max_nodes > MAX_PROPOSAL_NODES:
+        raise InvalidArgument(f"max_nodes is {speculation.max_nodes}, may be at most {MAX_PROPOSAL_NODES}", "max_nodes")
+    if speculation.drafter not in DRAFTERS:
+        raise InvalidArgument(
+            f"drafter is {speculation.drafter!r}, must be one of {', '.join(DRAFTERS[1:])}", "drafter"
+        )
+    num = speculation.num_speculative_tokens or settings.num_speculative_tokens
+    if speculation.draft_min > num:
+        raise InvalidArgument(f"draft_min is {speculation.draft_min}, rounds verify at most {num}", "draft_min")
+    if not 0 <= speculation.draft_p_min <= 1:
+        raise InvalidArgument(f"draft_p_min is {speculation.draft_p_min}, must be in [0, 1]", "draft_p_min")
+    lookahead = speculation.lookahead if speculation.HasField("lookahead") else settings.lookahead
+    if lookahead > MAX_PROPOSAL_NODES:
+        raise InvalidArgument(f"lookahead is {lookahead}, may be at most {MAX_PROPOSAL_NODES}", "lookahead")
+    return SpeculationChoice(
+        num_speculative_tokens=0 if speculation.disabled else num,
+        drafter=speculation.drafter,
+        max_nodes=speculation.max_nodes,
+        lookahead=lookahead,
+        draft_min=speculation.draft_min,
+        draft_p_min=speculation.draft_p_min if speculation.HasField("draft_p_min") else None,
+        max_wait_s=settings.draft_max_wait_s,
+    )
+
+
+def check_id(field: str, value: str) -> None:
+    """Raises `InvalidArgument` unless the value is an id."""
+    if not _ID.fullmatch(value):
+        raise InvalidArgument(f"{field} must be 1 to 128 characters of A-Z a-z 0-9 . _ : -", field)
+
+
+def _fingerprint(message: generation_pb2.GenerateRequest) -> str:
+    asked = generation_pb2.GenerateRequest()
+    asked.CopyFrom(message)
+    # Neither is part of what is asked for: a client that left the session to be derived may name it when it resumes.
+    asked.ClearField("resume_offset")
+    asked.ClearField("session_id")
+    return hashlib.sha256(asked.SerializeToString(deterministic=True)).hexdigest()

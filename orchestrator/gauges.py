@@ -1,0 +1,30 @@
+"""Gauges of an orchestrator, read when they are scraped: open requests and the workers that it knows."""
+
+from collections.abc import Iterable
+
+from prometheus_client import CollectorRegistry, Metric
+from prometheus_client.core import GaugeMetricFamily
+
+from orchestrator.api.admission import Admission
+from orchestrator.workers.replicas import Replicas
+from outrider.serving.metrics import PREFIX, Readings, gauge
+
+
+def register_gauges(registry: CollectorRegistry, admission: Admission, replicas: Replicas) -> None:
+    """Expose the number of requests and of workers at the time of each scrape."""
+    registry.register(Readings(lambda: _read(admission, replicas)))
+
+
+def _read(admission: Admission, replicas: Replicas) -> Iterable[Metric]:
+    yield gauge("num_requests_running", "Requests that generate now.", admission.num_active)
+    yield gauge("num_requests_waiting", "Requests that wait for their turn.", admission.num_queued)
+    num_open = admission.num_active + admission.num_queued
+    yield gauge("requests_open", "Requests that generate or wait.", num_open)
+    yield gauge("max_requests_running", "Requests that may generate at once.", admission.max_active)
+    workers = GaugeMetricFamily(
+        f"{PREFIX}workers", "Workers that this orchestrator knows.", labels=["role", "in_rotation"]
+    )
+    for role, num_in, num_out in replicas.counts():
+        workers.add_metric([role, "true"], num_in)
+        workers.add_metric([role, "false"], num_out)
+    yield workers

@@ -1,0 +1,1 @@
+"""Sessions in Redis: records and token logs, changed by Lua scripts that check the fencing token."""

@@ -1,0 +1,1 @@
+"""Between text and token ids: tokenizers, message content, streamed detokenization, stop strings."""

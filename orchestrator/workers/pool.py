@@ -1,0 +1,152 @@
+"""Links to all workers of one kind, as many as discovery finds at the time."""
+
+import asyncio
+import logging
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Final
+
+from orchestrator.discovery.cluster import Cluster
+from orchestrator.discovery.dns import DnsName
+from orchestrator.discovery.endpoints import Discovery, DnsPlace, Endpoint, Found, KubernetesPlace, parse_place
+from orchestrator.settings import OrchestratorSettings
+from orchestrator.workers.links import StreamKind, WorkerLink
+
+_LOG: Final = logging.getLogger(__name__)
+_PAUSE_S: Final = 10.0
+# As often as resolvers that cache answer anew, and no burden: one question for each name.
+_DNS_INTERVAL_S: Final = 5.0
+
+
+class LinkPool:
+    """Opens a link for each endpoint that is found, and ends those of endpoints that are no longer there.
+
+    A worker that is no longer listed keeps its link for as long as it has sessions and its stream holds: a list may be
+    wrong, a stream that carries tokens is not.
+
+    Args:
+        kind: of the workers.
+        places: where they are; see `parse_place`.
+        field: the setting that says so.
+        settings: of the process.
+        cluster: is asked for the endpoints of services.
+
+    Attributes:
+        changed: set when a link comes.
+    """
+
+    def __init__(
+        self, kind: StreamKind, places: Sequence[str], field: str, settings: OrchestratorSettings, cluster: Cluster
+    ) -> None:
+        self._kind = kind
+        self._settings = settings
+        self._cluster = cluster
+        self.changed = asyncio.Event()
+        self._links: dict[str, WorkerLink] = {}
+        self._running: dict[WorkerLink, asyncio.Task[None]] = {}
+        self._looking: list[asyncio.Task[None]] = []
+        self._is_started = False
+        parsed = [parse_place(place, field) for place in places]
+        self._places = [place for place in parsed if not isinstance(place, Endpoint)]
+        self._found: dict[int, Sequence[Endpoint]] = {-1: [place for place in parsed if isinstance(place, Endpoint)]}
+        self._apply()
+
+    @property
+    def links(self) -> list[WorkerLink]:
+        """All links, those found first before others."""
+        return list(self._links.values())
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether there is nowhere to look for workers."""
+        return not self._links and not self._places
+
+    async def start(self) -> None:
+        """Begins to look for workers and to connect. Raises `InvalidArgument` where there is no cluster to ask."""
+        self._is_started = True
+        for link in self.links:
+            self._start(link)
+        for number, place in enumerate(self._places):
+            discovery = await self._discovery(place)
+            self._looking.append(asyncio.create_task(_look(discovery, partial(self._on_found, number))))
+
+    async def stop(self) -> None:
+        """Ends everything."""
+        self._is_started = False
+        tasks = [*self._looking, *self._running.values()]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _discovery(self, place: DnsPlace | KubernetesPlace) -> Discovery:
+        if isinstance(place, DnsPlace):
+            return DnsName(place, _DNS_INTERVAL_S)
+        # Here, because importing it takes a second that nobody else should wait.
+        from orchestrator.discovery.endpoint_slices import EndpointSlices
+
+        namespace = place.namespace or self._cluster.namespace
+        return EndpointSlices(await self._cluster.api(), replace(place, namespace=namespace))
+
+    def _on_found(self, number: int, endpoints: Sequence[Endpoint]) -> None:
+        self._found[number] = endpoints
+        self._apply()
+
+    def _apply(self) -> None:
+        """Makes links what the places together say; an address that two of them have counts as the first says."""
+        wanted: dict[str, Endpoint] = {}
+        for endpoints in self._found.values():
+            for endpoint in endpoints:
+                wanted.setdefault(endpoint.address, endpoint)
+        for address, link in list(self._links.items()):
+            if address not in wanted:
+                self._leave(link)
+        for address, endpoint in wanted.items():
+            self._keep(address, endpoint)
+
+    def _keep(self, address: str, endpoint: Endpoint) -> None:
+        link = self._links.get(address)
+        if link is None:
+            link = self._links[address] = WorkerLink(address, self._kind, self._settings)
+            self.changed.set()
+            if self._is_started:
+                _LOG.info("worker found", extra={"worker": address, "pod": endpoint.name})
+                self._start(link)
+        link.endpoint = endpoint
+
+    def _start(self, link: WorkerLink) -> None:
+        task = asyncio.create_task(link.run())
+        self._running[link] = task
+        task.add_done_callback(lambda _: self._ended(link))
+
+    def _leave(self, link: WorkerLink) -> None:
+        if link.endpoint is None:
+            return
+        _LOG.info("worker no longer listed", extra={"worker": link.address})
+        link.leave()
+        if not link.is_up:
+            if (task := self._running.get(link)) is not None:
+                task.cancel()
+            self._drop(link)
+
+    def _ended(self, link: WorkerLink) -> None:
+        self._running.pop(link, None)
+        if link.endpoint is None:
+            self._drop(link)
+        elif self._is_started:
+            # It was listed again while its stream was being ended.
+            self._start(link)
+
+    def _drop(self, link: WorkerLink) -> None:
+        if self._links.get(link.address) is link:
+            del self._links[link.address]
+
+
+async def _look(discovery: Discovery, found: Found) -> None:
+    while True:
+        try:
+            await discovery.run(found)
+        except Exception:
+            # Whatever a name server or an API server says must not end the search for good.
+            _LOG.exception("looking for workers failed, going on")
+        await asyncio.sleep(_PAUSE_S)

@@ -1,0 +1,173 @@
+"""A request's place on a target: opened, given its span, heard, closed."""
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Final
+
+from orchestrator.workers.links import Handle, WorkerLink
+from outrider import wire
+from outrider.errors import KVCacheMiss, OutriderError, Unavailable
+from outrider.tokens import TokenSpan
+from outrider.v1 import target_pb2, tokens_pb2
+
+_LOG: Final = logging.getLogger(__name__)
+_ANSWER_S: Final = 10.0
+_WINDOW_PARTS: Final = 4
+"""Times that a window is moved within its own length."""
+_MAX_SPAN_LEN: Final = 16384
+"""Tokens in one span frame, so that a frame stays far below the limit on messages."""
+
+
+class TargetSession:
+    """Receives what a target says about one request.
+
+    Args:
+        link: the target.
+        on_verdict: gets each verdict, in order.
+        on_error: gets the error that ends the session on this target, once.
+        on_features: gets features, in order, once they are asked for.
+        tokens_from: reads the session's tokens from a position on, up to the end it had when the session was opened.
+    """
+
+    def __init__(
+        self,
+        link: WorkerLink,
+        on_verdict: Callable[[target_pb2.Verdict], None],
+        on_error: Callable[[OutriderError], None],
+        on_features: Callable[[tokens_pb2.Features], None],
+        tokens_from: Callable[[int], Awaitable[tuple[int, ...]]],
+    ) -> None:
+        self.link = link
+        self._on_verdict = on_verdict
+        self._on_error = on_error
+        self._on_features = on_features
+        self._tokens_from = tokens_from
+        self._opened: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+        self._handle: Handle | None = None
+        self._replays: set[asyncio.Task[None]] = set()
+        self._has_failed = False
+        self._is_cut_off = False
+        self._incarnation = link.info.incarnation if link.info else ""
+        self._span_start = 0
+        self._told_len = 0
+
+    @property
+    def replica(self) -> str:
+        """Name of the target's replica."""
+        return self.link.info.replica if self.link.info else ""
+
+    @property
+    def incarnation(self) -> str:
+        """Names the process that the request was opened on."""
+        return self._incarnation
+
+    @property
+    def was_lost(self) -> bool:
+        """Whether the target, on which the request was open, is gone, or its stream is."""
+        return self._is_cut_off and self._opened.done() and self._opened.exception() is None
+
+    async def open(self, message: target_pb2.VerifyOpen) -> None:
+        """Opens the request and sends the tokens the target lacks; generation starts.
+
+        Raises:
+            OutriderError: the target refuses, is lost, or does not answer in time.
+        """
+        self._handle = self.link.open(self)
+        self._handle.send(open=message)
+        self._told_len = message.committed_len
+        try:
+            async with asyncio.timeout(_ANSWER_S):
+                cached_len = await self._opened
+        except TimeoutError:
+            raise Unavailable(f"{self.link.address} did not answer within {_ANSWER_S:g} s") from None
+        await self._send_span(cached_len)
+
+    def on_frame(self, frame: target_pb2.VerifyResponseFrame) -> None:
+        """Takes a frame; see `Receiver`."""
+        match frame.WhichOneof("frame"):
+            case "verdict":
+                self._on_verdict(frame.verdict)
+            case "features":
+                self._on_features(frame.features)
+            case "opened":
+                if not self._opened.done():
+                    self._opened.set_result(frame.opened.cached_len)
+            case "refusal":
+                error = wire.refusal_from_message(frame.refusal)
+                if not isinstance(error, KVCacheMiss):
+                    self._fail(error)
+                elif error.cached_len < self._span_start:
+                    # Each replay begins earlier, so there is a last one. Any other miss is about a span it replaced.
+                    self._replay(error.cached_len)
+
+    def on_lost(self, error: OutriderError) -> None:
+        """Learns that the stream is broken; see `Receiver`."""
+        self._is_cut_off = not self._has_failed
+        self._fail(error)
+
+    def propose(self, proposal: tokens_pb2.Proposal) -> None:
+        """Forwards a part of a proposal as it came."""
+        if self._handle is not None:
+            self._handle.send(proposal=proposal)
+
+    def request_features(self, layers: Sequence[int], start: int) -> None:
+        """Asks for the session's features from a position on."""
+        if self._handle is not None:
+            self._handle.send(features=target_pb2.FeatureRequest(layers=layers, start=start))
+
+    def speculate(self, settings: target_pb2.SpeculationSettings) -> None:
+        """Says what a round waits for."""
+        if self._handle is not None:
+            self._handle.send(speculation=settings)
+
+    def move_window(self, committed_len: int, window: int) -> None:
+        """Tells how far tokens are committed and that the target may run `window` further; not for every few tokens.
+
+        Until it is told, the target keeps fewer tokens of a session that is left than it could, which costs time only.
+        """
+        if self._handle is not None and committed_len - self._told_len >= max(1, window // _WINDOW_PARTS):
+            self._told_len = committed_len
+            message = target_pb2.VerifyWindow(committed_len=committed_len, window_end=committed_len + window)
+            self._handle.send(window=message)
+
+    def close(self, committed_len: int) -> None:
+        """Ends the request on this target; what is committed stays warm there."""
+        for replay in self._replays:
+            replay.cancel()
+        if self._handle is not None:
+            self._handle.close(close=target_pb2.VerifyClose(committed_len=committed_len))
+            self._handle = None
+
+    async def _send_span(self, start: int) -> None:
+        self._span_start = start
+        token_ids = await self._tokens_from(start)
+        for first in range(0, len(token_ids), _MAX_SPAN_LEN):
+            span = TokenSpan(start + first, token_ids[first : first + _MAX_SPAN_LEN])
+            if self._handle is not None:
+                self._handle.send(span=wire.span_to_message(span))
+
+    def _replay(self, cached_len: int) -> None:
+        self._span_start = cached_len
+        task = asyncio.create_task(self._send_span(cached_len))
+        self._replays.add(task)
+        task.add_done_callback(self._end_replay)
+
+    def _end_replay(self, task: asyncio.Task[None]) -> None:
+        self._replays.discard(task)
+        error = None if task.cancelled() else task.exception()
+        if isinstance(error, OutriderError):
+            self._fail(error)
+        elif error is not None:
+            # Without it the target would wait for the span, and this session for the target, until the stall limit.
+            _LOG.error("a span could not be sent", exc_info=error, extra={"worker": self.link.address})
+            self._fail(Unavailable(f"the span for {self.link.address} could not be read"))
+
+    def _fail(self, error: OutriderError) -> None:
+        if self._has_failed:
+            return
+        self._has_failed = True
+        if self._opened.done():
+            self._on_error(error)
+        else:
+            self._opened.set_exception(error)

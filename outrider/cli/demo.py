@@ -1,0 +1,143 @@
+"""`outrider demo`: a streamed answer, then what speculation changes, speed, and what it does not, text."""
+
+import asyncio
+import sys
+from dataclasses import dataclass, replace
+from statistics import median
+
+import click
+from rich.console import Console
+from rich.table import Table
+
+from outrider.cli.connection import started
+from outrider.cli.examples import ExampleCommand
+from outrider.cli.generate import stream
+from outrider.cli.options import stack_options, take_stack
+from outrider.cli.rendering import TextPrinter
+from outrider.client.client import OutriderClient
+from outrider.client.events import Generation
+from outrider.client.request import GenerationRequest, Message, Speculation
+from outrider.errors import OutriderError
+from outrider.local.stack_options import DraftOptions
+from outrider.parameters import SamplingParameters
+
+_REPEATS = 3
+_MAX_TOKENS = 96
+
+_PLAIN = "Explain in a few sentences why the sky is blue."
+_COPY = """Copy this text, word for word:
+
+The outrider rode ahead of the carriage to look at the road. Where the road was good he waved, and the carriage went on
+at full speed. Where the road was bad he came back, and the carriage took its own way. So the carriage never went where
+it would not have gone without him, and it came home long before the others.
+"""
+_PROMPTS = {"a question": (_PLAIN, "eagle3"), "a copy": (_COPY, "ngram")}
+"""Each with the drafter that suits it best, which is asked for where there are several."""
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """One prompt with speculation and without; tokens per second are medians over interleaved runs."""
+
+    name: str
+    drafter: str
+    speculative: list[Generation]
+    plain: list[Generation]
+
+    @property
+    def is_equal(self) -> bool:
+        """Whether every run gave the same tokens and the same text."""
+        runs = [(run.text, run.token_ids) for run in (*self.speculative, *self.plain)]
+        return all(run == runs[0] for run in runs)
+
+
+@click.command(
+    cls=ExampleCommand,
+    short_help="Start everything, answer a prompt, compare with plain decoding.",
+    examples=(
+        "outrider demo",
+        "outrider demo --model ./my-model --max-tokens 200",
+    ),
+)
+@stack_options
+@click.option(
+    "--max-tokens", type=click.IntRange(2), default=_MAX_TOKENS, show_default=True, help="Length of an answer."
+)
+def demo(max_tokens: int, **values: object) -> None:
+    """Starts all services here, streams an answer, then compares speculative with plain decoding.
+
+    The comparison shows acceptance, tokens per second both ways, and whether the texts are the same; they must be, so a
+    difference ends the command with an error.
+    """
+    options = take_stack({"drafter": None, **values})
+    if [draft.drafter for draft in options.drafts] == ["eagle3"]:
+        options = replace(options, drafts=(*options.drafts, DraftOptions("ngram")))
+    drafters = [draft.drafter for draft in options.drafts]
+    parameters = SamplingParameters(temperature=0, max_tokens=max_tokens)
+
+    async def run() -> list[Comparison]:
+        click.echo("starting Valkey, a target, drafts and an orchestrator on this machine", err=True)
+        async with started(options) as stack, stack.client() as client:
+            await _answer(client, parameters)
+            return [
+                await _compare(
+                    client, Comparison(name, best if best in drafters else drafters[0], [], []), prompt, parameters
+                )
+                for name, (prompt, best) in _PROMPTS.items()
+            ]
+
+    comparisons = asyncio.run(run())
+    Console().print(_table(comparisons))
+    if different := [comparison.name for comparison in comparisons if not comparison.is_equal]:
+        raise OutriderError(f"speculation changed the text of: {', '.join(different)}")
+
+
+async def _answer(client: OutriderClient, parameters: SamplingParameters) -> None:
+    """Streams one answer in colours."""
+    click.secho(f"\n> {_COPY.strip()}\n", dim=True)
+    await stream(client, _request(_COPY, parameters, Speculation()), None, TextPrinter(color=sys.stdout.isatty()))
+    click.echo()
+
+
+async def _compare(
+    client: OutriderClient, comparison: Comparison, prompt: str, parameters: SamplingParameters
+) -> Comparison:
+    # Interleaved, so that whatever else the machine does falls on both.
+    for _ in range(_REPEATS):
+        for runs, speculation in (
+            (comparison.speculative, Speculation(drafter=comparison.drafter)),
+            (comparison.plain, Speculation(disabled=True)),
+        ):
+            runs.append(await client.complete(_request(prompt, parameters, speculation)))
+    return comparison
+
+
+def _request(prompt: str, parameters: SamplingParameters, speculation: Speculation) -> GenerationRequest:
+    return GenerationRequest(messages=[Message("user", prompt)], parameters=parameters, speculation=speculation)
+
+
+def _table(comparisons: list[Comparison]) -> Table:
+    table = Table(f"greedy, median of {_REPEATS}", *(comparison.name for comparison in comparisons))
+    columns = [_figures(comparison) for comparison in comparisons]
+    for name in columns[0]:
+        table.add_row(name, *(column[name] for column in columns))
+    return table
+
+
+def _figures(comparison: Comparison) -> dict[str, str]:
+    statistics = comparison.speculative[0].statistics
+    speculative, plain = _speed(comparison.speculative), _speed(comparison.plain)
+    return {
+        "drafter": comparison.drafter,
+        "tokens": str(len(comparison.speculative[0].token_ids)),
+        "acceptance rate": f"{statistics.acceptance_rate:.0%}",
+        "mean acceptance length": f"{statistics.mean_acceptance_length:.2f}",
+        "tokens/s with speculation": f"{speculative:.1f}",
+        "tokens/s without": f"{plain:.1f}",
+        "speed-up": f"{speculative / plain:.2f}x" if plain else "-",
+        "same text": "yes" if comparison.is_equal else "NO",
+    }
+
+
+def _speed(runs: list[Generation]) -> float:
+    return median(run.statistics.tokens_per_second for run in runs)

@@ -1,1 +1,0 @@
-"""The commands of `outrider`, a module each, and what they share: options, connection, rendering."""

@@ -1,0 +1,1 @@
+"""What to verify, how long to wait and what passes cost: decisions from measured times, without a model."""

@@ -1,0 +1,176 @@
+"""One service as a child process: started, awaited, drained, never left behind."""
+
+import asyncio
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from time import monotonic
+
+from outrider.errors import Unavailable
+
+_POLL_S = 0.02
+_TAIL_LINES = 12
+_READY = '{"ready": true'
+# The child may take longer to notice the signal than it allows itself to drain.
+_KILL_SLACK_S = 2.0
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessSpec:
+    """How to start a service.
+
+    Attributes:
+        name: of this replica, such as "target-0"; names its files too.
+        module: run with `python -m`.
+        environment: settings, on top of this process's own environment.
+        drain_budget_s: seconds from SIGTERM to SIGKILL.
+        cores: that it runs on, by number; empty for those of this process.
+    """
+
+    name: str
+    module: str
+    environment: Mapping[str, str]
+    drain_budget_s: float = 10.0
+    cores: frozenset[int] = frozenset()
+
+
+class ServiceProcess:
+    """A running service. It ends when this process does, however that comes about.
+
+    Attributes:
+        spec: how it was started.
+        log: file with everything it prints.
+        address: where it listens; empty until it is ready.
+    """
+
+    def __init__(self, spec: ProcessSpec, directory: Path) -> None:
+        self.spec = spec
+        self.log = directory / f"{spec.name}.log"
+        self.address = ""
+        self._ready_file = directory / f"{spec.name}.address"
+        self._process: subprocess.Popen[bytes] | None = None
+
+    @property
+    def pid(self) -> int:
+        """Its process id; 0 before the start."""
+        return self._process.pid if self._process else 0
+
+    @property
+    def is_running(self) -> bool:
+        """Whether it has been started and has not ended."""
+        return self._process is not None and self._process.poll() is None
+
+    @property
+    def metrics_address(self) -> str:
+        """Where it tells its metrics; empty where it does not, or does not serve yet."""
+        for line in reversed(self.log.read_text(errors="replace").splitlines()):
+            if line.startswith(_READY):
+                return str(json.loads(line).get("metrics_address", ""))
+        return ""
+
+    @property
+    def exit_code(self) -> int | None:
+        """How it ended: a negative number names a signal; None while it has not."""
+        return self._process.poll() if self._process else None
+
+    def start(self) -> None:
+        """Starts it; a second start replaces the first, with the log continued."""
+        self.kill()
+        self._ready_file.unlink(missing_ok=True)
+        self.address = ""
+        environment = {**os.environ, **self.spec.environment, "OUTRIDER_READY_FILE": str(self._ready_file)}
+        with self.log.open("ab") as log, _on_cores(self.spec.cores):
+            # A session of its own: Ctrl-C in the terminal reaches this process alone, which then drains the others.
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "outrider.local.attached", self.spec.module],
+                env=environment,
+                stdin=subprocess.PIPE,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+
+    def restart(self) -> None:
+        """Starts it again at the address that it had, after it has ended, with its log continued."""
+        environment = {**self.spec.environment, "OUTRIDER_ADDRESS": self.address}
+        self.spec = replace(self.spec, environment=environment)
+        self.start()
+
+    async def wait_ready(self, timeout_s: float, progress: Callable[[str], None] = lambda line: None) -> str:
+        """Returns its address once it serves.
+
+        Args:
+            timeout_s: bound on the wait.
+            progress: gets the latest line of the log while the service is loading.
+
+        Raises:
+            Unavailable: it ended early or is not ready in time; the message has the end of its log.
+        """
+        give_up = monotonic() + timeout_s
+        while not self._ready_file.exists():
+            if not self.is_running:
+                raise Unavailable(f"{self.spec.name} ended with {self._status()} while starting{self._log_tail()}")
+            if monotonic() > give_up:
+                raise Unavailable(f"{self.spec.name} is not ready after {timeout_s:g} s{self._log_tail()}")
+            progress(self._last_line())
+            await asyncio.sleep(_POLL_S)
+        self.address = self._ready_file.read_text().strip()
+        return self.address
+
+    def terminate(self) -> None:
+        """Asks it to drain; returns at once."""
+        if self._process is not None and self.is_running:
+            self._process.terminate()
+
+    def kill(self) -> None:
+        """Ends it without a drain, as a crash would; no-op for one that has ended."""
+        if self._process is None:
+            return
+        self._process.kill()
+        self._process.wait()
+        if self._process.stdin is not None:
+            self._process.stdin.close()
+
+    async def wait_ended(self) -> None:
+        """Returns when it has ended; kills it at the end of its drain budget."""
+        give_up = monotonic() + self.spec.drain_budget_s + _KILL_SLACK_S
+        while self.is_running and monotonic() < give_up:
+            await asyncio.sleep(_POLL_S)
+        self.kill()
+
+    def _status(self) -> str:
+        code = self._process.returncode if self._process else None
+        return f"signal {-code}" if code is not None and code < 0 else f"exit code {code}"
+
+    def _last_line(self) -> str:
+        lines = self._tail(1)
+        return lines[0] if lines else ""
+
+    def _log_tail(self) -> str:
+        return "".join(f"\n  {line}" for line in [f"the end of {self.log}:", *self._tail(_TAIL_LINES)])
+
+    def _tail(self, num_lines: int) -> list[str]:
+        with self.log.open("rb") as log:
+            log.seek(max(0, os.fstat(log.fileno()).st_size - 256 * num_lines))
+            # Progress bars redraw their line with a carriage return; only the latest state is of interest.
+            lines = [line.rsplit("\r", 1)[-1] for line in log.read().decode(errors="replace").split("\n")]
+        return [line.strip() for line in lines if line.strip()][-num_lines:]
+
+
+@contextmanager
+def _on_cores(cores: frozenset[int]) -> Iterator[None]:
+    """Has this thread, and what it starts, run on some cores; none stand for all that it has."""
+    if not cores:
+        yield
+        return
+    before = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, cores)
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, before)

@@ -1,0 +1,204 @@
+"""A whole Outrider on this machine: Redis, targets, drafts and orchestrators, each a process of its own."""
+
+import asyncio
+import os
+import shutil
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+from urllib.parse import urlsplit, urlunsplit
+
+from outrider.client.client import OutriderClient
+from outrider.errors import ModelUnsupported
+from outrider.local.process import ProcessSpec, ServiceProcess
+from outrider.local.stack_options import EMBEDDED, StackOptions
+
+_KEPT_RUNS = 20
+
+Progress = Callable[[str, str], None]
+"""Gets the name of a part of the stack and one line about how far it is."""
+
+
+def _silent(name: str, line: str) -> None:
+    """The progress of a stack that nobody watches."""
+
+
+class LocalStack:
+    """Starts a stack on free loopback ports and drains it at the end, also when this process is killed.
+
+        async with LocalStack(StackOptions()) as stack, stack.client() as client:
+            print((await client.complete(GenerationRequest(text="Once upon a time"))).text)
+
+    It is a synchronous context manager too. Services come up in the order in which they need each other; one that ends
+    early or is not ready in time raises `Unavailable` with the end of its log, after the others have been ended.
+
+    Attributes:
+        options: what it consists of.
+        directory: logs of this run, below the user's cache directory; the latest runs are kept.
+        targets: the target processes.
+        drafts: the draft processes.
+        orchestrators: the orchestrator processes.
+        redis_url: where the sessions are, with the password where there is one.
+    """
+
+    def __init__(self, options: StackOptions | None = None, *, progress: Progress = _silent) -> None:
+        self.options = options or StackOptions()
+        self.directory = _run_directory()
+        self.targets: list[ServiceProcess] = []
+        self.drafts: list[ServiceProcess] = []
+        self.orchestrators: list[ServiceProcess] = []
+        self.redis_url = self.options.redis_url
+        self._redis = ExitStack()
+        self._progress = progress
+
+    @property
+    def addresses(self) -> tuple[str, ...]:
+        """Where clients find the orchestrators; empty before the start."""
+        return tuple(process.address for process in self.orchestrators)
+
+    @property
+    def processes(self) -> tuple[ServiceProcess, ...]:
+        """Every service, in the order in which they end."""
+        return (*self.orchestrators, *self.drafts, *self.targets)
+
+    def client(self) -> OutriderClient:
+        """Returns a client of all its orchestrators; whoever takes it closes it."""
+        return OutriderClient(self.addresses)
+
+    async def start(self) -> None:
+        """Starts everything and returns when requests can be served.
+
+        Raises:
+            Unavailable: a process ended early or took too long.
+            ModelUnsupported: the embedded model cannot be made ready.
+        """
+        try:
+            await self._start()
+        except BaseException:
+            await self.close()
+            raise
+
+    async def close(self) -> None:
+        """Drains everything within each process's budget; closing twice does nothing more."""
+        for group in (self.orchestrators, self.drafts + self.targets):
+            for process in group:
+                process.terminate()
+            for process in group:
+                await process.wait_ended()
+        self._redis.close()
+
+    async def __aenter__(self) -> Self:
+        await self.start()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.close()
+
+    def __enter__(self) -> Self:
+        asyncio.run(self.start())
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        asyncio.run(self.close())
+
+    async def _start(self) -> None:
+        if EMBEDDED in (self.options.model, *(draft.model for draft in self.options.drafts)):
+            await prepare_embedded_model()
+        redis, kv_blocks_url = self._start_redis(), self._start_block_store()
+        # Orchestrators have nothing to load: they come last, when the addresses of their workers are known.
+        self.targets = self._launch(self.options.target_specs(kv_blocks_url))
+        self.drafts = self._launch(self.options.draft_specs())
+        await self._wait_ready(self.targets + self.drafts)
+        workers = {"OUTRIDER_TARGETS": _joined(self.targets), "OUTRIDER_DRAFTS": _joined(self.drafts)}
+        self.orchestrators = self._launch(self.options.orchestrator_specs({**redis, **workers}))
+        await self._wait_ready(self.orchestrators)
+
+    def _start_redis(self) -> dict[str, str]:
+        """Returns the settings that say where Redis is, after starting it where none is given."""
+        if self.options.redis_url:
+            return {"OUTRIDER_REDIS_URL": self.options.redis_url}
+        # Only a stack with a Redis of its own needs the package of the extra `local`.
+        from outrider.local.valkey import EmbeddedValkey
+
+        self._progress("valkey", "starting")
+        self.redis_url = self._redis.enter_context(EmbeddedValkey()).url
+        self._progress("valkey", f"ready at {without_password(self.redis_url)}")
+        return {"OUTRIDER_REDIS_URL": self.redis_url}
+
+    def _start_block_store(self) -> str:
+        """Returns where blocks of KV cache are kept, after starting a server for them; empty where there is none."""
+        if not self.options.has_own_block_store:
+            return self.options.kv_blocks_url
+        from outrider.local.valkey import EmbeddedValkey
+
+        server = EmbeddedValkey(durable=False, max_memory_bytes=self.options.kv_blocks_bytes, evicts=True)
+        url = self._redis.enter_context(server).url
+        self._progress("kv-blocks", f"ready at {without_password(url)}")
+        return url
+
+    def _launch(self, specs: Iterable[ProcessSpec]) -> list[ServiceProcess]:
+        processes = [ServiceProcess(spec, self.directory) for spec in specs]
+        for process in processes:
+            process.start()
+        return processes
+
+    async def _wait_ready(self, processes: Sequence[ServiceProcess]) -> None:
+        """Returns when all serve; the first one that fails ends the wait for the others."""
+        tasks = [asyncio.create_task(self._wait_one(process)) for process in processes]
+        try:
+            await asyncio.gather(*tasks)
+        finally:
+            for task in tasks:
+                task.cancel()
+
+    async def _wait_one(self, process: ServiceProcess) -> None:
+        name = process.spec.name
+        self._progress(name, "loading")
+        address = await process.wait_ready(self.options.ready_timeout_s, lambda line: self._progress(name, line))
+        self._progress(name, f"ready at {address}")
+
+
+async def prepare_embedded_model() -> None:
+    """Converts the embedded model unless that was done before; its progress bar goes to standard error.
+
+    In a process of its own, so that this one never loads a model library.
+
+    Raises:
+        ModelUnsupported: it cannot be converted; why stands on standard error.
+    """
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-m", "outrider.lm.embedded", stdout=asyncio.subprocess.DEVNULL
+    )
+    if await process.wait() != 0:
+        raise ModelUnsupported("the embedded model could not be prepared; the reason stands above")
+
+
+def without_password(url: str) -> str:
+    """Returns a URL as it may be shown: `***` stands for its password."""
+    parts = urlsplit(url)
+    if parts.password is None:
+        return url
+    return urlunsplit(parts._replace(netloc=f"{parts.username or ''}:***@{parts.netloc.rpartition('@')[2]}"))
+
+
+def _joined(processes: Sequence[ServiceProcess]) -> str:
+    return ",".join(process.address for process in processes)
+
+
+def _run_directory() -> Path:
+    """Makes the directory of this run and removes all but the latest ones."""
+    runs = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "outrider" / "runs"
+    runs.mkdir(parents=True, exist_ok=True)
+    earlier = sorted(runs.iterdir(), key=lambda run: run.stat().st_mtime, reverse=True)
+    for run in earlier[_KEPT_RUNS - 1 :]:
+        shutil.rmtree(run, ignore_errors=True)
+    return Path(tempfile.mkdtemp(prefix=time.strftime("%Y%m%d-%H%M%S-"), dir=runs))

@@ -1,0 +1,176 @@
+"""What a stack on this machine consists of, and the settings that each of its processes gets."""
+
+import json
+import os
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Final
+
+from outrider.errors import InvalidArgument
+from outrider.local.process import ProcessSpec
+
+EMBEDDED = "embedded"
+"""Name of the model that needs no hub and no folder."""
+DRAFTERS: Final = ("ngram", "model", "layers", "eagle3", "medusa")
+MODEL_DRAFTERS: Final = ("model", "eagle3", "medusa")
+"""Those that take a model, or a head, of their own."""
+_MANIFEST: Final = "outrider_draft.json"
+_SPIN: Final = "GOMP_SPINCOUNT"
+_SHORT_SPIN: Final = "20000"
+
+
+@dataclass(frozen=True, slots=True)
+class DraftOptions:
+    """One kind of draft.
+
+    Attributes:
+        drafter: one of `DRAFTERS`.
+        model: for the drafter `model`, a model that shares the target's tokenizer; for `eagle3` and `medusa`, the
+            head's folder, or `embedded`; for `layers`, the target's own model, which is taken where none is given.
+        num_layers: for the drafter `layers`, how many.
+        num_replicas: processes of this kind.
+        num_threads: CPU threads of each.
+        environment: further settings.
+    """
+
+    drafter: str = "ngram"
+    model: str = ""
+    num_layers: int = 4
+    num_replicas: int = 1
+    num_threads: int = 1
+    environment: Mapping[str, str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if self.drafter not in DRAFTERS:
+            raise InvalidArgument(f"drafter is {self.drafter!r}, must be one of {', '.join(DRAFTERS)}", "drafter")
+        if self.drafter == "model" and not self.model:
+            raise InvalidArgument("drafter 'model' needs a model that shares the target's tokenizer", "draft_model")
+        if self.drafter == "medusa" and not self.model:
+            raise InvalidArgument("drafter 'medusa' needs the folder of its heads", "draft_model")
+        _check_at_least("num_layers", self.num_layers, 1)
+        _check_at_least("num_drafts", self.num_replicas, 1)
+
+
+def fitting_drafter(model: str, draft_model: str, num_layers: int | None) -> str:
+    """Returns the drafter that suits what is given: the target, a draft of one's own, a number of layers."""
+    if draft_model:
+        manifest = Path(draft_model) / _MANIFEST
+        method = json.loads(manifest.read_text()).get("method") if manifest.is_file() else None
+        return method if method in MODEL_DRAFTERS else "model"
+    if num_layers is not None:
+        return "layers"
+    return "eagle3" if model == EMBEDDED else "ngram"
+
+
+@dataclass(frozen=True, slots=True)
+class StackOptions:
+    """A stack: targets, drafts, orchestrators and Redis.
+
+    Attributes:
+        model: the target's model: a folder, a hub id, or `embedded`.
+        drafts: the kinds of drafts; empty for plain decoding only.
+        dtype: of models that have one; empty takes the service's default.
+        device: cpu, cuda, ...; empty takes the service's default.
+        redis_url: Redis to keep sessions in; empty starts an embedded one.
+        kv_blocks_url: Redis for blocks of the targets' KV cache; empty starts an embedded one where there are several
+            targets and no `redis_url`.
+        kv_blocks_bytes: bound on the memory of an embedded one; 0 for no blocks.
+        num_targets: target processes.
+        num_orchestrators: orchestrator processes.
+        target_threads: CPU threads of each target; 0 for all cores.
+        target_cores: cores that targets run on, by number; empty for all.
+        target_environment: further settings of targets.
+        orchestrator_environment: further settings of orchestrators.
+        tells_metrics: whether each process tells Prometheus metrics on a free port; see `ServiceProcess`.
+        ready_timeout_s: bound on the start of each process.
+        drain_budget_s: bound on the end of each process.
+    """
+
+    model: str = EMBEDDED
+    drafts: tuple[DraftOptions, ...] = field(default_factory=lambda: (DraftOptions(),))
+    dtype: str = ""
+    device: str = ""
+    redis_url: str = ""
+    kv_blocks_url: str = ""
+    kv_blocks_bytes: int = 1 << 30
+    num_targets: int = 1
+    num_orchestrators: int = 1
+    target_threads: int = 0
+    target_cores: frozenset[int] = frozenset()
+    target_environment: Mapping[str, str] = field(default_factory=dict)
+    orchestrator_environment: Mapping[str, str] = field(default_factory=dict)
+    tells_metrics: bool = False
+    ready_timeout_s: float = 300.0
+    drain_budget_s: float = 10.0
+
+    def __post_init__(self) -> None:
+        _check_at_least("num_targets", self.num_targets, 1)
+        _check_at_least("num_orchestrators", self.num_orchestrators, 1)
+        _check_at_least("target_threads", self.target_threads, 0)
+        _check_at_least("kv_blocks_bytes", self.kv_blocks_bytes, 0)
+
+    @property
+    def has_own_block_store(self) -> bool:
+        """Whether a stack starts a server of its own for blocks of KV cache: one target has nobody to leave them to."""
+        is_given = bool(self.redis_url or self.kv_blocks_url)
+        return not is_given and self.num_targets > 1 and self.kv_blocks_bytes > 0
+
+    def target_specs(self, kv_blocks_url: str = "") -> Iterator[ProcessSpec]:
+        """Yields how to start each target; `kv_blocks_url` is where a stack's own block store is."""
+        settings = {
+            "OUTRIDER_MODEL": self.model,
+            "OUTRIDER_NUM_THREADS": str(self.target_threads),
+            # OpenMP's workers spin for milliseconds after a pass, on cores that draft and orchestrator need. A third of
+            # one covers the gaps within a pass (speculation: 1.17 in place of 1.10 x plain, 2 cores).
+            _SPIN: os.environ.get(_SPIN, _SHORT_SPIN),
+            "OUTRIDER_KV_BLOCKS_URL": kv_blocks_url or self.kv_blocks_url,
+            **self._placement(),
+            **self.target_environment,
+        }
+        for number in range(self.num_targets):
+            yield replace(self._spec(f"target-{number}", "target_service", settings), cores=self.target_cores)
+
+    def draft_specs(self) -> Iterator[ProcessSpec]:
+        """Yields how to start each draft."""
+        numbers: Counter[str] = Counter()
+        for draft in self.drafts:
+            settings = {"OUTRIDER_DRAFTER": draft.drafter, "OUTRIDER_NUM_THREADS": str(draft.num_threads)}
+            if draft.drafter != "ngram":
+                settings |= {"OUTRIDER_MODEL": draft.model or self.model, **self._placement()}
+            if draft.drafter == "layers":
+                settings["OUTRIDER_NUM_LAYERS"] = str(draft.num_layers)
+            for _ in range(draft.num_replicas):
+                # Two kinds of drafts may run the same drafter, on different models.
+                name = f"draft-{draft.drafter}-{numbers[draft.drafter]}"
+                numbers[draft.drafter] += 1
+                yield self._spec(name, "draft_service", {**settings, **draft.environment})
+
+    def orchestrator_specs(self, addresses: Mapping[str, str]) -> Iterator[ProcessSpec]:
+        """Yields how to start each orchestrator; `addresses` are the settings that name what it talks to."""
+        for number in range(self.num_orchestrators):
+            settings = {**addresses, **self._lookahead(), **self.orchestrator_environment}
+            yield self._spec(f"orchestrator-{number}", "orchestrator", settings)
+
+    def _lookahead(self) -> dict[str, str]:
+        """Has drafts wait for verdicts where the target takes all cores: then they would take turns with it anyway."""
+        return {"OUTRIDER_LOOKAHEAD": "0"} if not self.target_threads and "cuda" not in self.device else {}
+
+    def _placement(self) -> dict[str, str]:
+        chosen = {"OUTRIDER_DTYPE": self.dtype, "OUTRIDER_DEVICE": self.device}
+        return {name: value for name, value in chosen.items() if value}
+
+    def _spec(self, name: str, module: str, settings: Mapping[str, str]) -> ProcessSpec:
+        life = {
+            "OUTRIDER_ADDRESS": "127.0.0.1:0",
+            "OUTRIDER_DRAIN_BUDGET_S": str(self.drain_budget_s),
+            "OUTRIDER_LOG_FORMAT": "text",
+            "OUTRIDER_METRICS_ADDRESS": "127.0.0.1:0" if self.tells_metrics else "",
+        }
+        return ProcessSpec(name, module, {**life, **settings}, self.drain_budget_s)
+
+
+def _check_at_least(name: str, value: int, least: int) -> None:
+    if value < least:
+        raise InvalidArgument(f"{name} is {value}, must be at least {least}", name)

@@ -1,0 +1,225 @@
+"""One pass after another over the shares that the scheduler made: run, judged, and their verdicts given.
+
+Any exception that one session causes ends that session, and nothing else. A pass that fails is run again in halves,
+down to the session that fails alone; before that one is refused a probe shows whether the model runs at all. So no
+session is blamed for a device that fails, and no process ends because of a session.
+"""
+
+import time
+from collections.abc import Callable, Sequence
+
+import torch
+
+from outrider.control.pass_times import PassTimes
+from outrider.errors import OutriderError, RequestFailed
+from outrider.lm.model import LanguageModel
+from outrider.serving.unexpected import UnexpectedErrors
+from target_service.engine.counters import EngineLoad
+from target_service.engine.features import FeatureSender
+from target_service.engine.probe import probe
+from target_service.engine.requests import Requests
+from target_service.engine.restoring import Restoring
+from target_service.engine.results import RoundAbout, RoundResult
+from target_service.engine.rounds import Round, decide_all
+from target_service.engine.scheduling import Scheduler, Share, prepared_again
+from target_service.engine.sessions import Request
+
+
+class Passes:
+    """Runs passes; see the module. All methods run in the engine's thread.
+
+    Args:
+        model: the target.
+        scheduler: learns what passes take.
+        times: likewise.
+        requests: those that are open.
+        features: sends what drafts ask for.
+        restoring: writes what passes complete; None where nothing is written.
+        load: counts.
+        run_commands: does what came during a pass and changes nothing that the pass was made of.
+
+    Attributes:
+        on_pass: called with the seconds of each pass.
+        last_s: seconds that the last pass took.
+    """
+
+    def __init__(
+        self,
+        model: LanguageModel,
+        scheduler: Scheduler,
+        times: PassTimes,
+        requests: Requests,
+        features: FeatureSender,
+        restoring: Restoring | None,
+        load: EngineLoad,
+        run_commands: Callable[[], None],
+    ) -> None:
+        self._model = model
+        self._scheduler = scheduler
+        self._times = times
+        self._requests = requests
+        self._features = features
+        self._restoring = restoring
+        self._load = load
+        self._run_commands = run_commands
+        self._unexpected = UnexpectedErrors()
+        self.on_pass: Callable[[float], object] = lambda seconds: None
+        self.last_s = 0.0
+
+    def run(self, shares: list[Share]) -> None:
+        """Runs a pass over the shares, and gives the verdicts.
+
+        Raises:
+            EngineFailed: the model runs no pass any more.
+        """
+        expected_s = self._expected_s(shares)
+        started = time.perf_counter()
+        try:
+            outputs = self._model.forward([share.step for share in shares])
+        except Exception as error:
+            self._divide(shares, error)
+            return
+        duration_s = time.perf_counter() - started
+        self._account(shares, duration_s)
+        self.on_pass(duration_s)
+        self._run_commands()
+        judged = [(share, logits) for share, logits in zip(shares, outputs, strict=True) if share.step.wants_logits]
+        for share, result in self._judge(judged):
+            try:
+                self._conclude(share, result, duration_s, expected_s)
+            except Exception as error:
+                self.fail(share.request, error)
+        for share in shares:
+            if not share.step.wants_logits:
+                self._go_on(share.request)
+        for stream in {share.request.stream.key: share.request.stream for share in shares}.values():
+            stream.flush()
+        self._write_behind()
+
+    def fail(self, request: Request, error: Exception) -> None:
+        """Ends a request that failed by itself.
+
+        Raises:
+            EngineFailed: the request is not at fault: the model runs no pass any more.
+        """
+        self._unexpected.log("a request failed", error, **request.log_fields)
+        # First, so that there is memory for the probe.
+        self._requests.distrust(request)
+        probe(self._model)
+        failure = error if isinstance(error, OutriderError) else RequestFailed("the request failed on this target")
+        self._requests.refuse(request.stream, request.handle, failure)
+
+    def note_waiting(self) -> None:
+        """Notes how many sessions are here, and how many tokens wait to be run."""
+        self._load.num_cached_sessions = self._requests.num_residents
+        self._load.note_waiting(request.num_uncached for request in self._requests.open_ones if not request.finished)
+
+    def _divide(self, shares: list[Share], error: Exception) -> None:
+        """Runs the halves of a pass that failed; the session that fails alone ends alone."""
+        if len(shares) == 1:
+            self.fail(shares[0].request, error)
+            return
+        about = {"request_ids": [share.request.request_id for share in shares]}
+        self._unexpected.log("a pass failed, and is run again in halves", error, **about)
+        again = prepared_again(shares)
+        middle = len(again) // 2
+        for part in (again[:middle], again[middle:]):
+            if part:
+                self.run(part)
+
+    def _go_on(self, request: Request) -> None:
+        """Concludes a part of a prompt."""
+        try:
+            self._features.send(request)
+        except Exception as error:
+            self.fail(request, error)
+        request.round_started = time.monotonic()
+
+    def _write_behind(self) -> None:
+        """Has what the pass completed written; a failure costs the blocks, and no session."""
+        if self._restoring is None:
+            return
+        try:
+            self._restoring.write_behind()
+        except Exception as error:
+            self._unexpected.log("KV blocks could not be written", error)
+
+    def _judge(self, judged: list[tuple[Share, torch.Tensor]]) -> list[tuple[Share, RoundResult]]:
+        """Returns the results of all shares together; where that fails, of those that do not fail by themselves."""
+        if not judged:
+            return []
+        try:
+            rounds, first = [], 0
+            for share, logits in judged:
+                rounds.append(Round(share.request, first, share.tree))
+                first += len(logits)
+            results = decide_all(rounds, torch.cat([logits for _, logits in judged]), self._requests.max_len)
+            return list(zip((share for share, _ in judged), results, strict=True))
+        except Exception as error:
+            if len(judged) == 1:
+                self.fail(judged[0][0].request, error)
+                return []
+        middle = len(judged) // 2
+        return self._judge(judged[:middle]) + self._judge(judged[middle:])
+
+    def _expected_s(self, shares: Sequence[Share]) -> float:
+        """Returns what a pass and all around it is expected to take; 0 where prompts take part, or nothing is known."""
+        if not self._times.known or any(share.is_prefill for share in shares):
+            return 0.0
+        num_rows = sum(share.step.num_rows for share in shares)
+        return self._times.round_s(num_rows, speculates=any(share.request.speculation.waits for share in shares))
+
+    def _conclude(self, share: Share, result: RoundResult, duration_s: float, expected_s: float) -> None:
+        """Applies a round's result to the session, and sends the verdict."""
+        request, resident = share.request, share.request.resident
+        base = request.base
+        resident.cache.keep(result.kept_path)
+        resident.token_ids += result.token_ids
+        request.finished = result.finish_reason is not None
+        speculation = request.speculation
+        waited = speculation.waits
+        now = time.monotonic()
+        if not share.is_prefill:
+            rest_s = speculation.lasted_s(now) - share.wait_s - share.queue_s - duration_s
+            speculation.observe(result.num_accepted, result.num_draft_tokens, result.num_nodes, share.wait_s, rest_s)
+        expected_s += speculation.expected_wait_s if expected_s else 0.0
+        hit = speculation.advance(result.token_ids)
+        request.begin_round(now)
+        speculation.note_verdict(len(resident.token_ids), now)
+        # Before the verdict, so that its answer need not wait for them.
+        self._features.send(request)
+        about = RoundAbout(
+            model_time_s=duration_s,
+            wait_time_s=share.wait_s,
+            queue_time_s=share.queue_s,
+            expected_time_s=expected_s,
+            num_recomputed=request.num_recomputed,
+            hit=hit,
+            num_proposed=speculation.num_proposed,
+            num_wanted=speculation.num_wanted,
+            lookahead=speculation.terms.lookahead if speculation.wants_draft else 0,
+        )
+        self._load.note_round(result, about, waited=waited, does_without=speculation.does_without)
+        if not request.sums.num_rounds:
+            request.span.add_event("first_token")
+        request.sums.add(result, about)
+        request.num_recomputed = speculation.num_proposed = 0
+        request.stream.verdict(request.handle, base, result, about)
+
+    def _account(self, shares: list[Share], duration_s: float) -> None:
+        load = self._load
+        load.num_passes += 1
+        load.model_time_s += duration_s
+        load.num_tokens += sum(share.step.num_rows for share in shares)
+        load.num_active_sessions = len(self._requests)
+        load.num_preemptions = self._scheduler.num_preemptions
+        for share in shares:
+            share.request.num_recomputed += share.num_recomputed
+        prefill = [(share.step.num_rows, share.step.span.start) for share in shares if share.is_prefill]
+        num_decode = sum(share.step.num_rows for share in shares if not share.is_prefill)
+        self._scheduler.budget.observe(num_decode, prefill, duration_s)
+        if not prefill:
+            self._times.observe(duration_s, num_decode)
+        self._times.num_sessions = max(1, len(self._requests) - len(prefill))
+        self.last_s = duration_s
+        self.note_waiting()

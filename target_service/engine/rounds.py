@@ -1,0 +1,149 @@
+"""The outcome of sessions' rounds: the acceptance rule applied to the target's logits, then the stop conditions."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+
+from outrider.parameters import AcceptanceRule, FinishReason
+from outrider.speculation.draws import Draw, target_draws
+from outrider.speculation.logprobs import token_logprobs
+from outrider.speculation.sampling import LawTerms, TokenHistory, target_distribution
+from outrider.speculation.verification import Outcome, follow_draws, verify_rejection
+from outrider.tokens import ROOT, ProposalTree, TokenLogprobs, TokenOrigin
+from target_service.engine.results import RoundResult
+from target_service.engine.sessions import Request
+
+
+class Round(NamedTuple):
+    """One session's part of a pass, to be judged.
+
+    Attributes:
+        request: the session's request, as it was before the pass.
+        first_row: of the pass's logits: the row after the session's last token; row `first_row` + n follows node n.
+        tree: the proposal.
+    """
+
+    request: Request
+    first_row: int
+    tree: ProposalTree
+
+
+def decide_all(rounds: Sequence[Round], logits: torch.Tensor, max_len: int) -> list[RoundResult]:
+    """Judges the proposals of all sessions of a pass; each result is the same whichever sessions are beside it.
+
+    Args:
+        rounds: of different sessions.
+        logits: [N, V], the rows of all sessions.
+        max_len: longest session, in tokens.
+    """
+    outcomes = _outcomes(rounds, logits)
+    cuts = [_cut(item.request, outcome.token_ids, max_len) for item, outcome in zip(rounds, outcomes, strict=True)]
+    logprobs = _logprobs(rounds, outcomes, [num for num, _ in cuts], logits)
+    return [_result(*parts) for parts in zip(rounds, outcomes, cuts, logprobs, strict=True)]
+
+
+def _result(
+    item: Round, outcome: Outcome, cut: tuple[int, FinishReason | None], logprobs: tuple[TokenLogprobs, ...]
+) -> RoundResult:
+    num, finish_reason = cut
+    origins = outcome.origins[:num]
+    return RoundResult(
+        token_ids=outcome.token_ids[:num],
+        origins=origins,
+        kept_path=outcome.path[: num - 1],
+        logprobs=logprobs,
+        num_draft_tokens=item.tree.max_depth,
+        num_accepted=origins.count(TokenOrigin.ACCEPTED),
+        num_nodes=len(item.tree),
+        finish_reason=finish_reason,
+    )
+
+
+def _outcomes(rounds: Sequence[Round], logits: torch.Tensor) -> list[Outcome]:
+    coupled = [item for item in rounds if item.request.rule is AcceptanceRule.COUPLED]
+    draws = iter(target_draws(logits, [draw for item in coupled for draw in _draws(item)]))
+    return [
+        _follow(item.tree, draws) if item.request.rule is AcceptanceRule.COUPLED else _reject(item, logits)
+        for item in rounds
+    ]
+
+
+def _draws(item: Round) -> Iterator[Draw]:
+    """Yields the draws of the target's own tokens, after the base and after each node."""
+    request, base_len = item.request, len(item.request.resident.token_ids)
+    for number, history in enumerate(_histories(item)):
+        terms = LawTerms(request.parameters, history, request.stop_token_ids)
+        yield Draw(item.first_row + number, terms, request.source.key, base_len + item.tree.depth(number))
+
+
+def _follow(tree: ProposalTree, draws: Iterator[int]) -> Outcome:
+    """Verifies by the next 1 + len(tree) draws."""
+    own = [next(draws) for _ in range(1 + len(tree))]
+    return follow_draws(tree, own.__getitem__)
+
+
+def _reject(item: Round, logits: torch.Tensor) -> Outcome:
+    law = _TargetLaw(item, logits, _histories(item))
+    return verify_rejection(item.tree, law, len(item.request.resident.token_ids), item.request.source)
+
+
+def _histories(item: Round) -> list[TokenHistory]:
+    """Returns what came before the token after the base, and after each node."""
+    request, tokens = item.request, item.request.resident.token_ids
+    # Histories are long; only penalties read them.
+    needs = request.parameters.needs_history
+    prompt = tokens[: request.prompt_len] if needs else ()
+    output = tokens[request.prompt_len :] if needs else range(request.num_output)
+    histories = [TokenHistory(prompt, output, request.parameters)]
+    for node in item.tree.nodes:
+        histories.append(histories[node.parent].extended([node.token_id]))
+    return histories
+
+
+@dataclass(frozen=True, slots=True)
+class _TargetLaw:
+    """The target's law after a node, computed when asked for."""
+
+    item: Round
+    logits: torch.Tensor
+    histories: list[TokenHistory]
+
+    def __call__(self, number: int) -> torch.Tensor:
+        request, row = self.item.request, self.logits[self.item.first_row + number]
+        return target_distribution(row, request.parameters, self.histories[number], request.stop_token_ids)
+
+
+def _cut(request: Request, token_ids: tuple[int, ...], max_len: int) -> tuple[int, FinishReason | None]:
+    """Returns how many output tokens stand, and why the request ends with the last of them."""
+    length = len(request.resident.token_ids)
+    room = min(request.parameters.max_tokens - request.num_output, max_len - length)
+    for num, token_id in enumerate(token_ids[:room], start=1):
+        if token_id in request.stop_token_ids:
+            return num, FinishReason.STOP
+    if len(token_ids) >= room:
+        return room, FinishReason.LENGTH
+    # Beyond the window nothing may be output; the rest is decided again once the window moves.
+    return min(len(token_ids), request.window_end - length), None
+
+
+def _logprobs(
+    rounds: Sequence[Round], outcomes: Sequence[Outcome], nums: Sequence[int], logits: torch.Tensor
+) -> list[tuple[TokenLogprobs, ...]]:
+    """Returns the log-probabilities of the first `nums` output tokens of each round; none for who asks for none."""
+    asked = [item.request.parameters.logprobs is not None for item in rounds]
+    places = [
+        (item.first_row + row, token_id, item.request.parameters.logprobs or 0)
+        for item, outcome, num, is_asked in zip(rounds, outcomes, nums, asked, strict=True)
+        for row, token_id in list(zip((ROOT, *outcome.path), outcome.token_ids, strict=True))[: num * is_asked]
+    ]
+    results = iter(_logprobs_at(places, logits))
+    return [tuple(next(results) for _ in range(num * is_asked)) for num, is_asked in zip(nums, asked, strict=True)]
+
+
+def _logprobs_at(places: Sequence[tuple[int, int, int]], logits: torch.Tensor) -> list[TokenLogprobs]:
+    if not places:
+        return []
+    rows, token_ids, nums_top = zip(*places, strict=True)
+    return token_logprobs(logits[torch.tensor(rows, device=logits.device)], token_ids, nums_top)

@@ -1,0 +1,235 @@
+"""Which sessions take part in the next pass, with which rows, and who gives way where memory is short."""
+
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Final
+
+from outrider.control.batching_delay import gathering_s
+from outrider.control.pass_times import PassTimes
+from outrider.control.policy import allocate
+from outrider.lm.model import SessionStep
+from outrider.tokens import ProposalTree, TokenSpan
+from target_service.engine.pass_budget import PassBudget
+from target_service.engine.sessions import Request
+
+_NO_TREE: Final = ProposalTree()
+_MIN_ROWS: Final = 4
+_HELD: Final = 1.5
+_HELD_S: Final = 0.001
+"""A pass waits for sessions to come so many times what was expected, and so many seconds; then it runs without them."""
+
+
+@dataclass(slots=True)
+class Share:
+    """One request's part of a pass.
+
+    Attributes:
+        request: the request.
+        step: its rows; their memory is reserved.
+        tree: the proposal that is verified; empty where there is none, or no room for it.
+        wait_s: seconds that the round waited for it.
+        queue_s: seconds that it was ready then.
+        is_prefill: whether these are tokens of a prompt or a replay, more than the one that each round adds.
+    """
+
+    request: Request
+    step: SessionStep
+    tree: ProposalTree = field(default_factory=ProposalTree)
+    wait_s: float = 0.0
+    queue_s: float = 0.0
+    is_prefill: bool = False
+
+    @property
+    def num_recomputed(self) -> int:
+        """Rows of output tokens that have been run before, one by one or as a proposal; the last one has not been."""
+        if not self.is_prefill:
+            return 0
+        end = min(self.step.span.end, len(self.request.resident.token_ids) - 1)
+        return max(0, end - max(self.step.span.start, self.request.prompt_len))
+
+
+class Scheduler:
+    """Fills passes. Sessions that decode come first, those that waited longest before others; then prompts.
+
+    Prompts get what the budget leaves, so that they hold nobody up for long; the one that waited longest gets a few
+    rows at least. Memory is taken when a share is made. Where too little is left, the newest request that holds any
+    gives its pages back and is run again from its tokens later: the oldest always advances, so all do in their turn.
+
+    Args:
+        max_rows: rows of a pass, at most.
+        prefill_chunk_len: prompt tokens of a session in one pass, at most.
+        max_slowdown: see `PassBudget`.
+        times: what passes take; decides how many nodes are verified.
+    """
+
+    def __init__(self, max_rows: int, prefill_chunk_len: int, max_slowdown: float, times: PassTimes) -> None:
+        self._max_rows = max_rows
+        self._prefill_chunk_len = prefill_chunk_len
+        self._times = times
+        self.budget = PassBudget(max_slowdown)
+        self.num_preemptions = 0
+        self._held_until: float | None = None
+
+    def shares(self, requests: Collection[Request], now: float) -> list[Share]:
+        """Returns the shares of the next pass; none where nobody is ready at the time `now` (monotonic, seconds).
+
+        None either where a pass should wait a little for others; see `outrider.control.batching_delay`.
+        """
+        runnable = sorted((item for item in requests if item.can_run), key=lambda item: item.round_started)
+        shares: list[Share] = []
+        num_rows = 0
+        decoding = [item for item in runnable if item.num_uncached == 1]
+        rounds = [item for item in decoding if item.is_ready(now)][: self._max_rows]
+        if len(decoding) == len(runnable) and self._is_held(decoding, rounds, now):
+            return []
+        self._held_until = None
+        for request, tree in zip(rounds, self._trees(rounds, now), strict=True):
+            # Its memory may have been taken for one before it.
+            if request.num_uncached == 1:
+                num_rows += self._add(self._round(request, tree, now, requests, shares), shares)
+        self._add_prefill([item for item in runnable if item.num_uncached > 1], num_rows, requests, shares)
+        return shares
+
+    def next_time(self, requests: Iterable[Request], now: float) -> float | None:
+        """Returns when there may be shares at the latest, if nothing is heard until then; None for never.
+
+        Args:
+            requests: of which none takes part in a pass now.
+            now: monotonic time.
+        """
+        held_until = now if self._held_until is None else self._held_until
+        runnable = (item for item in requests if item.can_run)
+        times = (held_until if item.is_ready(now) else item.speculation.wait_until for item in runnable)
+        return min(times, default=None)
+
+    def _is_held(self, decoding: Sequence[Request], rounds: Sequence[Request], now: float) -> bool:
+        """Returns whether the pass over these rounds should wait for more; not for long."""
+        if not rounds or len(rounds) in (len(decoding), self._max_rows):
+            return False
+        ready = {item.number for item in rounds}
+        coming = [item.speculation.entrant(now) for item in decoding if item.number not in ready]
+        wait_s = gathering_s([item.speculation.entrant(now) for item in rounds], coming, self._times)
+        if wait_s is None:
+            return False
+        if self._held_until is None:
+            self._held_until = now + _HELD * wait_s + _HELD_S
+        return now < self._held_until
+
+    def _add_prefill(
+        self, prompts: Collection[Request], num_rows: int, requests: Collection[Request], shares: list[Share]
+    ) -> None:
+        allowance_s = self.budget.allowance_s(num_rows, len(prompts))
+        room = max(_MIN_ROWS, self._max_rows - num_rows)
+        pages: set[bytes] = set()
+        is_first = True
+        for request in prompts:
+            resident = request.resident
+            resident.cache.adopt(resident.token_ids)
+            start, wanted = resident.cache.cached_len, min(request.num_uncached, self._prefill_chunk_len, room)
+            num = self.budget.rows_within(allowance_s, start, wanted)
+            # Someone always advances, however little the others should be held up.
+            num = max(num, min(wanted, _MIN_ROWS)) if is_first else num
+            if num > 0 and self._add(self._prefill(request, num, pages, requests, shares), shares):
+                allowance_s = self.budget.remaining_s(allowance_s, num, start)
+                room -= num
+                is_first = False
+
+    def _add(self, share: Share | None, shares: list[Share]) -> int:
+        if share is None:
+            return 0
+        shares.append(share)
+        return share.step.num_rows
+
+    def _trees(self, rounds: Sequence[Request], now: float) -> list[ProposalTree]:
+        """Returns what each round verifies, chosen together: they share the pass."""
+        offers = [request.speculation.offer(request.room) for request in rounds]
+        # What must be verified is, as far as there are rows, before what may be.
+        room = self._max_rows - len(rounds)
+        musts = []
+        for must, _ in offers:
+            musts.append(must[:room])
+            room -= len(musts[-1])
+        num_rows = self._max_rows - room
+        wait_s = sum(request.speculation.waited_s(now) for request in rounds) / max(1, len(rounds))
+        mays = allocate([found for _, found in offers], float(num_rows), num_rows, self._max_rows, self._times, wait_s)
+        return [
+            request.speculation.tree([*must, *may]) if must or may else _NO_TREE
+            for request, must, may in zip(rounds, musts, mays, strict=True)
+        ]
+
+    def _round(
+        self, request: Request, tree: ProposalTree, now: float, requests: Collection[Request], shares: list[Share]
+    ) -> Share | None:
+        step = self._reserved(request, request.num_uncached, tree, requests, shares)
+        wait_s = request.speculation.waited_s(now)
+        queue_s = max(0.0, now - request.round_started - wait_s)
+        return None if step is None else Share(request, step, step.tree, wait_s, queue_s)
+
+    def _prefill(
+        self, request: Request, num: int, pages: set[bytes], requests: Collection[Request], shares: list[Share]
+    ) -> Share | None:
+        resident = request.resident
+        page = resident.cache.next_page(resident.token_ids)
+        if page in pages:
+            # Another session computes this page in this very pass; after it, it is there to be taken.
+            return None
+        step = self._reserved(request, num, _NO_TREE, requests, shares)
+        if step is None:
+            return None
+        if page is not None:
+            pages.add(page)
+        return Share(request, step, step.tree, is_prefill=True)
+
+    def _reserved(
+        self,
+        request: Request,
+        num_tokens: int,
+        tree: ProposalTree,
+        requests: Collection[Request],
+        shares: list[Share],
+    ) -> SessionStep | None:
+        """Returns the step with its memory taken; without its tree, or None, where there is too little."""
+        cache, token_ids = request.resident.cache, request.resident.token_ids
+        start = cache.cached_len
+        span = TokenSpan(start, tuple(token_ids[start : start + num_tokens]))
+        while not cache.reserve(span, tree):
+            if tree:
+                tree = _NO_TREE
+            elif not self._preempt(request, requests, shares):
+                return None
+        return SessionStep(cache, span, tree, wants_logits=span.end == len(token_ids))
+
+    def _preempt(self, request: Request, requests: Iterable[Request], shares: list[Share]) -> bool:
+        """Takes the memory of the newest request, if it is newer than this one and not in the pass."""
+        in_pass = {id(share.request) for share in shares}
+        newer = (item for item in requests if item.number > request.number and id(item) not in in_pass)
+        holding = (item for item in newer if item.resident.cache.num_bytes)
+        victim = max(holding, key=lambda item: item.number, default=None)
+        if victim is None:
+            return False
+        victim.resident.cache.release()
+        self.num_preemptions += 1
+        return True
+
+
+def prepared_again(shares: Sequence[Share]) -> list[Share]:
+    """Returns the shares of a pass that failed, to be run once more, with their memory taken anew.
+
+    A pass writes behind what a session has cached, and only to pages that no other session holds. So whatever it wrote
+    before it failed, what was cached before it is still right; but for a page that it was to copy first, which is run
+    again. A share for which too little memory is left is not among them: its session takes part in a later pass.
+    """
+    for share in shares:
+        share.step.cache.truncate(share.step.span.start)
+    return [again for share in shares if (again := _prepared_again(share)) is not None]
+
+
+def _prepared_again(share: Share) -> Share | None:
+    step, token_ids = share.step, share.request.resident.token_ids
+    start = step.cache.cached_len
+    span = TokenSpan(start, tuple(token_ids[start : step.span.end]))
+    for tree in (share.tree, _NO_TREE):
+        if step.cache.reserve(span, tree):
+            is_prefill = share.is_prefill or start < step.span.start
+            return replace(share, step=replace(step, span=span, tree=tree), tree=tree, is_prefill=is_prefill)
+    return None

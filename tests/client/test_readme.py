@@ -1,6 +1,0 @@
-from tests.client.readme_settings import README, with_settings
-
-
-def test_the_settings_tables_are_current() -> None:
-    text = README.read_text()
-    assert with_settings(text) == text, "run: python -m tests.client.readme_settings"

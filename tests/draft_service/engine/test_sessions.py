@@ -1,0 +1,115 @@
+from collections.abc import Sequence
+
+import pytest
+
+from draft_service.engine.commands import Reply, Seat
+from draft_service.engine.sessions import Sessions
+from outrider.errors import Fenced, InvalidArgument, KVCacheMiss, Overloaded, SessionNotFound
+from outrider.tokens import TokenSpan
+from tests.draft_service.conftest import terms
+
+
+class _Stream:
+    def post(self, replies: Sequence[Reply]) -> None:
+        raise AssertionError("nothing is posted here")
+
+    def end(self) -> None:
+        raise AssertionError("nothing is ended here")
+
+
+class _Clock:
+    now_s = 100.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+@pytest.fixture
+def forgotten() -> list[str]:
+    return []
+
+
+@pytest.fixture
+def clock() -> _Clock:
+    return _Clock()
+
+
+@pytest.fixture
+def sessions(forgotten: list[str], clock: _Clock) -> Sessions:
+    return Sessions(max_open=2, max_cached=3, idle_ttl_s=10, forget=forgotten.append, clock=clock)
+
+
+def test_a_span_replaces_what_follows_its_start(sessions: Sessions) -> None:
+    session = sessions.open(Seat(_Stream(), 1), "s", 1, terms())
+    assert session.apply(TokenSpan(0, (1, 2, 3, 4))) == 0
+    assert session.apply(TokenSpan(4, (5,))) == 4
+    assert session.apply(TokenSpan(1, (2, 3, 9))) == 3, "what a replay repeats is kept"
+    assert list(session.token_ids) == [1, 2, 3, 9]
+    assert session.apply(TokenSpan(0, (1, 2))) == 2
+    assert list(session.token_ids) == [1, 2]
+    with pytest.raises(KVCacheMiss) as miss:
+        session.apply(TokenSpan(3, (4,)))
+    assert miss.value.cached_len == 2
+
+
+def test_a_newer_lease_takes_the_session_over(sessions: Sessions) -> None:
+    old, new = Seat(_Stream(), 1), Seat(_Stream(), 1)
+    session = sessions.open(old, "s", 5, terms())
+    assert sessions.open(new, "s", 6, terms()) is session
+    with pytest.raises(Fenced):
+        sessions.at(old, 5)
+    with pytest.raises(Fenced):
+        sessions.open(Seat(_Stream(), 2), "s", 5, terms())
+    assert sessions.close(old) is None, "the one who lost it frees only its seat"
+    assert sessions.at(new, 6) is session
+    assert sessions.close(new) is session
+
+
+def test_the_same_lease_may_open_again(sessions: Sessions) -> None:
+    old, new = Seat(_Stream(), 1), Seat(_Stream(), 1)
+    sessions.open(old, "s", 5, terms())
+    sessions.open(new, "s", 5, terms())
+    with pytest.raises(Fenced):
+        sessions.at(old, 5)
+    assert sessions.at(new, 5).seat == new
+
+
+def test_a_fencing_token_outlives_the_seat(sessions: Sessions) -> None:
+    stream = _Stream()
+    sessions.open(Seat(stream, 1), "s", 5, terms())
+    sessions.at(Seat(stream, 1), 7)
+    sessions.close(Seat(stream, 1))
+    with pytest.raises(Fenced):
+        sessions.open(Seat(stream, 2), "s", 6, terms())
+
+
+def test_seats_are_bounded_and_taken_once(sessions: Sessions) -> None:
+    stream = _Stream()
+    sessions.open(Seat(stream, 1), "a", 1, terms())
+    with pytest.raises(InvalidArgument):
+        sessions.open(Seat(stream, 1), "b", 1, terms())
+    sessions.open(Seat(stream, 2), "b", 1, terms())
+    with pytest.raises(Overloaded):
+        sessions.open(Seat(stream, 3), "c", 1, terms())
+    with pytest.raises(SessionNotFound):
+        sessions.at(Seat(stream, 3), 1)
+    assert len(sessions.seats_of(stream)) == 2
+    sessions.close(Seat(stream, 1))
+    sessions.open(Seat(stream, 3), "c", 1, terms())
+
+
+def test_idle_sessions_go_by_number_and_by_age(sessions: Sessions, forgotten: list[str], clock: _Clock) -> None:
+    for name in "abcde":
+        sessions.open(Seat(_Stream(), 1), name, 1, terms())
+        sessions.close(next(iter(sessions._seats)))
+        clock.now_s += 1
+    assert forgotten == ["a", "b"]
+    assert sessions.next_expiry_s() == pytest.approx(7)
+    clock.now_s += 7
+    sessions.expire()
+    assert forgotten == ["a", "b", "c"]
+    assert sessions.num_known == 2
+    clock.now_s += 10
+    sessions.expire()
+    assert sessions.num_known == 0
+    assert sessions.next_expiry_s() is None

@@ -1,0 +1,64 @@
+import pytest
+
+from orchestrator.api.requests import check_id, check_request
+from orchestrator.settings import OrchestratorSettings
+from outrider.errors import InvalidArgument
+from outrider.parameters import AcceptanceRule
+from outrider.v1 import generation_pb2 as pb
+from outrider.v1 import tokens_pb2
+from tests.orchestrator.stage import asking
+
+SETTINGS = OrchestratorSettings(num_speculative_tokens=4)
+
+
+def test_what_is_left_open_is_filled_in() -> None:
+    checked = check_request(asking(), "default", SETTINGS)
+    assert checked.speculation.num_speculative_tokens == 4
+    assert checked.rule is AcceptanceRule.COUPLED
+    assert checked.parameters.seed is not None
+    assert checked.request_id
+    assert checked.session_id
+    assert checked.resume_offset is None
+
+
+def test_the_session_of_a_request_without_one_is_the_same_each_time_and_for_each_tenant_another() -> None:
+    first = check_request(asking(request_id="r"), "one", SETTINGS)
+    assert check_request(asking(request_id="r"), "one", SETTINGS).session_id == first.session_id
+    assert check_request(asking(request_id="r"), "other", SETTINGS).session_id != first.session_id
+
+
+def test_disabled_speculation_beats_a_number() -> None:
+    request = asking(plain=True)
+    request.speculation.num_speculative_tokens = 7
+    assert check_request(request, "default", SETTINGS).speculation.num_speculative_tokens == 0
+
+
+def test_a_resumption_asks_for_the_same() -> None:
+    first = check_request(asking(request_id="r"), "default", SETTINGS)
+    resumed = check_request(asking(request_id="r", resume_offset=3), "default", SETTINGS)
+    assert resumed.fingerprint == first.fingerprint
+    assert resumed.resume_offset == 3
+    other = check_request(asking(request_id="r", temperature=0.5), "default", SETTINGS)
+    assert other.fingerprint != first.fingerprint
+
+
+def test_an_unknown_rule() -> None:
+    request = asking()
+    request.speculation.acceptance_rule = 77  # type: ignore[assignment]
+    with pytest.raises(InvalidArgument) as caught:
+        check_request(request, "default", SETTINGS)
+    assert caught.value.field == "acceptance_rule"
+    request.speculation.acceptance_rule = tokens_pb2.ACCEPTANCE_RULE_REJECTION
+    assert check_request(request, "default", SETTINGS).rule is AcceptanceRule.REJECTION
+
+
+@pytest.mark.parametrize("value", ["", "x" * 129, "a b", "a\n", "{a}", "ä", "a/b", "a\0b"])
+def test_ids_cannot_hold_anything_else(value: str) -> None:
+    with pytest.raises(InvalidArgument):
+        check_id("session_id", value)
+
+
+def test_a_missing_prompt() -> None:
+    with pytest.raises(InvalidArgument) as caught:
+        check_request(pb.GenerateRequest(), "default", SETTINGS)
+    assert caught.value.field == "prompt"

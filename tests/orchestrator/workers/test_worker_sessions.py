@@ -1,0 +1,89 @@
+"""What a request waits for on a worker is bounded, and what fails on the way is noticed at once."""
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from orchestrator.speculation import SpeculationChoice
+from orchestrator.workers.draft_session import DraftSession
+from orchestrator.workers.links import DRAFT
+from orchestrator.workers.target_session import TargetSession
+from outrider.errors import OutriderError
+from outrider.v1 import draft_pb2, target_pb2
+from tests.orchestrator.scripted import ScriptedDraft, ScriptedTarget, continuation
+from tests.orchestrator.stage import PROMPT, asking, orchestrating, tokens_of
+from tests.orchestrator.workers.test_links import linked
+
+
+class Mute(ScriptedDraft):
+    """Takes everything, and never opens a session."""
+
+    def _take(self, outbox: Any, frame: Any) -> None:
+        return
+
+
+async def test_a_draft_that_never_opens_a_session_is_replaced(
+    session_store_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("orchestrator.workers.draft_session._ANSWER_S", 0.1)
+    async with (
+        ScriptedTarget() as target,
+        Mute() as mute,
+        ScriptedDraft("d1") as draft,
+        orchestrating(session_store_url, (target,), (mute, draft)) as orchestrator,
+    ):
+        target.run_len = 10
+        running = asyncio.create_task(orchestrator.events(asking(max_tokens=40)))
+        await mute.saw("open")
+        target.allow(10)
+        while not draft.of("open"):
+            # Each verdict has the request look for a draft, once the first one is given up.
+            await asyncio.sleep(0.05)
+            target.allow(1)
+        target.allow(None)
+        assert tokens_of(await asyncio.wait_for(running, 10)) == continuation(PROMPT, 40)
+
+
+async def test_a_draft_whose_tokens_cannot_be_read_is_given_up(draft: ScriptedDraft) -> None:
+    """An error without a name left the session open for ever, and nothing proposed."""
+    lost: asyncio.Queue[OutriderError] = asyncio.Queue()
+
+    async def tokens_from(start: int) -> tuple[int, ...]:
+        raise ValueError("no such position")
+
+    async with linked(draft, DRAFT) as link:
+        choice = SpeculationChoice(num_speculative_tokens=3, drafter="", max_nodes=0, lookahead=0, max_wait_s=1.0)
+        session = DraftSession(
+            link,
+            choice,
+            lambda _: None,
+            lambda: None,
+            lambda _, error: lost.put_nowait(error),
+            lambda layers, start: None,
+            tokens_from,
+        )
+        session.open(draft_pb2.DraftOpen(session_id="s", fencing_token=1), committed_len=3)
+        error = await asyncio.wait_for(lost.get(), 10)
+    assert error.reason == "UNAVAILABLE"
+
+
+async def test_a_span_that_cannot_be_read_again_is_an_error_at_once(target: ScriptedTarget) -> None:
+    """It was waited for until the stall limit, of minutes."""
+    target.misses = 1
+    errors: asyncio.Queue[OutriderError] = asyncio.Queue()
+    num_reads = 0
+
+    async def tokens_from(start: int) -> tuple[int, ...]:
+        nonlocal num_reads
+        num_reads += 1
+        if num_reads > 1:
+            raise ValueError("no such position")
+        return (1, 2, 3)[start:]
+
+    async with linked(target) as link:
+        target.caches["s"] = [1, 2]
+        session = TargetSession(link, lambda _: None, errors.put_nowait, lambda _: None, tokens_from)
+        await session.open(target_pb2.VerifyOpen(session_id="s", prompt_len=3, committed_len=3, fencing_token=1))
+        error = await asyncio.wait_for(errors.get(), 10)
+    assert error.reason == "UNAVAILABLE"

@@ -1,0 +1,45 @@
+"""Measured values of choices: they follow what happens, depth by depth, and begin at what is usual."""
+
+import random
+
+import pytest
+
+from outrider.speculation.acceptance import MAX_DEPTH, MAX_RANK, AcceptanceRates
+
+
+def test_nothing_is_known_at_first_but_what_is_usual() -> None:
+    rates = AcceptanceRates()
+    values = rates.values(1)
+    assert len(values) == MAX_RANK and values == sorted(values, reverse=True)
+    assert 0.5 < values[0] < 0.9 and sum(values) < 1
+    assert rates.value(1, MAX_RANK + 1) < 1e-3
+
+
+def test_values_become_the_frequencies() -> None:
+    draw, rates = random.Random(1), AcceptanceRates()
+    for _ in range(2000):
+        depth = draw.choice([1, 2])
+        shares = {1: 0.8, 2: 0.1} if depth == 1 else {1: 0.4, 2: 0.3}
+        outcome = draw.random()
+        matched = 1 if outcome < shares[1] else 2 if outcome < shares[1] + shares[2] else None
+        rates.observe(depth, 3, matched)
+    assert rates.value(1, 1) == pytest.approx(0.8, abs=0.12)
+    assert rates.value(2, 1) == pytest.approx(0.4, abs=0.15)
+    assert rates.value(2, 2) > rates.value(1, 2)
+    assert rates.value(1, 3) < 0.05
+    assert rates.value(MAX_DEPTH + 5, 1) == rates.value(MAX_DEPTH, 1), "of depths never seen all that is known counts"
+
+
+def test_old_outcomes_fade() -> None:
+    rates = AcceptanceRates()
+    for matched in (1, None):
+        for _ in range(300):
+            rates.observe(1, 1, matched)
+    assert rates.value(1, 1) < 0.1
+
+
+def test_expected_accepted_is_the_sum_of_products() -> None:
+    rates = AcceptanceRates()
+    first, second = rates.value(1, 1), rates.value(2, 1)
+    assert rates.expected_accepted(2) == pytest.approx(first + first * second)
+    assert rates.expected_accepted(0) == 0

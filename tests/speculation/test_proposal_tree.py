@@ -1,0 +1,131 @@
+"""A tree ahead of the text: it is followed, pruned and caught up with, and no text can make it say a wrong thing."""
+
+import random
+
+import pytest
+
+from outrider.speculation.acceptance import AcceptanceRates
+from outrider.speculation.proposal_tree import Lookahead
+from outrider.tokens import ROOT, NodeKind, ProposalNode
+
+
+def _guess(parent: int, token_id: int) -> ProposalNode:
+    return ProposalNode(parent, token_id, NodeKind.GUESSED)
+
+
+def _planted() -> Lookahead:
+    """Returns a tree: 5 7 9 along the main line, 6 beside 5 with 8 below it."""
+    tree = Lookahead(10)
+    for node in (_guess(0, 5), _guess(0, 6), _guess(1, 7), _guess(2, 8), _guess(3, 9)):
+        tree.add(node)
+    return tree
+
+
+def test_a_branch_that_is_followed_becomes_the_tree() -> None:
+    tree = _planted()
+    assert (len(tree), tree.max_depth, tree.is_abreast) == (5, 3, True)
+    tree.follow([5])
+    assert (tree.root, len(tree), tree.max_depth, tree.root_depth) == (1, 2, 2, 1)
+    assert not tree.is_live(2) and not tree.is_live(4)
+    assert tree.add(_guess(2, 1)) == 6, "what comes for a branch that is gone is numbered, and nothing else"
+    assert len(tree) == 2
+    tree.follow([7, 9])
+    assert (tree.root, len(tree), tree.is_abreast) == (5, 0, True)
+    assert tree.add(_guess(5, 3)) == 7
+    assert tree.max_depth == 1
+
+
+def test_a_text_that_is_ahead_is_caught_up_with_by_nodes_that_come_late() -> None:
+    tree = _planted()
+    tree.follow([5, 7, 9, 1, 2])
+    assert not tree.is_abreast and len(tree) == 0 and tree.max_depth == 0
+    assert list(tree.candidates(9)) == []
+    tree.add(_guess(5, 4))
+    tree.add(_guess(5, 1))
+    assert tree.root == 7 and not tree.is_abreast
+    tree.add(_guess(6, 2))
+    assert tree.root == 7, "below another branch"
+    tree.add(_guess(7, 2))
+    assert tree.is_abreast and tree.root == 9
+    tree.add(_guess(9, 3))
+    assert tree.max_depth == 1
+
+
+def test_what_is_no_tree_is_refused_and_takes_no_number() -> None:
+    tree = _planted()
+    for node in (_guess(6, 1), _guess(-1, 1), _guess(0, 5)):
+        with pytest.raises(ValueError):
+            tree.add(node)
+    tree.add(ProposalNode(0, 1))
+    with pytest.raises(ValueError, match="second drafted"):
+        tree.add(ProposalNode(0, 2))
+    assert tree.num_numbered == 6
+
+
+def test_candidates_come_by_value_with_parents_first() -> None:
+    tree = _planted()
+    numbers = [item.number for item in tree.candidates(9)]
+    values = [item.value for item in tree.candidates(9)]
+    assert set(numbers) == {1, 2, 3, 4, 5} and numbers[0] == 1
+    assert values == sorted(values, reverse=True)
+    assert [item.number for item in tree.candidates(1)] == [1, 2]
+    found = tree.tree(numbers)
+    assert [found.node(number).token_id for number in range(1, 6)] == [tree.node(number).token_id for number in numbers]
+    assert tree.path(5) == (1, 3, 5)
+
+
+def test_the_drafted_line_ends_where_nothing_was_drafted() -> None:
+    tree = Lookahead(0)
+    for node in (_guess(0, 4), ProposalNode(0, 5), ProposalNode(2, 6), _guess(3, 7), ProposalNode(4, 8)):
+        tree.add(node)
+    assert tree.drafted_line(9) == [2, 3]
+    assert tree.drafted_line(1) == [2]
+    tree.follow([5])
+    assert tree.drafted_line(9) == [3]
+
+
+def test_rates_learn_from_nodes_in_time_and_late() -> None:
+    rates = AcceptanceRates()
+    before = rates.values(1)
+    for _ in range(100):
+        tree = Lookahead(0, rates)
+        tree.add(_guess(0, 1))
+        tree.add(_guess(0, 2))
+        tree.follow([2])
+        late = Lookahead(0, rates)
+        late.follow([2, 3])
+        late.add(_guess(0, 1))
+        late.add(_guess(0, 2))
+        late.add(_guess(2, 3))
+    assert rates.value(1, 1) < 0.1 < before[0]
+    assert rates.value(1, 2) > 0.9
+    assert rates.value(2, 1) > 0.9
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_it_is_what_the_paths_say_in_whichever_order_nodes_and_text_come(seed: int) -> None:
+    """A brute force over paths: a node is live iff the text can still come to it."""
+    draw = random.Random(seed)
+    tree, paths, text = Lookahead(0), {ROOT: ()}, []
+    for _ in range(60):
+        if draw.random() < 0.75:
+            parent = draw.randrange(len(paths))
+            token_id = draw.randrange(3)
+            if (*paths[parent], token_id) in paths.values():
+                continue
+            number = tree.add(_guess(parent, token_id))
+            paths[number] = (*paths[parent], token_id)
+        else:
+            below = [
+                path[len(text)] for path in paths.values() if path[: len(text)] == tuple(text) and len(path) > len(text)
+            ]
+            token_id = draw.choice(below) if below and draw.random() < 0.8 else draw.randrange(3)
+            text.append(token_id)
+            tree.follow([token_id])
+        known = max((path for path in paths.values() if path == tuple(text[: len(path)])), key=len)
+        assert tree.root_depth == len(known)
+        assert tree.is_abreast == (len(known) == len(text))
+        if tree.is_abreast:
+            live = {path for path in paths.values() if path[: len(text)] == tuple(text)}
+            assert {paths[number] for number in paths if tree.is_live(number)} == live
+            assert tree.max_depth == max(len(path) for path in live) - len(text)

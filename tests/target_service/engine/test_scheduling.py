@@ -1,0 +1,106 @@
+"""Scheduling through a running engine: shared prefixes, memory that runs out, prompts beside decoding sessions."""
+
+import asyncio
+from collections.abc import Sequence
+
+from outrider.parameters import SamplingParameters
+from target_service.engine.engine import Engine
+from tests.target_service.conversation import Caller, target
+
+PARAMETERS = SamplingParameters(seed=3, max_tokens=60, ignore_eos=True)
+PAGE_BYTES = 64
+
+
+def _prompt(length: int, last: int = 0) -> list[int]:
+    return [*(index * 7 % 11 for index in range(length - 1)), last]
+
+
+async def _expected(prompts: Sequence[Sequence[int]], parameters: SamplingParameters) -> list[list[int]]:
+    async with target() as (_, caller):
+        return [
+            await caller.plain(index, prompt, parameters, session=f"s{index}", stop_token_ids=())
+            for index, prompt in enumerate(prompts, start=1)
+        ]
+
+
+async def _at_once(caller: Caller, prompts: Sequence[Sequence[int]], parameters: SamplingParameters) -> list[list[int]]:
+    calls = (
+        caller.plain(index, prompt, parameters, session=f"s{index}", stop_token_ids=())
+        for index, prompt in enumerate(prompts, start=1)
+    )
+    return list(await asyncio.gather(*calls))
+
+
+async def _settled(engine: Engine) -> None:
+    async with asyncio.timeout(10):
+        while engine.num_requests:
+            await asyncio.sleep(0.01)
+
+
+async def test_a_common_prefix_is_run_once() -> None:
+    prompts = [_prompt(800, last) for last in range(10)]
+    async with target() as (engine, caller):
+        assert await _at_once(caller, prompts, PARAMETERS) == await _expected(prompts, PARAMETERS)
+        prefill = engine.load.num_tokens - len(prompts) * PARAMETERS.max_tokens
+        assert prefill < 1.3 * 800, "ten prompts of which nearly all is shared cost about as much as one"
+
+
+async def test_salts_keep_sessions_apart() -> None:
+    async with target() as (engine, caller):
+        rows = []
+        for handle, salt in enumerate((b"a", b"b", b"a"), start=1):
+            before = engine.load.num_tokens
+            await caller.plain(handle, _prompt(400), PARAMETERS, cache_salt=salt, stop_token_ids=())
+            rows.append(engine.load.num_tokens - before)
+        assert rows[0] == rows[1] == 400 + PARAMETERS.max_tokens - 1
+        assert rows[2] < rows[0] / 2
+
+
+async def test_sessions_that_do_not_fit_together_take_turns_and_lose_nothing() -> None:
+    prompts = [[(index * step) % 11 for index in range(90)] for step in range(1, 9)]
+    # Eight sessions of 150 tokens need 80 pages; there are 24.
+    async with target(kv_budget_bytes=1 << 16) as (engine, caller):
+        engine._model._pool._num_pages = 24  # type: ignore[attr-defined]  # the setting's own lower bound is larger
+        outputs = await asyncio.wait_for(_at_once(caller, prompts, PARAMETERS), 60)
+        assert engine.load.num_preemptions > 0
+        await _settled(engine)
+        assert engine._model.kv_usage.num_held == 0
+    assert outputs == await _expected(prompts, PARAMETERS)
+
+
+async def test_a_session_that_never_fits_is_told_so() -> None:
+    async with target(kv_budget_bytes=1 << 16) as (engine, caller):
+        limit = (1 << 16) // PAGE_BYTES * 16
+        assert engine.max_len == limit
+        await caller.open(1, _prompt(limit + 1), PARAMETERS, stop_token_ids=())
+        await caller.span(1, 0, _prompt(limit + 1))
+        frame = await caller.receive(1)
+        assert frame.refusal.reason == "INVALID_ARGUMENT"
+        assert str(limit) in frame.refusal.message
+
+
+async def test_no_pages_stay_held_when_sessions_are_left() -> None:
+    async with target() as (engine, caller):
+        for round_ in range(5):
+            prompts = [_prompt(40 + index, index % 11) for index in range(20)]
+            await _at_once(caller, prompts, SamplingParameters(seed=round_, max_tokens=5, ignore_eos=True))
+        await _settled(engine)
+        usage = engine._model.kv_usage
+        assert usage.num_held == 0
+        assert usage.num_reusable > 0
+
+
+async def test_a_long_prompt_does_not_stop_others() -> None:
+    # 1 ms a row: the whole prompt would take 4 s, during which the other session must go on.
+    async with target(prefill_chunk_len=512) as (engine, caller):
+        engine._model.options = type(engine._model.options)(vocabulary=12, order=2, row_s=0.001)  # type: ignore[attr-defined]
+        parameters = SamplingParameters(seed=3, max_tokens=300, ignore_eos=True)
+        short = asyncio.create_task(caller.plain(1, _prompt(8), parameters, stop_token_ids=()))
+        async with asyncio.timeout(10):
+            while engine.load.num_passes < 20:
+                await asyncio.sleep(0.001)
+        opened = await caller.open(2, _prompt(4000), parameters, stop_token_ids=())
+        await caller.span(2, opened.opened.cached_len, _prompt(4000))
+        assert len(await asyncio.wait_for(short, 20)) == 300
+        (request,) = (item for item in engine.requests.open_ones if item.handle == 2)
+        assert 300 < request.resident.cache.cached_len < 4000, "both went on, the long prompt in small parts"
