@@ -18,7 +18,14 @@ from outrider.client import GenerationRequest, LocalStack, OutriderClient, Specu
 from outrider.lm.markov import MarkovModel
 from outrider.parameters import AcceptanceRule, SamplingParameters
 from tests.served.fit import SIGNIFICANCE, p_value
-from tests.served.stacks import BAD_DRAFT, GOOD_DRAFT, TARGET, WrongStackOptions, markov_stack
+from tests.served.stacks import (
+    BAD_DRAFT,
+    GOOD_DRAFT,
+    TARGET,
+    WrongStackOptions,
+    markov_stack,
+    until_one_draft_is_in_rotation,
+)
 
 PROMPT = (1, 3)
 RULES = (AcceptanceRule.COUPLED, AcceptanceRule.REJECTION)
@@ -80,7 +87,10 @@ def fits(streams: Iterable[Sequence[int]]) -> list[float]:
 
 
 async def generate(client: OutriderClient, rule: AcceptanceRule, speculation: Speculation) -> list[Sequence[int]]:
-    """Returns the outputs of `NUM_STREAMS` requests at once; proposals must have been verified in all of them."""
+    """Return the outputs of `NUM_STREAMS` requests at once, of which proposals must be a large part.
+
+    All together: a draft that is late because the machine is busy proposes nothing for a request that ends meanwhile.
+    """
     chosen = dataclasses.replace(speculation, acceptance_rule=rule)
     generations = await asyncio.gather(
         *(
@@ -95,13 +105,17 @@ async def generate(client: OutriderClient, rule: AcceptanceRule, speculation: Sp
             for seed in range(NUM_STREAMS)
         )
     )
-    for statistics in (generation.statistics for generation in generations):
-        assert statistics.num_draft_tokens > STREAM_LEN / 5 and statistics.acceptance_rate > 0.1
+    statistics = [generation.statistics for generation in generations]
+    assert sum(item.num_draft_tokens for item in statistics) > NUM_STREAMS * STREAM_LEN / 5
+    assert sum(item.num_accepted_tokens for item in statistics) > NUM_STREAMS * STREAM_LEN / 20
     return [generation.token_ids for generation in generations]
 
 
 async def test_streams_follow_the_targets_distribution() -> None:
-    async with LocalStack(markov_stack(BAD_DRAFT)) as stack, stack.client() as client:
+    # A pass takes a little, so that a request is not over before its draft has opened it.
+    options = dataclasses.replace(markov_stack(BAD_DRAFT), model=f"{TARGET},step_s=0.002")
+    async with LocalStack(options) as stack, stack.client() as client:
+        await until_one_draft_is_in_rotation(client)
         for (name, speculation), rule in itertools.product(SPECULATIONS.items(), RULES):
             found = fits(await generate(client, rule, speculation))
             assert min(found) > SIGNIFICANCE, (name, rule, found)
