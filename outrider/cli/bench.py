@@ -1,4 +1,4 @@
-"""`outrider bench`: a door to the package `bench`, which is loaded only here."""
+"""`outrider bench`: run a bench of the package `bench`, which is imported only here."""
 
 import importlib
 import json

@@ -1,4 +1,4 @@
-"""How many targets, drafts and orchestrators a load takes, from measured times; and what that gains.
+"""How many targets, drafts and orchestrators a load needs, computed from measured times.
 
 The model, for S sessions on a target that verify k drafted tokens in each round, and M sessions on a draft:
 
@@ -12,7 +12,7 @@ The model, for S sessions on a target that verify k drafted tokens in each round
 a second. A draft is busy for k D(M) of each round's R seconds. Where the target drafts for itself there is no wait, and
 P(S) has k D(S) beside it; without any draft k is 0.
 
-What it leaves out: acceptance that differs from token to token, prompts, and what the controller does about load
+Left out: acceptance that differs from token to token, prompts, and what the controller does about load
 beyond the longest line. Held against `outrider bench capacity` in tests.
 """
 
@@ -29,7 +29,7 @@ _MAX_GROUPS: Final = 8
 
 @dataclass(frozen=True, slots=True)
 class Measurements:
-    """What was measured of the models, and between them.
+    """Measured times of the models and the network between them.
 
     Attributes:
         pass_s: seconds of a target's pass, rows aside.
@@ -67,7 +67,7 @@ class Measurements:
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """What is wanted of a fleet.
+    """Requirements on a fleet.
 
     Attributes:
         num_sessions: that generate at once.
@@ -100,10 +100,10 @@ class Wanted:
 
 @dataclass(frozen=True, slots=True)
 class Fleet:
-    """A fleet that does what is wanted.
+    """A fleet that meets the requirements.
 
     Attributes:
-        kind: "plain", "colocated" or "apart".
+        kind: "plain", "colocated" or "separate" (drafts in services of their own).
         num_targets: replicas of the target.
         num_drafts: replicas of the draft.
         num_orchestrators: replicas of the orchestrator.
@@ -124,11 +124,11 @@ class Fleet:
 
 
 def plan(measured: Measurements, wanted: Wanted) -> list[Fleet]:
-    """Returns the cheapest fleet of each kind that does what is wanted: without drafts, colocated, apart.
+    """Returns the cheapest fleet of each kind that does what is wanted: without drafts, colocated, separate.
 
     A kind that cannot, however many replicas it has, is left out.
     """
-    makers = (_plain, _colocated, _apart)
+    makers = (_plain, _colocated, _separate)
     found = (
         min(maker(measured, wanted), key=lambda fleet: (fleet.cost, -fleet.rate), default=None) for maker in makers
     )
@@ -162,7 +162,7 @@ def _colocated(measured: Measurements, wanted: Wanted) -> Iterator[Fleet]:
             yield _fleet("colocated", wanted, line, num, 0, rate(num))
 
 
-def _apart(measured: Measurements, wanted: Wanted) -> Iterator[Fleet]:
+def _separate(measured: Measurements, wanted: Wanted) -> Iterator[Fleet]:
     for line in range(1, wanted.num_speculative_tokens + 1):
         for num_drafted in _steps_up_to(min(wanted.num_sessions, _MAX_SESSIONS)):
 
@@ -175,7 +175,7 @@ def _apart(measured: Measurements, wanted: Wanted) -> Iterator[Fleet]:
             round_s = tokens_per_round(measured.acceptance, line) / rate(num)
             if line * _step_s(measured, num_drafted) > wanted.draft_busy * round_s:
                 break
-            yield _fleet("apart", wanted, line, num, math.ceil(wanted.num_sessions / num_drafted), rate(num))
+            yield _fleet("separate", wanted, line, num, math.ceil(wanted.num_sessions / num_drafted), rate(num))
 
 
 def _steps_up_to(most: int) -> Iterator[int]:
@@ -211,7 +211,7 @@ def _fleet(kind: str, wanted: Wanted, line: int, sessions: int, num_drafts: int,
 
 
 def _rate(measured: Measurements, line: int, sessions: int, num_drafted: int) -> float:
-    """Returns the tokens a second of each session, the draft apart."""
+    """Returns the tokens a second of each session, with drafts in services of their own."""
     wait_s = (1 - measured.hit_rate) * (measured.rtt_s + line * _step_s(measured, num_drafted)) if line else 0.0
     rounds = (
         max(groups * _pass_s(measured, line, sessions / groups), wait_s + _pass_s(measured, line, sessions / groups))

@@ -26,7 +26,7 @@ from outrider.client.events import Generation
 from outrider.errors import InvalidArgument, Overloaded, SessionBusy
 from outrider.local.stack_options import StackOptions
 
-_HELP = "/reset forgets the conversation, /quit (or Ctrl-D) ends it, Ctrl-C stops an answer."
+_HELP = "/reset starts a new conversation, /quit (or Ctrl-D) ends it, Ctrl-C stops an answer."
 
 
 @click.command(
@@ -50,7 +50,7 @@ def chat(addresses: tuple[str, ...], **values: Any) -> None:
     """Talks with the model: each line is a turn, the session remembers the ones before.
 
     Only new messages travel; earlier turns stay in the session, on a warm KV cache. Lines may be piped in. /reset
-    forgets the conversation, /quit ends it, Ctrl-C stops an answer.
+    starts a new conversation, /quit ends it, Ctrl-C stops an answer.
     """
     color, stats, system = (values.pop(name) for name in ("color", "stats", "system"))
     session = {"session_id": session_id} if (session_id := values.pop("session_id")) else {}
@@ -87,7 +87,7 @@ def _converse(runner: asyncio.Runner, conversation: Conversation, printer: TextP
 def _turn(
     runner: asyncio.Runner, conversation: Conversation, line: str, printer: TextPrinter, *, stats: bool, may_fail: bool
 ) -> None:
-    """Prints one answer; a person may go on after an error, a pipe may not."""
+    """Print one answer; after an error an interactive user may continue, a pipe may not."""
     try:
         generation = runner.run(_answer(conversation, line, printer))
     except (InvalidArgument, SessionBusy, Overloaded) as error:

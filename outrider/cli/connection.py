@@ -1,4 +1,4 @@
-"""What a command talks to: the orchestrators it was given, or a stack of its own."""
+"""The connection of a command: to the orchestrators given by --address, or to a local stack of its own."""
 
 from collections.abc import AsyncGenerator, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
@@ -31,7 +31,7 @@ def client_of(addresses: Sequence[str]) -> OutriderClient:
 
 @asynccontextmanager
 async def connected(addresses: Sequence[str], options: StackOptions) -> AsyncGenerator[OutriderClient, None]:
-    """Gives a client of the orchestrators at `addresses`; without any, of a local stack that ends with the block."""
+    """Give a client of the orchestrators at `addresses`; without any, of a local stack that ends with the block."""
     if addresses:
         async with client_of(addresses) as client:
             yield client
@@ -42,7 +42,7 @@ async def connected(addresses: Sequence[str], options: StackOptions) -> AsyncGen
 
 @asynccontextmanager
 async def started(options: StackOptions) -> AsyncGenerator[LocalStack, None]:
-    """Gives a local stack, showing on standard error how far its start is."""
+    """Give a started local stack; its progress is shown on standard error."""
     with progress_report() as report:
         stack = LocalStack(options, progress=report)
         await stack.start()
@@ -54,7 +54,7 @@ async def started(options: StackOptions) -> AsyncGenerator[LocalStack, None]:
 
 @contextmanager
 def progress_report() -> Iterator[Report]:
-    """Gives a report that keeps a line for each part that is loading; on a terminal only, gone when all is ready."""
+    """Give a function that shows a progress line for each process; on a terminal only, removed when all are ready."""
     console = Console(stderr=True)
     columns = (SpinnerColumn(finished_text="✓"), TextColumn("{task.description}"), TimeElapsedColumn())
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bars:

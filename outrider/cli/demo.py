@@ -1,4 +1,4 @@
-"""`outrider demo`: a streamed answer, then what speculation changes, speed, and what it does not, text."""
+"""`outrider demo`: stream an answer, then compare speed and text with and without speculation."""
 
 import asyncio
 import sys
@@ -32,7 +32,7 @@ at full speed. Where the road was bad he came back, and the carriage took its ow
 it would not have gone without him, and it came home long before the others.
 """
 _PROMPTS = {"a question": (_PLAIN, "eagle3"), "a copy": (_COPY, "ngram")}
-"""Each with the drafter that suits it best, which is asked for where there are several."""
+"""Prompts by name, each with the drafter that suits it best."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +93,7 @@ def demo(max_tokens: int, **values: object) -> None:
 
 
 async def _answer(client: OutriderClient, parameters: SamplingParameters) -> None:
-    """Streams one answer in colours."""
+    """Stream one answer, coloured by the origin of its tokens."""
     click.secho(f"\n> {_COPY.strip()}\n", dim=True)
     await stream(client, _request(_COPY, parameters, Speculation()), None, TextPrinter(color=sys.stdout.isatty()))
     click.echo()

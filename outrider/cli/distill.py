@@ -37,13 +37,25 @@ _METHODS = ("eagle3", "layers", "medusa")
 @click.option("--data", type=click.Path(exists=True, path_type=Path), help="Conversations: a file or folder.")
 @click.option("--prompts", type=click.Path(exists=True, dir_okay=False, path_type=Path), help="Prompts, as JSON lines.")
 @click.option(
-    "--conversations", default=4000, show_default=True, type=click.IntRange(2), help="What the target makes up itself."
+    "--conversations",
+    default=4000,
+    show_default=True,
+    type=click.IntRange(2),
+    help="Conversations that the target writes itself.",
 )
 @click.option(
-    "--depth", default=4, show_default=True, type=click.IntRange(1, 16), help="Tokens guessed one after another."
+    "--depth",
+    default=4,
+    show_default=True,
+    type=click.IntRange(1, 16),
+    help="Draft tokens that are trained, one after another.",
 )
 @click.option(
-    "--vocabulary", default=8192, show_default=True, type=click.IntRange(1), help="Tokens that the draft can say."
+    "--vocabulary",
+    default=8192,
+    show_default=True,
+    type=click.IntRange(1),
+    help="Size of the draft's vocabulary, in tokens.",
 )
 @click.option("--num-layers", default=2, show_default=True, type=click.IntRange(1), help="Layers, for `layers`.")
 @click.option("--batch", default=2048, show_default=True, type=click.IntRange(1), help="Tokens of one pass.")
@@ -98,7 +110,7 @@ class Bars:
         self._progress = progress
         self._is_terminal = is_terminal
         self._tasks: dict[str, Any] = {}
-        self._told = 0.0
+        self._shown = 0.0
 
     def stage(self, name: str, done: int, total: int) -> None:
         """Some of a stage's work is done."""
@@ -117,8 +129,8 @@ class Bars:
             self._progress.update(self._tasks[name], completed=done, total=total or None, text=text)
             return
         share = done / total if total else 0.0
-        if share >= self._told + 0.05 or done >= total > 0 or share < self._told:
-            self._told = share if done < total else 0.0
+        if share >= self._shown + 0.05 or done >= total > 0 or share < self._shown:
+            self._shown = share if done < total else 0.0
             click.echo(f"{name} {done}/{total} {text}".rstrip(), err=True)
 
 

@@ -51,7 +51,7 @@ INTERRUPTED = 130
 @click.option("--session-id", default="", help="Continue this session, or create it under this id.")
 @click.option("--request-id", default="", help="Repeating a request under the same id gives the same output.")
 @click.option("--timeout", "timeout_s", type=float, metavar="SECONDS", help="Bound on the whole generation.")
-@click.option("--json", "wants_json", is_flag=True, help="Print one JSON object at the end in place of the text.")
+@click.option("--json", "wants_json", is_flag=True, help="Print one JSON object at the end instead of the text.")
 @click.option("--color", is_flag=True, help="Colour the text by how each token came to be.")
 @click.option("--quiet", is_flag=True, help="No line of figures on standard error.")
 @sampling_options
@@ -85,7 +85,7 @@ def generate(prompt: str, addresses: tuple[str, ...], **values: Any) -> None:
 async def stream(
     client: OutriderClient, request: GenerationRequest, timeout_s: float | None, printer: TextPrinter | None
 ) -> tuple[Generation, bool]:
-    """Runs a request, printing what comes; returns it, and whether Ctrl-C ended it."""
+    """Run a request and print its events; return the generation, and whether Ctrl-C ended it."""
     generation = Generation()
 
     async def cancel() -> None:
@@ -103,7 +103,7 @@ async def stream(
 
 
 def _request(prompt: str, values: dict[str, Any]) -> GenerationRequest:
-    """Takes everything that describes the request out of `values`."""
+    """Take the options of the request out of `values`."""
     as_chat, system, as_token_ids = (values.pop(name) for name in ("chat", "system", "token_ids"))
     identity = {name: value for name in ("session_id", "request_id") if (value := values.pop(name))}
     if as_chat and as_token_ids:

@@ -1,4 +1,4 @@
-"""`outrider info`: the workers an orchestrator uses, and those it does not, and why."""
+"""`outrider info`: the workers of an orchestrator, their load, and why one is out of rotation."""
 
 import asyncio
 import json
@@ -37,7 +37,7 @@ Worker = tuple[generation_pb2.WorkerStatus, worker_pb2.GetLoadResponse | None]
 def info(addresses: tuple[str, ...], wants_json: bool) -> None:
     """Shows every target and draft: model, fingerprints, limits, load, and why one is kept out of rotation.
 
-    The load is asked for at the worker itself; it is absent where a worker cannot be reached from here.
+    The load comes from each worker directly; it is missing where a worker cannot be reached from here.
     """
     models, workers = asyncio.run(_ask(addresses))
     if wants_json:
@@ -57,7 +57,7 @@ async def _ask(addresses: tuple[str, ...]) -> tuple[generation_pb2.ListModelsRes
 
 
 async def _load(address: str) -> worker_pb2.GetLoadResponse | None:
-    """Returns the worker's load, None where it does not say."""
+    """Return the worker's load; None where it cannot be reached."""
     async with open_channel(address) as channel:
         try:
             with peer_errors():
@@ -109,7 +109,7 @@ def _identity(about: worker_pb2.GetInfoResponse) -> dict[str, str]:
 
 
 def _features(about: worker_pb2.GetInfoResponse) -> str:
-    """Returns what a draft takes of its target's features, and what that costs."""
+    """Return the target's layers whose features a draft reads, and their bytes a token."""
     if not about.feature_layers:
         return ""
     layers = ", ".join(map(str, about.feature_layers))
@@ -137,9 +137,9 @@ def _load_rows(load: worker_pb2.GetLoadResponse | None) -> dict[str, str]:
     draining = ", draining" if load.draining else ""
     return {
         "sessions": f"{load.num_active_sessions} generating, {load.num_cached_sessions} cached{draining}",
-        "KV cache": f"{_mib(load.kv_used_bytes)} in use, {_mib(load.kv_reusable_bytes)} that may be found again",
-        "found again": f"{load.num_prefix_hit_tokens:,} tokens of prefixes",
-        "given up": f"{load.num_evicted_pages:,} pages evicted, {load.num_preemptions:,} sessions preempted",
+        "KV cache": f"{_mib(load.kv_used_bytes)} in use, {_mib(load.kv_reusable_bytes)} reusable",
+        "prefix cache hits": f"{load.num_prefix_hit_tokens:,} tokens",
+        "evictions": f"{load.num_evicted_pages:,} pages evicted, {load.num_preemptions:,} sessions preempted",
         "since the start": f"{load.num_passes:,} passes, {load.num_tokens:,} tokens",
         "time in the model": f"{load.model_time_s:,.1f} s",
         "stale messages": f"{load.num_stale_messages:,}",

@@ -1,4 +1,4 @@
-"""Ctrl-C: once ends the generation in an orderly way, twice ends the command."""
+"""Ctrl-C: once cancels the generation at its next token, twice ends the command."""
 
 import asyncio
 import signal
@@ -45,6 +45,6 @@ class CancelOnInterrupt:
         try:
             await self._cancel()
         except OutriderError:
-            # The request cannot be told to end: leaving its stream is what remains.
+            # The request cannot be cancelled: close its stream.
             if self._owner is not None:
                 self._owner.cancel()

@@ -44,7 +44,7 @@ class OneLineErrors(ExampleSection, click.Group):
         sys.exit(code if isinstance(code, int) else 0)
 
     def invoke(self, ctx: click.Context) -> Any:
-        """Runs the command that was asked for, with errors as click reports them."""
+        """Run the command, with errors as click reports them."""
         if strange := complaints(os.environ, ()):
             raise click.ClickException("\n".join(strange))
         try:
@@ -85,7 +85,7 @@ def _fail(message: str, code: int) -> NoReturn:
 @click.version_option(__version__, prog_name="outrider")
 @click.option("--debug", is_flag=True, help="Show where an error comes from.")
 def main(debug: bool) -> None:
-    """Distributed speculative decoding: a draft runs ahead, the target keeps only what it would have said itself."""
+    """Distributed speculative decoding: a draft model runs ahead, and the text is exactly the target model's own."""
 
 
 for command in (up, generate, chat, info, bench, distill, plan_command, demo):

@@ -1,4 +1,4 @@
-"""Command-line options that several commands take, and what they stand for."""
+"""Command-line options that several commands share, and the objects made of them."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -64,7 +64,7 @@ sampling_options = _stacked(
         callback=_bias,
         help="Added to the logit of a token id. Repeatable.",
     ),
-    click.option("--seed", type=int, help="Key of all randomness; drawn where not given."),
+    click.option("--seed", type=int, help="Key of all randomness; random where not given."),
     click.option("--stop", multiple=True, metavar="TEXT", help="Ends the output before this text. Repeatable."),
     click.option(
         "--stop-token-id",
@@ -89,7 +89,7 @@ sampling_options = _stacked(
 drafter_option = click.option(
     "--drafter",
     type=click.Choice((*DRAFTERS, _NO_DRAFTER)),
-    help="Which drafter to use; a local stack starts this one. [default: any; in a local stack what fits the models]",
+    help="Which drafter to use; a local stack starts this one. [default: any; in a local stack one that fits the models]",
 )
 
 speculation_options = _stacked(
@@ -133,7 +133,7 @@ speculation_options = _stacked(
     click.option(
         "--acceptance-rule",
         type=click.Choice(_RULES),
-        help="Which rule judges proposals; both are exact. [default: the service's, coupled]",
+        help="Which rule verifies proposals; both are exact. [default: the service's, coupled]",
     ),
     click.option("--no-speculation", is_flag=True, help="Decodes without a draft."),
 )
@@ -153,11 +153,11 @@ stack_options = _stacked(
     click.option("--device", default="", help="cpu, cuda, cuda:1, ... [default: a GPU where there is one]"),
     click.option("--redis-url", default="", help="Redis for the sessions. [default: an embedded one]"),
 )
-"""What a local stack consists of."""
+"""Models and devices of a local stack."""
 
 
 def _remembered(name: str, text: str, **more: Any) -> Callable[[F], F]:
-    """An option about connections, which `connection.client_of` looks up; commands need not pass it on."""
+    """Return an option about connections, which `connection.client_of` reads; commands need not pass it on."""
 
     def remember(context: click.Context, parameter: click.Parameter, value: Any) -> None:
         context.meta[f"{CONNECTION}.{name}"] = value
@@ -169,7 +169,7 @@ def _remembered(name: str, text: str, **more: Any) -> Callable[[F], F]:
 _FILE = {"type": click.Path(exists=True, dir_okay=False, path_type=Path), "metavar": "FILE"}
 
 _secrets = _stacked(
-    _remembered("token", "Bearer token that says who calls. Better as the variable OUTRIDER_TOKEN.", metavar="TOKEN"),
+    _remembered("token", "Bearer token. Better as the variable OUTRIDER_TOKEN.", metavar="TOKEN"),
     _remembered("tls_authority", "PEM file with authorities to trust; with it the connection is TLS.", **_FILE),
     _remembered("tls_certificate", "PEM file with a certificate to show.", **_FILE),
     _remembered("tls_key", "PEM file with the certificate's key.", **_FILE),
@@ -192,7 +192,7 @@ required_address_option = _stacked(
     ),
     _secrets,
 )
-"""Which orchestrators to talk to, and how."""
+"""Addresses of orchestrators, and the secrets to connect to them."""
 
 
 def take_sampling(values: dict[str, Any]) -> SamplingParameters:

@@ -1,4 +1,4 @@
-"""`outrider plan`: how many replicas of each service a load takes."""
+"""`outrider plan`: how many replicas of each service a load needs."""
 
 import json
 from dataclasses import asdict
@@ -21,7 +21,7 @@ _SPARE = 2
 @click.command(
     cls=ExampleCommand,
     name="plan",
-    short_help="Compute how many replicas of each service a load takes.",
+    short_help="Compute how many replicas of each service a load needs.",
     examples=(
         "outrider plan --sessions 500 --rate 20 --pass-s 0.02 --row-s 5e-5 --draft-step-s 0.003 --acceptance 0.75",
         "outrider plan ... --hit-rate 0.7 --rtt-s 0.002 --draft-cost 0.2 --patch k8s/overlays/production/plan",
@@ -69,7 +69,7 @@ _SPARE = 2
 @click.option(
     "--patch",
     type=click.Path(file_okay=False, path_type=Path),
-    help="Write a kustomize component there that gives the autoscalers the numbers of the fleet that is apart.",
+    help="Write a kustomize component there that gives the autoscalers the numbers of the fleet with separate drafts.",
 )
 @click.option("--json", "wants_json", is_flag=True, help="Print one JSON object.")
 def plan_command(patch: Path | None, wants_json: bool, **values: Any) -> None:
@@ -120,8 +120,8 @@ def _table(fleets: list[Fleet], cheapest: Fleet) -> Table:
 
 
 def _write(folder: Path, fleets: list[Fleet]) -> None:
-    """Writes a component that has the autoscalers begin with the fleet that is apart, and grow to twice as many."""
-    fleet = next((fleet for fleet in fleets if fleet.kind == "apart"), None)
+    """Writes a component that has the autoscalers begin with the fleet of separate drafts, and grow to twice as many."""
+    fleet = next((fleet for fleet in fleets if fleet.kind == "separate"), None)
     if fleet is None:
         raise InvalidArgument("no fleet with drafts of its own does this, so there is nothing to write", "patch")
     folder.mkdir(parents=True, exist_ok=True)

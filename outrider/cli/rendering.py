@@ -1,4 +1,4 @@
-"""How a generation looks: streamed text, coloured by origin where asked for; one JSON object; one line of figures."""
+"""Output of a generation: streamed text, coloured by origin if requested; one JSON object; one line of figures."""
 
 import re
 from collections.abc import Iterator
@@ -50,7 +50,7 @@ class TextPrinter:
 def origins_of_words(text: str, origins: tuple[TokenOrigin, ...]) -> Iterator[tuple[str, TokenOrigin]]:
     """Yields the text in words, each with the origin of the token that ends it.
 
-    A delta says how its tokens came to be, not which characters each of them gave. Words stand for tokens in the same
+    A delta has the origin of each token, not which characters each of them gave. Words stand for tokens in the same
     proportion; the last word is the last token's, and in a verdict only the last token can differ from the others.
     """
     words = _WORD.findall(text)
@@ -117,7 +117,7 @@ def summary(generation: Generation) -> str:
         parts.append(f"hit rate {statistics.hit_rate:.0%}")
     parts += [f"{num} x {reason}" for reason, num in sorted(statistics.num_fallbacks.items())]
     if statistics.num_recomputed_tokens:
-        parts.append(f"{statistics.num_recomputed_tokens} tokens computed again")
+        parts.append(f"{statistics.num_recomputed_tokens} tokens recomputed")
     if statistics.varying_numerics:
         parts.append("varying numerics")
     return " · ".join([*parts, f"session {generation.session_id}"])

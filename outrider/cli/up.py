@@ -39,7 +39,7 @@ _CHECK_S = 0.5
 @click.option(
     "--target-threads", type=click.IntRange(0), default=0, help="CPU threads of a target. [default: all cores]"
 )
-@click.option("--metrics", is_flag=True, help="Have each process tell Prometheus metrics on a free port.")
+@click.option("--metrics", is_flag=True, help="Expose Prometheus metrics of each process on a free port.")
 @click.option("--draft-threads", type=click.IntRange(0), default=1, show_default=True, help="CPU threads of a draft.")
 def up(**values: Any) -> None:
     """Starts an embedded Valkey, targets, drafts and orchestrators, each a process of its own, on free ports.
@@ -56,7 +56,7 @@ def up(**values: Any) -> None:
     drafts = tuple(replace(kind, **draft) for kind in options.drafts)
     orchestrator = {"OUTRIDER_ADDRESS": address} if address else {}
     asyncio.run(
-        _run(replace(options, drafts=drafts, orchestrator_environment=orchestrator, tells_metrics=metrics, **extent))
+        _run(replace(options, drafts=drafts, orchestrator_environment=orchestrator, exposes_metrics=metrics, **extent))
     )
 
 
@@ -74,7 +74,7 @@ async def _run(options: StackOptions) -> None:
 def _print_addresses(stack: LocalStack) -> None:
     click.echo(f"{'redis':<20} {without_password(stack.redis_url)}")
     for process in (*stack.targets, *stack.drafts, *stack.orchestrators):
-        metrics = f"  http://{process.metrics_address}/metrics" if stack.options.tells_metrics else ""
+        metrics = f"  http://{process.metrics_address}/metrics" if stack.options.exposes_metrics else ""
         click.echo(f"{process.spec.name:<20} {process.address}{metrics}")
     click.echo(f"{'logs':<20} {stack.directory}")
     addresses = " ".join(f"--address {address}" for address in stack.addresses)
@@ -82,7 +82,7 @@ def _print_addresses(stack: LocalStack) -> None:
 
 
 async def _watch(stack: LocalStack, stopped: asyncio.Event) -> None:
-    """Returns when stopped; says which service has ended, and fails when requests cannot be served any more."""
+    """Return when stopped; report each service that has ended, and fail when no request can be served any more."""
     known: set[ServiceProcess] = set()
     while not stopped.is_set():
         ended = {process for process in stack.processes if not process.is_running}

@@ -1,4 +1,4 @@
-"""The client: streams generations from any of several orchestrators and resumes them when one is lost."""
+"""The asyncio client: streams generations from any of several orchestrators and resumes them when one is lost."""
 
 from __future__ import annotations
 
@@ -38,15 +38,15 @@ R = TypeVar("R")
 class OutriderClient:
     """A client of one or many orchestrators, which are replicas of each other.
 
-    Requests go round the addresses. One that breaks is continued at the next address, where it stopped; no token is
-    handed out twice and none is missed. Every failure is an `OutriderError` of `outrider.errors`.
+    Requests are spread over the addresses round robin. A stream that breaks continues at the next address where it
+    stopped; no token is yielded twice and none is lost. Every failure is an `OutriderError` of `outrider.errors`.
 
         async with OutriderClient("127.0.0.1:50050") as client:
             async for event in client.generate(GenerationRequest(text="Once upon a time")):
                 ...
 
-    `token` says who calls, where orchestrators ask for it; `tls` is what is shown to them and trusted of them, for a
-    connection that nobody can read. `connect` opens the channel to an address, for whatever else a connection needs.
+    `token` is the bearer token, where orchestrators require one; `tls` encrypts the connection and names the files
+    to show and to trust. `connect` opens the channel to an address, for whatever else a connection needs.
 
     Attributes:
         addresses: host:port of each orchestrator.
@@ -145,7 +145,7 @@ class OutriderClient:
     async def _unary(
         self, method: Callable[[GenerationServiceAsyncStub], aio.UnaryUnaryMultiCallable[Q, R]], message: Q
     ) -> R:
-        """Makes a unary call; each of them may be repeated, so one that got no answer goes to the next address."""
+        """Make a unary call; all of them are idempotent, so one without an answer is repeated at the next address."""
         attempts = Attempts(self.retry, Deadline.after(self.timeout_s), len(self.addresses))
         next_stub = self._stubs()
         while True:
@@ -157,10 +157,10 @@ class OutriderClient:
             await attempts.failed(error, retry=is_transient(error))
 
     def _stubs(self) -> Callable[[], GenerationServiceAsyncStub]:
-        """Returns what gives the attempts of one call their stubs.
+        """Return a function that gives each attempt of one call its stub.
 
-        It begins at the next address of the round that all calls share, and goes on from there by itself: were later
-        attempts to take what is next for all, some would meet the same dead address again and again.
+        It begins at the next address that all calls share, and goes on from there by itself: if later attempts took the
+        next shared address, some would meet the same dead address again and again.
         """
         first = next(self._firsts)
         addresses = itertools.cycle(self.addresses[first:] + self.addresses[:first])
@@ -173,15 +173,15 @@ class OutriderClient:
 
 
 def _connect(tls: TlsFiles | None, address: str) -> aio.Channel:
-    """Opens a channel that notices within 15 s that an orchestrator hangs, and at once that one has ended."""
+    """Open a channel that detects within 15 s that an orchestrator hangs, and at once that one has ended."""
     credentials = None if tls is None else tls.channel_credentials()
     return open_channel(address, credentials=credentials, keepalive_s=_KEEPALIVE_S)
 
 
 @contextmanager
 def _traced() -> Iterator[trace.Span]:
-    """Makes the block a span of the trace that the program is in, where it traces at all."""
-    # Of the provider that the program has now; where it has none, the span is nothing.
+    """Run the block as a span of the program's trace; a no-op where the program does not trace."""
+    # From the provider that the program has now.
     tracer = trace.get_tracer("outrider", outrider.__version__)
     span = tracer.start_span("outrider.generate", kind=trace.SpanKind.CLIENT)
     try:

@@ -16,9 +16,9 @@ class Conversation:
     """A conversation with the model, held in one session.
 
     Attributes:
-        client: who carries it.
+        client: sends the requests.
         system: system message sent ahead of the first turn; empty for none.
-        parameters: law and limits of every answer.
+        parameters: sampling parameters and limits of every answer.
         speculation: how to speculate.
         session_id: the session; drawn where not given. One that exists already is continued.
         request_id: the running or latest request; empty before the first.
@@ -33,7 +33,7 @@ class Conversation:
     _has_begun: bool = False
 
     async def send(self, content: str, *, timeout_s: float | None = None) -> AsyncGenerator[Event, None]:
-        """Says something and yields the events of the answer; errors as for `OutriderClient.generate`."""
+        """Send a user message and yield the events of the answer; errors as for `OutriderClient.generate`."""
         request = self._request(content)
         self.request_id = request.request_id
         async with aclosing(self.client.generate(request, timeout_s=timeout_s)) as events:
@@ -46,7 +46,7 @@ class Conversation:
         return await self.client.cancel(self.session_id, self.request_id)
 
     async def reset(self) -> None:
-        """Forgets everything said: deletes the session and goes on in a new one."""
+        """Delete the session and continue in a new one, without any of the messages so far."""
         if self._has_begun:
             await self.client.delete_session(self.session_id)
         self.session_id, self.request_id, self._has_begun = uuid.uuid4().hex, "", False

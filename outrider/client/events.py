@@ -1,4 +1,4 @@
-"""What a generation tells its client: accepted, deltas, finished; and all of it together."""
+"""The events of a generation (accepted, deltas, finished) and the generation that they add up to."""
 
 from dataclasses import dataclass, field
 
@@ -38,7 +38,7 @@ class Delta:
         token_ids: the tokens.
         text: what became certain with these tokens; may be empty, is never cumulative.
         origins: how each token came to be; empty where that is no longer known, as after a resume.
-        logprobs: of each token, where asked for and known.
+        logprobs: of each token, where requested and known.
     """
 
     offset: int
@@ -50,7 +50,7 @@ class Delta:
 
 @dataclass(frozen=True, slots=True)
 class Statistics:
-    """What a request took, counted since its stream was last resumed.
+    """Tokens, passes and times of a request, counted since its stream was last resumed.
 
     Attributes:
         num_drafts: target passes that verified a proposal.
@@ -63,7 +63,7 @@ class Statistics:
         target_time_s: seconds of model time of the target's passes.
         wait_time_s: seconds the target waited for proposals.
         tokens_per_second: output tokens per second between the first and the last; 0 for a single token.
-        num_fallbacks: why plain decoding took the place of speculation, reason to number of times.
+        num_fallbacks: times that plain decoding replaced speculation, by reason.
         varying_numerics: whether load, speculation or a failover may have changed the text, because a target took part
             whose bits depend on how a position is computed, or several of different numerics.
         feature_bytes: bytes of features that went from target to draft.
@@ -98,7 +98,7 @@ class Statistics:
 
     @property
     def predicted_tokens_per_second(self) -> float:
-        """What the controller's model of costs makes of the tokens that were accepted; 0 where it predicted nothing."""
+        """Tokens per second as the controller's cost model predicted them for the accepted tokens; 0 without a prediction."""
         return self.num_expected_tokens / self.expected_time_s if self.expected_time_s else 0.0
 
     @property
@@ -108,7 +108,7 @@ class Statistics:
 
     @property
     def num_wasted_nodes(self) -> int:
-        """Proposed nodes that are no token of the output."""
+        """Proposed nodes that did not become output tokens."""
         return max(0, self.num_proposed_nodes - self.num_accepted_tokens - self.num_hits)
 
     @property
@@ -138,7 +138,7 @@ class Finished:
         finish_reason: why.
         num_output_tokens: output tokens in all.
         text: what became certain with the end.
-        statistics: what it took.
+        statistics: tokens, passes and times.
     """
 
     finish_reason: FinishReason
@@ -164,7 +164,7 @@ class Generation:
     logprobs: list[TokenLogprobs] = field(default_factory=list)
 
     def add(self, event: Event) -> None:
-        """Takes in the next event."""
+        """Add the next event."""
         match event:
             case Accepted():
                 self.accepted = event
@@ -193,12 +193,12 @@ class Generation:
 
     @property
     def statistics(self) -> Statistics:
-        """What it took; zeros while it has not ended."""
+        """Tokens, passes and times; zeros while it has not ended."""
         return self.finished.statistics if self.finished else Statistics()
 
 
 def event_from_message(message: generation_pb2.GenerateResponse) -> Event:
-    """Returns the event; raises `DataLoss` for one that this version does not know, which cannot be skipped safely."""
+    """Return the event; raise `DataLoss` for one of an unknown kind, which cannot be skipped safely."""
     match message.WhichOneof("event"):
         case "accepted":
             return _accepted(message.accepted)

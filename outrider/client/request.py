@@ -1,4 +1,4 @@
-"""What a client asks for: a prompt in one of three forms, the output's law and limits, and how to speculate."""
+"""A generation request: a prompt in one of three forms, sampling parameters, limits, and how to speculate."""
 
 import uuid
 from collections.abc import Sequence
@@ -27,7 +27,7 @@ class Speculation:
     Attributes:
         disabled: decodes without a draft.
         num_speculative_tokens: tokens drafted per round, at most; 0 takes the service's default.
-        acceptance_rule: the rule that judges proposals; None takes the service's default.
+        acceptance_rule: the rule that verifies proposals; None takes the service's default.
         drafter: model, ngram, layers, eagle3 or medusa, where several are deployed; empty takes any.
         max_nodes: nodes of a proposal, all its branches together, at most; 0 leaves it to the draft.
         lookahead: nodes that the draft may propose ahead of the target's verdicts, at most; 0 has it wait for
@@ -69,11 +69,11 @@ class GenerationRequest:
         text: plain text to continue.
         token_ids: token ids to continue, as they are.
         messages: a conversation's new messages, rendered with the model's chat template.
-        parameters: law and limits of the output.
+        parameters: sampling parameters and limits of the output.
         speculation: how to speculate.
         session_id: session to continue or to create; empty lets the service derive one.
-        request_id: makes the request idempotent; drawn where not given, so that every request can be resumed.
-        resume_offset: tokens of a request begun earlier that are here already; None for a new request.
+        request_id: makes the request idempotent; random where not given, so that every request can be resumed.
+        resume_offset: output tokens already received of a request begun earlier; None for a new request.
     """
 
     text: str | None = None

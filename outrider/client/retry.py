@@ -1,4 +1,4 @@
-"""How long a client keeps trying: attempts, backoff, deadline. All bounded."""
+"""Retries of the client: number of attempts, backoff with jitter, deadline."""
 
 import asyncio
 import random
@@ -11,7 +11,7 @@ from outrider.errors import DeadlineExceeded, Draining, OutriderError, Overloade
 
 @dataclass(frozen=True, slots=True)
 class RetryPolicy:
-    """Bounds on trying again.
+    """Bounds on retries.
 
     Attributes:
         max_attempts: attempts in a row without a new token; at least 1.
@@ -60,11 +60,11 @@ class Attempts:
     jitter: Callable[[], float] = field(default=random.random, repr=False)
 
     def progressed(self) -> None:
-        """Says that a new token has come: the count starts again."""
+        """Record that a new token has come: the count starts again."""
         self.num_failed = 0
 
     async def failed(self, error: OutriderError, *, retry: bool) -> None:
-        """Waits before the next attempt; raises `error` where `retry` is false.
+        """Wait before the next attempt; raise `error` where `retry` is false.
 
         Raises:
             OutriderError: `error`, where there is to be no other attempt or attempts have run out.
@@ -76,7 +76,7 @@ class Attempts:
         wait_s = self._wait_s(error)
         remaining_s = self.deadline.remaining_s
         if remaining_s is not None and wait_s >= remaining_s:
-            raise DeadlineExceeded(f"deadline passed while trying again after: {error.message}") from error
+            raise DeadlineExceeded(f"deadline passed while retrying after: {error.message}") from error
         await asyncio.sleep(wait_s)
 
     def _wait_s(self, error: OutriderError) -> float:
@@ -89,5 +89,5 @@ class Attempts:
 
 
 def is_transient(error: OutriderError) -> bool:
-    """Returns whether another attempt, at this address or another, may go better."""
+    """Return whether another attempt, at this address or another, may succeed."""
     return isinstance(error, (Unavailable, Draining, Overloaded))

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class ResumableStream:
-    """Runs one request to its end and hands out every event once, whatever happens to the connections.
+    """Run one request to its end and yield every event once, whatever happens to the connections.
 
     A connection that breaks is followed by one to the next address, which continues at the number of tokens already
     received. The service guarantees that text from an offset continues exactly, so nothing is repeated or lost.
@@ -44,7 +44,7 @@ class ResumableStream:
         self._is_ambiguous = False
 
     async def events(self) -> AsyncGenerator[Event, None]:
-        """Yields `Accepted`, then deltas, then `Finished`; raises the `OutriderError` that no attempt could cure."""
+        """Yields `Accepted`, then deltas, then `Finished`; raises the `OutriderError` of the last attempt."""
         while True:
             try:
                 async with aclosing(self._attempt()) as events:
@@ -68,11 +68,11 @@ class ResumableStream:
         except aio.AioRpcError as error:
             raise error_from_rpc(error) from error
         finally:
-            # A consumer that stops early must not leave the service generating into the void.
+            # A consumer that stops early must not leave the service generating.
             call.cancel()
 
     def _checked(self, event: Event) -> Event | None:
-        """Returns the event to hand out, None for an acceptance that the client has seen; keeps the resume point."""
+        """Return the event to yield, None for a repeated acceptance; update the resume offset."""
         match event:
             case Accepted():
                 return self._first_acceptance(event)
@@ -104,10 +104,10 @@ class ResumableStream:
         self._is_ambiguous = True
 
     def _reinterpret(self, error: OutriderError) -> bool:
-        """Returns whether a refusal may concern our own request, an earlier attempt having begun it unknown to us.
+        """Return whether a refusal may concern this very request, begun by an earlier attempt whose reply was lost.
 
-        SESSION_BUSY is then most likely that request, held by an orchestrator that is gone: asking for offset 0 takes
-        it over. Should that find no such request, somebody else's is running or ours never began: ask as for a new one.
+        SESSION_BUSY is then most likely that request, held by an orchestrator that is gone: resuming at offset 0 takes
+        it over. If there is no such request, another one is running or this one never began: send it as a new one.
         """
         resumes = self._message.HasField("resume_offset")
         if isinstance(error, SessionBusy) and not resumes:

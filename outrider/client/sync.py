@@ -1,4 +1,4 @@
-"""The client for scripts without an event loop."""
+"""The blocking client, for scripts without an event loop."""
 
 import asyncio
 import threading
@@ -60,7 +60,7 @@ class SyncClient:
         self._loop.close()
 
     def generate(self, request: GenerationRequest, *, timeout_s: float | None = None) -> Iterator[Event]:
-        """Yields the events of a generation; leaving the loop early stops it, as `OutriderClient.generate` says."""
+        """Yields the events of a generation; leaving the loop early stops it, as with `OutriderClient.generate`."""
         events = self._client.generate(request, timeout_s=timeout_s)
         try:
             while (event := self._run(_next(events))) is not None:

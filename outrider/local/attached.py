@@ -1,7 +1,7 @@
-"""Runs a module as a process that does not outlive its parent: `python -m outrider.local.attached MODULE`.
+"""Run a module as a process that does not outlive its parent: `python -m outrider.local.attached MODULE`.
 
-The parent holds the write end of this process's standard input and never writes to it. When the parent is gone, however
-it went, the kernel closes that end; then this process drains as on SIGTERM, and ends for good after a grace period.
+The parent holds the write end of this process's standard input and never writes to it. When the parent ends, in
+whatever way, the kernel closes that end; then this process drains as on SIGTERM, and is killed after a grace period.
 """
 
 import os
@@ -16,7 +16,7 @@ GRACE_S = 10.0
 
 
 def end_with_parent() -> None:
-    """Begins to watch standard input; returns at once."""
+    """Begin to watch standard input; return at once."""
     threading.Thread(target=_watch, name="parent-watch", daemon=True).start()
 
 

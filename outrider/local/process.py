@@ -1,4 +1,4 @@
-"""One service as a child process: started, awaited, drained, never left behind."""
+"""A service as a child process, which drains on SIGTERM and never outlives this process."""
 
 import asyncio
 import json
@@ -40,12 +40,12 @@ class ProcessSpec:
 
 
 class ServiceProcess:
-    """A running service. It ends when this process does, however that comes about.
+    """A running service. It ends when this process does, in whatever way that ends.
 
     Attributes:
         spec: how it was started.
-        log: file with everything it prints.
-        address: where it listens; empty until it is ready.
+        log: file with its standard output and error.
+        address: host:port that it listens on; empty until it is ready.
     """
 
     def __init__(self, spec: ProcessSpec, directory: Path) -> None:
@@ -67,7 +67,7 @@ class ServiceProcess:
 
     @property
     def metrics_address(self) -> str:
-        """Where it tells its metrics; empty where it does not, or does not serve yet."""
+        """Address of its metrics; empty where it exposes none, or does not serve yet."""
         for line in reversed(self.log.read_text(errors="replace").splitlines()):
             if line.startswith(_READY):
                 return str(json.loads(line).get("metrics_address", ""))
@@ -75,7 +75,7 @@ class ServiceProcess:
 
     @property
     def exit_code(self) -> int | None:
-        """How it ended: a negative number names a signal; None while it has not."""
+        """Its exit code: a negative number is a signal; None while it runs."""
         return self._process.poll() if self._process else None
 
     def start(self) -> None:
@@ -106,7 +106,7 @@ class ServiceProcess:
 
         Args:
             timeout_s: bound on the wait.
-            progress: gets the latest line of the log while the service is loading.
+            progress: called with the latest line of the log while the service is loading.
 
         Raises:
             Unavailable: it ended early or is not ready in time; the message has the end of its log.
@@ -123,12 +123,12 @@ class ServiceProcess:
         return self.address
 
     def terminate(self) -> None:
-        """Asks it to drain; returns at once."""
+        """Send SIGTERM, which drains it; return at once."""
         if self._process is not None and self.is_running:
             self._process.terminate()
 
     def kill(self) -> None:
-        """Ends it without a drain, as a crash would; no-op for one that has ended."""
+        """Kill it, as a crash would; no-op for one that has ended."""
         if self._process is None:
             return
         self._process.kill()
@@ -164,7 +164,7 @@ class ServiceProcess:
 
 @contextmanager
 def _on_cores(cores: frozenset[int]) -> Iterator[None]:
-    """Has this thread, and what it starts, run on some cores; none stand for all that it has."""
+    """Run this thread, and what it starts, on these cores; an empty set leaves all that it has."""
     if not cores:
         yield
         return

@@ -1,4 +1,4 @@
-"""A whole Outrider on this machine: Redis, targets, drafts and orchestrators, each a process of its own."""
+"""A whole stack on this machine: Redis, targets, drafts and orchestrators, each a process of its own."""
 
 import asyncio
 import os
@@ -21,15 +21,15 @@ from outrider.local.stack_options import EMBEDDED, StackOptions
 _KEPT_RUNS = 20
 
 Progress = Callable[[str, str], None]
-"""Gets the name of a part of the stack and one line about how far it is."""
+"""Called with the name of a process of the stack and one line about its progress."""
 
 
 def _silent(name: str, line: str) -> None:
-    """The progress of a stack that nobody watches."""
+    """Show no progress."""
 
 
 class LocalStack:
-    """Starts a stack on free loopback ports and drains it at the end, also when this process is killed.
+    """A stack on free loopback ports, drained at the end, also when this process is killed.
 
         async with LocalStack(StackOptions()) as stack, stack.client() as client:
             print((await client.complete(GenerationRequest(text="Once upon a time"))).text)
@@ -38,12 +38,12 @@ class LocalStack:
     early or is not ready in time raises `Unavailable` with the end of its log, after the others have been ended.
 
     Attributes:
-        options: what it consists of.
+        options: processes, models and settings of the stack.
         directory: logs of this run, below the user's cache directory; the latest runs are kept.
         targets: the target processes.
         drafts: the draft processes.
         orchestrators: the orchestrator processes.
-        redis_url: where the sessions are, with the password where there is one.
+        redis_url: Redis of the sessions, with the password where there is one.
     """
 
     def __init__(self, options: StackOptions | None = None, *, progress: Progress = _silent) -> None:
@@ -58,16 +58,16 @@ class LocalStack:
 
     @property
     def addresses(self) -> tuple[str, ...]:
-        """Where clients find the orchestrators; empty before the start."""
+        """Addresses of the orchestrators; empty before the start."""
         return tuple(process.address for process in self.orchestrators)
 
     @property
     def processes(self) -> tuple[ServiceProcess, ...]:
-        """Every service, in the order in which they end."""
+        """All service processes, in the order in which they are stopped."""
         return (*self.orchestrators, *self.drafts, *self.targets)
 
     def client(self) -> OutriderClient:
-        """Returns a client of all its orchestrators; whoever takes it closes it."""
+        """Return a client of all its orchestrators; the caller closes it."""
         return OutriderClient(self.addresses)
 
     async def start(self) -> None:
@@ -123,7 +123,7 @@ class LocalStack:
         await self._wait_ready(self.orchestrators)
 
     def _start_redis(self) -> dict[str, str]:
-        """Returns the settings that say where Redis is, after starting it where none is given."""
+        """Return the settings that name the Redis of sessions, after starting one where none is given."""
         if self.options.redis_url:
             return {"OUTRIDER_REDIS_URL": self.options.redis_url}
         # Only a stack with a Redis of its own needs the package of the extra `local`.
@@ -135,7 +135,7 @@ class LocalStack:
         return {"OUTRIDER_REDIS_URL": self.redis_url}
 
     def _start_block_store(self) -> str:
-        """Returns where blocks of KV cache are kept, after starting a server for them; empty where there is none."""
+        """Return the URL of the KV blocks' Redis, after starting one where the stack has its own; empty for none."""
         if not self.options.has_own_block_store:
             return self.options.kv_blocks_url
         from outrider.local.valkey import EmbeddedValkey
@@ -173,17 +173,17 @@ async def prepare_embedded_model() -> None:
     In a process of its own, so that this one never loads a model library.
 
     Raises:
-        ModelUnsupported: it cannot be converted; why stands on standard error.
+        ModelUnsupported: it cannot be converted; the reason is on standard error.
     """
     process = await asyncio.create_subprocess_exec(
         sys.executable, "-m", "outrider.lm.embedded", stdout=asyncio.subprocess.DEVNULL
     )
     if await process.wait() != 0:
-        raise ModelUnsupported("the embedded model could not be prepared; the reason stands above")
+        raise ModelUnsupported("the embedded model could not be prepared; the reason is printed above")
 
 
 def without_password(url: str) -> str:
-    """Returns a URL as it may be shown: `***` stands for its password."""
+    """Return the URL with `***` in place of its password."""
     parts = urlsplit(url)
     if parts.password is None:
         return url

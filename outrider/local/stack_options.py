@@ -15,7 +15,7 @@ EMBEDDED = "embedded"
 """Name of the model that needs no hub and no folder."""
 DRAFTERS: Final = ("ngram", "model", "layers", "eagle3", "medusa")
 MODEL_DRAFTERS: Final = ("model", "eagle3", "medusa")
-"""Those that take a model, or a head, of their own."""
+"""Drafters with a model or a head of their own."""
 _MANIFEST: Final = "outrider_draft.json"
 _SPIN: Final = "GOMP_SPINCOUNT"
 _SHORT_SPIN: Final = "20000"
@@ -54,7 +54,7 @@ class DraftOptions:
 
 
 def fitting_drafter(model: str, draft_model: str, num_layers: int | None) -> str:
-    """Returns the drafter that suits what is given: the target, a draft of one's own, a number of layers."""
+    """Return the default drafter for a target, a draft model if given, and a number of layers if given."""
     if draft_model:
         manifest = Path(draft_model) / _MANIFEST
         method = json.loads(manifest.read_text()).get("method") if manifest.is_file() else None
@@ -83,7 +83,7 @@ class StackOptions:
         target_cores: cores that targets run on, by number; empty for all.
         target_environment: further settings of targets.
         orchestrator_environment: further settings of orchestrators.
-        tells_metrics: whether each process tells Prometheus metrics on a free port; see `ServiceProcess`.
+        exposes_metrics: whether each process exposes Prometheus metrics on a free port; see `ServiceProcess`.
         ready_timeout_s: bound on the start of each process.
         drain_budget_s: bound on the end of each process.
     """
@@ -101,7 +101,7 @@ class StackOptions:
     target_cores: frozenset[int] = frozenset()
     target_environment: Mapping[str, str] = field(default_factory=dict)
     orchestrator_environment: Mapping[str, str] = field(default_factory=dict)
-    tells_metrics: bool = False
+    exposes_metrics: bool = False
     ready_timeout_s: float = 300.0
     drain_budget_s: float = 10.0
 
@@ -113,17 +113,17 @@ class StackOptions:
 
     @property
     def has_own_block_store(self) -> bool:
-        """Whether a stack starts a server of its own for blocks of KV cache: one target has nobody to leave them to."""
+        """Whether the stack starts a server for KV blocks: only with several targets is there one to restore them."""
         is_given = bool(self.redis_url or self.kv_blocks_url)
         return not is_given and self.num_targets > 1 and self.kv_blocks_bytes > 0
 
     def target_specs(self, kv_blocks_url: str = "") -> Iterator[ProcessSpec]:
-        """Yields how to start each target; `kv_blocks_url` is where a stack's own block store is."""
+        """Yield how to start each target; `kv_blocks_url` is that of the stack's own store of KV blocks."""
         settings = {
             "OUTRIDER_MODEL": self.model,
             "OUTRIDER_NUM_THREADS": str(self.target_threads),
             # OpenMP's workers spin for milliseconds after a pass, on cores that draft and orchestrator need. A third of
-            # one covers the gaps within a pass (speculation: 1.17 in place of 1.10 x plain, 2 cores).
+            # a millisecond covers the gaps within a pass (speculation: 1.17 instead of 1.10 x plain, 2 cores).
             _SPIN: os.environ.get(_SPIN, _SHORT_SPIN),
             "OUTRIDER_KV_BLOCKS_URL": kv_blocks_url or self.kv_blocks_url,
             **self._placement(),
@@ -148,13 +148,13 @@ class StackOptions:
                 yield self._spec(name, "draft_service", {**settings, **draft.environment})
 
     def orchestrator_specs(self, addresses: Mapping[str, str]) -> Iterator[ProcessSpec]:
-        """Yields how to start each orchestrator; `addresses` are the settings that name what it talks to."""
+        """Yields how to start each orchestrator; `addresses` are the settings that name Redis and the workers."""
         for number in range(self.num_orchestrators):
             settings = {**addresses, **self._lookahead(), **self.orchestrator_environment}
             yield self._spec(f"orchestrator-{number}", "orchestrator", settings)
 
     def _lookahead(self) -> dict[str, str]:
-        """Has drafts wait for verdicts where the target takes all cores: then they would take turns with it anyway."""
+        """Make drafts wait for verdicts where the target uses all cores: ahead of verdicts they would slow it down."""
         return {"OUTRIDER_LOOKAHEAD": "0"} if not self.target_threads and "cuda" not in self.device else {}
 
     def _placement(self) -> dict[str, str]:
@@ -166,7 +166,7 @@ class StackOptions:
             "OUTRIDER_ADDRESS": "127.0.0.1:0",
             "OUTRIDER_DRAIN_BUDGET_S": str(self.drain_budget_s),
             "OUTRIDER_LOG_FORMAT": "text",
-            "OUTRIDER_METRICS_ADDRESS": "127.0.0.1:0" if self.tells_metrics else "",
+            "OUTRIDER_METRICS_ADDRESS": "127.0.0.1:0" if self.exposes_metrics else "",
         }
         return ProcessSpec(name, module, {**life, **settings}, self.drain_budget_s)
 

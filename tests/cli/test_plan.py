@@ -17,7 +17,7 @@ def ask(arguments: str) -> Result:
 def test_the_table_compares_three_fleets() -> None:
     done = ask(LOAD)
     assert done.exit_code == 0, done.output
-    for kind in ("plain", "colocated", "apart"):
+    for kind in ("plain", "colocated", "separate"):
         assert kind in done.output
     assert "200" in done.output, "plain decoding gives 12 tokens a second to one session a target: a pass takes 82 ms"
 
@@ -26,7 +26,7 @@ def test_json_has_the_numbers() -> None:
     told = json.loads(ask(f"{LOAD} --hit-rate 0.7 --json").output)
     fleets = {fleet["kind"]: fleet for fleet in told["fleets"]}
     assert told["cheapest"] in fleets
-    assert fleets["apart"]["num_drafts"] > 0
+    assert fleets["separate"]["num_drafts"] > 0
     assert fleets["colocated"]["num_drafts"] == 0
     assert all(fleet["rate"] >= 12 for fleet in fleets.values())
 

@@ -319,7 +319,7 @@ def test_a_plan_becomes_replicas(scratch: Path) -> None:
     numbers = "--sessions 500 --rate 20 --pass-s 0.02 --draft-step-s 0.002 --acceptance 0.8 --hit-rate 0.7 --json"
     done = CliRunner().invoke(main, ["plan", *numbers.split(), "--patch", str(scratch / "plan")])
     assert done.exit_code == 0, done.output
-    (chosen,) = [fleet for fleet in json.loads(done.output)["fleets"] if fleet["kind"] == "apart"]
+    (chosen,) = [fleet for fleet in json.loads(done.output)["fleets"] if fleet["kind"] == "separate"]
     (scratch / "whole").mkdir()
     whole = {"resources": ["../../overlays/production"], "components": ["../plan"]}
     (scratch / "whole" / "kustomization.yaml").write_text(yaml.safe_dump(whole))

@@ -20,7 +20,7 @@ from tests.served.stacks import (
 async def shared_stack() -> AsyncIterator[LocalStack]:
     """A target, a draft that is good and one that does not fit; all of them are still there at the end."""
     drafts = tuple(DraftOptions(drafter="model", model=model) for model in (SHARED_DRAFT, OTHER_TOKENIZER))
-    async with LocalStack(replace(markov_stack(tells_metrics=True), model=SHARED_TARGET, drafts=drafts)) as stack:
+    async with LocalStack(replace(markov_stack(exposes_metrics=True), model=SHARED_TARGET, drafts=drafts)) as stack:
         async with stack.client() as client:
             await until_one_draft_is_in_rotation(client)
         yield stack
