@@ -11,7 +11,7 @@ from draft_service.settings import DraftSettings
 from draft_service.worker import WorkerIdentity, WorkerServicer
 from outrider.drafters.loading import load_drafter
 from outrider.serving.metrics import new_registry
-from outrider.serving.server import Server, favour_engine, run_process
+from outrider.serving.server import Server, run_process, tune_interpreter
 from outrider.serving.settings import load_settings
 from outrider.serving.spans import export_spans
 from outrider.serving.telemetry import configure_logging
@@ -31,7 +31,7 @@ async def serve(settings: DraftSettings) -> None:
     # In a thread that ends, so that the engine's is the only one for which OpenMP keeps workers.
     with ThreadPoolExecutor(max_workers=1) as loader:
         drafter = await loop.run_in_executor(loader, load_drafter, settings)
-    favour_engine()
+    tune_interpreter()
     end_export = export_spans(settings.otlp_endpoint, "draft")
     # Without its engine the process can only hold sessions up: it ends at once, and says that it failed.
     engine = Engine(drafter, _limits(settings), lambda: os._exit(os.EX_SOFTWARE))

@@ -18,7 +18,7 @@ from outrider.lm.loading import load_model
 from outrider.lm.model import LanguageModel
 from outrider.lm.ranks import Ranks, num_ranks
 from outrider.serving.metrics import new_registry
-from outrider.serving.server import Server, favour_engine, run_process
+from outrider.serving.server import Server, run_process, tune_interpreter
 from outrider.serving.settings import load_settings
 from outrider.serving.spans import export_spans
 from outrider.serving.telemetry import configure_logging
@@ -58,7 +58,7 @@ async def serve(settings: TargetSettings) -> None:
         loop = asyncio.get_running_loop()
         loaded = await loop.run_in_executor(loader, load_model, settings.model, options)
         draft = await loop.run_in_executor(loader, colocated_draft, loaded.model, settings)
-    favour_engine()
+    tune_interpreter()
     if ranks is not None and ranks.rank > 0:
         follow(loaded, ranks)
         return

@@ -89,7 +89,7 @@ sampling_options = _stacked(
 drafter_option = click.option(
     "--drafter",
     type=click.Choice((*DRAFTERS, _NO_DRAFTER)),
-    help="Which drafter to use; a local stack starts this one. [default: any; in a local stack one that fits the models]",
+    help="Which drafter to use; a local stack starts this one. [default: any; in a local stack one that fits]",
 )
 
 speculation_options = _stacked(

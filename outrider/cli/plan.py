@@ -120,7 +120,7 @@ def _table(fleets: list[Fleet], cheapest: Fleet) -> Table:
 
 
 def _write(folder: Path, fleets: list[Fleet]) -> None:
-    """Writes a component that has the autoscalers begin with the fleet of separate drafts, and grow to twice as many."""
+    """Write a component that makes the autoscalers start at the fleet of separate drafts and grow to twice its size."""
     fleet = next((fleet for fleet in fleets if fleet.kind == "separate"), None)
     if fleet is None:
         raise InvalidArgument("no fleet with drafts of its own does this, so there is nothing to write", "patch")

@@ -98,7 +98,7 @@ class Statistics:
 
     @property
     def predicted_tokens_per_second(self) -> float:
-        """Tokens per second as the controller's cost model predicted them for the accepted tokens; 0 without a prediction."""
+        """Tokens per second that the controller predicted for the accepted tokens; 0 without a prediction."""
         return self.num_expected_tokens / self.expected_time_s if self.expected_time_s else 0.0
 
     @property

@@ -1,6 +1,6 @@
-"""Asks a server on this machine for its health: `python -m outrider.serving readiness`; ends with 0 if it is well.
+"""Health check of a server on this machine: `python -m outrider.serving readiness` exits with 0 if it is healthy.
 
-For whoever runs the images without Kubernetes, whose probes ask by themselves.
+For container runtimes without gRPC probes, such as Docker.
 """
 
 import os
@@ -17,7 +17,7 @@ _ANYWHERE: Final = ("", "0.0.0.0", "[::]")
 
 
 def check(address: str, name: str) -> bool:
-    """Returns whether the server at an address says that the named part of it is well."""
+    """Return whether the health check of this name at the address is SERVING."""
     with grpc.insecure_channel(address) as channel:
         request = health_pb2.HealthCheckRequest(service=name)
         try:

@@ -1,4 +1,4 @@
-"""Channels to other processes: they notice a dead peer within seconds and come back to a restarted one at once."""
+"""gRPC channels between processes: they detect a dead peer within seconds and reconnect to a restarted one at once."""
 
 import asyncio
 from typing import Final
@@ -11,8 +11,8 @@ MAX_MESSAGE_BYTES: Final = 4 << 20
 """Largest message, both ways. Both ends must have the same, and what travels is cut into parts far below it."""
 
 DEFAULT_KEEPALIVE_S: Final = 20.0
-# A ping waits for its answer as long as silence lasted before it; but a machine under load takes two seconds to answer
-# now and then, and a peer that is well does not take five.
+# A ping times out after `keepalive_s`, within these bounds: a machine under load takes two seconds now and then, and a
+# healthy peer does not take five.
 _LEAST_PING_TIMEOUT_S: Final = 2.0
 _MOST_PING_TIMEOUT_S: Final = 5.0
 # gRPC's own backoff grows to two minutes, during which a failover that has succeeded goes unnoticed.
@@ -34,7 +34,7 @@ def open_channel(
         address: host:port, or any gRPC target name.
         credentials: for TLS; without them the connection is plain.
         keepalive_s: seconds of silence after which the peer is pinged; servers take pings five seconds apart. A peer
-            that does not answer for as long again, two seconds at least and five at most, is given up.
+            that does not answer for as long again, two seconds at least and five at most, counts as dead.
         tls_name: that the peer's certificate must have, where it is not that of the address.
     """
     options: list[tuple[str, int | str]] = [*_options(keepalive_s)]
@@ -46,12 +46,12 @@ def open_channel(
 
 
 def keepalive_options(keepalive_s: float) -> tuple[tuple[str, int], ...]:
-    """Returns the options of a channel or server by which it finds out a peer that is gone; see `open_channel`."""
+    """Return the options by which a channel or server detects a dead peer; see `open_channel`."""
     timeout_ms = int(1000 * min(max(keepalive_s, _LEAST_PING_TIMEOUT_S), _MOST_PING_TIMEOUT_S))
     return (
         ("grpc.keepalive_time_ms", int(1000 * keepalive_s)),
         ("grpc.keepalive_timeout_ms", timeout_ms),
-        # gRPC (1.85) never starts the timer of the option before; a ping has a minute unless this says otherwise.
+        # gRPC (1.85) never starts the timer of the option before; without this a ping times out after a minute.
         ("grpc.http2.ping_timeout_ms", timeout_ms),
         ("grpc.keepalive_permit_without_calls", 1),
         ("grpc.http2.max_pings_without_data", 0),
@@ -77,6 +77,6 @@ def _options(keepalive_s: float) -> tuple[tuple[str, int], ...]:
         ("grpc.max_reconnect_backoff_ms", _MAX_BACKOFF_MS),
         # A shared connection would also share its backoff with channels to a process that is gone.
         ("grpc.use_local_subchannel_pool", 1),
-        # Services talk to each other directly, whatever http_proxy says.
+        # Services connect directly, whatever http_proxy is set to.
         ("grpc.enable_http_proxy", 0),
     )

@@ -1,4 +1,4 @@
-"""Frames of many sessions that leave on one stream, coalesced: whatever is pending goes out as one message."""
+"""Frames of many sessions on one stream: bounded queues, and all frames pending together leave as one message."""
 
 import asyncio
 import threading
@@ -48,7 +48,7 @@ class FrameOutbox(Generic[FrameT, MessageT]):
     """A bounded queue of frames with one reader, `messages`, and writers in any thread.
 
     Frames leave in the order they were put; those of one `put` that fit leave together. What is put after `close` is
-    dropped: nobody reads it. Make it inside the event loop that reads it.
+    dropped. Make it inside the event loop that reads it.
 
     Args:
         build: makes a message of at least one frame.

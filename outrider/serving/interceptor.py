@@ -1,7 +1,4 @@
-"""What happens around every call a server takes.
-
-Bad messages and errors become statuses, slow readers are given up, and calls in flight are counted.
-"""
+"""The interceptor around every call of a server: errors to statuses, bad messages, slow readers, calls in flight."""
 
 from __future__ import annotations
 
@@ -20,12 +17,12 @@ from outrider.serving.status import CODES, grpc_status_from_error
 
 _LOG: Final = logging.getLogger(__name__)
 _READER_TIMEOUT_S: Final = 60.0
-"""How long a message waits for a reader that takes nothing. A reader at 1 kB/s frees a part of gRPC's least window
+"""Seconds that a message waits for a reader that takes nothing. A reader at 1 kB/s frees a part of gRPC's least window
 (64 kB) more often than that."""
 _BOOKKEEPING: Final = "/grpc."
-"""Begins the names of methods of health and reflection: whoever asks needs no token, and no drain waits for them."""
+"""Prefix of the methods of health and reflection, which need no token and which no drain waits for."""
 _MALFORMED_LOG_S: Final = 10.0
-"""Least seconds between log records about messages that cannot be read: anybody can send any number of them."""
+"""Least seconds between log records about malformed messages: any caller can send any number of them."""
 
 _Behaviour = Callable[[Any, Any], Any]
 # Generic in the stubs only, so their parameters stay in strings.
@@ -33,15 +30,15 @@ _Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
 _Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
 Metadata: TypeAlias = "Iterable[tuple[str, str | bytes]] | None"
 Authenticate: TypeAlias = Callable[[Metadata], object]
-"""Raises `Unauthenticated` unless the metadata of a call has a token that is known."""
+"""Raises `Unauthenticated` unless the metadata of a call has a known token."""
 
 
-def anybody(metadata: Metadata) -> None:
-    """Takes every caller, as where calls have no tokens."""
+def any_caller(metadata: Metadata) -> None:
+    """Accept every caller, where calls have no tokens."""
 
 
 class CallsInFlight:
-    """Counts the calls that a server is serving, its own bookkeeping services (health, reflection) aside."""
+    """The number of calls that a server is serving, without health and reflection."""
 
     def __init__(self) -> None:
         self._count = 0
@@ -71,26 +68,26 @@ class CallsInFlight:
 
 
 class _Malformed:
-    """Stands for a message whose bytes could not be read, until the caller is known."""
+    """A message whose bytes could not be parsed; refused once the caller is authenticated."""
 
 
 class CallInterceptor(grpc.aio.ServerInterceptor):
-    """Ends a call whose servicer raised with the status of the error, as the table in `status` has it.
+    """Ends a call whose servicer raised with the status of the error, by the table in `status`.
 
     Errors that the table does not hold are logged, once, and cross the wire as INTERNAL without any text. A
     CancelledError passes only when the call itself is being cancelled: from within a servicer it would end the call
     without any status, and the client would wait until its deadline.
 
     A request whose bytes are no message of its type is refused with INVALID_ARGUMENT, behind `authenticate`. A response
-    that waits for its reader for 60 s ends the call with OVERLOADED: what the servicer holds is free from then on,
+    that waits for its reader for 60 s ends the call with OVERLOADED: what the servicer holds is released then,
     whether or not the status ever reaches the caller.
 
     Args:
         calls: counts the calls.
-        authenticate: is called with the metadata of a call before the caller is told that its message is malformed.
+        authenticate: called with the metadata of a call before a malformed message is refused.
     """
 
-    def __init__(self, calls: CallsInFlight, authenticate: Authenticate = anybody) -> None:
+    def __init__(self, calls: CallsInFlight, authenticate: Authenticate = any_caller) -> None:
         self._calls = calls
         self._authenticate = authenticate
         self._num_malformed = 0
@@ -176,7 +173,7 @@ async def _abort(error: BaseException, method: str, context: _Context) -> None:
 
 
 def _is_cancelled() -> bool:
-    """Tells whether the running task itself was asked to end, as gRPC does when the client or the server gives up."""
+    """Return whether the running task itself was cancelled, as by gRPC when the client or the server gives up."""
     task = asyncio.current_task()
     return task is not None and task.cancelling() > 0
 
@@ -202,7 +199,7 @@ def _reader(deserialize: Callable[[bytes], Any] | None) -> Callable[[bytes], Any
     def read(data: bytes) -> Any:
         try:
             return deserialize(data)
-        # DecodeError for what is no protobuf, and others for text that is no UTF-8: which, is the library's affair.
+        # DecodeError for what is not protobuf, other exceptions for text that is not UTF-8.
         except Exception:
             return _Malformed()
 

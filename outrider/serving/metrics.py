@@ -1,7 +1,8 @@
-"""Prometheus metrics of a process, and the plain HTTP address under which they can be read.
+"""Prometheus metrics of a process, exposed over HTTP.
 
-Every name begins with `outrider_`. Labels have few values, which this code names: nothing that a client sends becomes
-one, so that no caller can make a process keep more and more series.
+Engines count in plain integers that are read at each scrape (`Readings`), so a pass pays for one histogram and nothing
+else. Every name begins with `outrider_`. Labels have few values, all from this code: nothing that a client sends
+becomes one, so no caller can add series.
 """
 
 import threading
@@ -29,20 +30,20 @@ from outrider.serving.metrics_http import MetricsHTTPServer
 PREFIX: Final = "outrider_"
 
 LATENCY_BUCKETS_S: Final = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0)
-"""Buckets for what a client waits for: from a token on loopback to a long prompt."""
+"""Buckets of latencies that clients see: from a token on loopback to a long prompt."""
 RECENT_S: Final = 60.0
-"""Seconds that ratios look back which scaling goes by."""
+"""Window in seconds of the ratios that autoscalers use."""
 STEP_BUCKETS_S: Final = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5)
-"""Buckets for one step of the machinery: a pass, a commit."""
+"""Buckets of one internal step: a pass, a commit."""
 
 
 def new_registry(service: str) -> CollectorRegistry:
-    """Returns a registry with what every process tells: its version, memory, CPU time, file descriptors and garbage.
+    """Return a registry with the metrics of every process: version, memory, CPU time, descriptors, garbage collection.
 
     Args:
         service: name of the service.
     """
-    # A second series for each counter that says when it began; a restart shows as well in the counter itself.
+    # They would be a second series for each counter; a restart shows in the counter itself.
     disable_created_metrics()
     registry = CollectorRegistry()
     ProcessCollector(registry=registry)
@@ -54,7 +55,7 @@ def new_registry(service: str) -> CollectorRegistry:
 
 
 class Readings(Collector):
-    """Metrics that are read where they are kept, each time somebody asks for them.
+    """Metrics that are read from their source at each scrape.
 
     Args:
         read: returns them; called in a thread of the metrics server, must not block.
@@ -93,7 +94,7 @@ def labelled(
 
 
 class RecentRatio:
-    """What a part was of a whole over the last while, of two counts that only grow: the signal that scaling needs.
+    """The ratio of two growing counts over a recent window: the signal that autoscalers use.
 
     Args:
         counts: returns the part and the whole since the start.
@@ -114,7 +115,7 @@ class RecentRatio:
         self._lock = threading.Lock()
 
     def __call__(self) -> float:
-        """Returns the ratio, and notes the counts of now; 0 where the whole has not grown."""
+        """Return the ratio and record the present counts; 0 where the whole has not grown."""
         with self._lock:
             return self._ratio(self._clock(), *self._counts())
 
@@ -127,11 +128,11 @@ class RecentRatio:
 
 
 class MetricsServer:
-    """Tells a registry's metrics at http://ADDRESS/metrics, from threads of its own, until it is closed.
+    """Exposes a registry's metrics at http://ADDRESS/metrics, from threads of its own, until it is closed.
 
     Args:
         address: host:port; port 0 takes a free one.
-        registry: what is told.
+        registry: its metrics.
     """
 
     def __init__(self, address: str, registry: CollectorRegistry) -> None:

@@ -1,4 +1,4 @@
-"""The HTTP server of a process's metrics: few connections at once, each for a short time."""
+"""The HTTP server of a process's metrics, with a bounded number of connections, each for a bounded time."""
 
 import logging
 import socket
@@ -10,14 +10,14 @@ from prometheus_client import CollectorRegistry, MetricsHandler
 
 _LOG: Final = logging.getLogger(__name__)
 MAX_CONNECTIONS: Final = 16
-"""Each has a thread; a Prometheus or two and somebody who looks need a handful."""
+"""Each has a thread; a Prometheus or two and a person with curl need a handful."""
 _TIMEOUT_S: Final = 5.0
 
 
 class MetricsHTTPServer(ThreadingHTTPServer):
     """Serves a registry's metrics to at most `MAX_CONNECTIONS` connections.
 
-    One more ends the oldest, so that connections which stay open without asking keep nobody out. A connection that
+    One more closes the oldest, so that idle connections never lock a scraper out. A connection that
     sends nothing, or takes nothing, for the timeout is ended too.
 
     Args:

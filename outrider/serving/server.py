@@ -1,4 +1,4 @@
-"""A gRPC server as every process runs it: health, readiness, and a drain that ends within its budget."""
+"""The gRPC server of every process: health, readiness, and a drain that ends within its budget."""
 
 import asyncio
 import gc
@@ -17,22 +17,22 @@ from prometheus_client import CollectorRegistry
 
 from outrider.errors import OutriderError, Unavailable
 from outrider.serving.channel import MAX_MESSAGE_BYTES, keepalive_options
-from outrider.serving.interceptor import Authenticate, CallInterceptor, CallsInFlight, anybody
+from outrider.serving.interceptor import Authenticate, CallInterceptor, CallsInFlight, any_caller
 from outrider.serving.metrics import MetricsServer, Readings, gauge, new_registry
 from outrider.serving.settings import ServingSettings
 from outrider.serving.tls import TlsFiles
 
 _LOG: Final = logging.getLogger(__name__)
 
-# A servicer that has returned may still have its last message to send; what is idle (health watches) is not waited for.
+# A servicer that has returned may still have its last message to send; idle calls (health watches) are not waited for.
 _GRACE_S: Final = 0.3
 _UNWIND_S: Final = 0.3
-"""How long calls that were cut may take to give back what they hold."""
+"""Seconds that cancelled calls may take to release what they hold."""
 _SWITCH_S: Final = 0.0005
-# Calls on one connection. Those of a client that opens more wait in its own process; admission refuses far fewer.
+# Calls on one connection; further calls wait in the client. Admission refuses at far fewer.
 _MAX_CONCURRENT_STREAMS: Final = 1024
-# Pings that come more often than this end their connection, or than four in a server's own `keepalive_s`, where that is
-# less: whoever is to notice quickly pings as often.
+# A connection that pings more often than this is closed; a quarter of the server's own `keepalive_s` where that is
+# less, since clients that must detect a failure quickly ping as often.
 _LEAST_PING_INTERVAL_S: Final = 5.0
 
 ServicerT = TypeVar("ServicerT")
@@ -40,16 +40,16 @@ ServicerT = TypeVar("ServicerT")
 
 LIVENESS: Final = "liveness"
 READINESS: Final = "readiness"
-"""Names under which health checks ask whether the process works at all, and whether it should get new work."""
+"""Names of health checks: whether the process works at all, and whether it should get new work."""
 _HEALTH_S: Final = 0.5
 
 
 async def _nothing_to_drain() -> None:
-    """The drain of a service that holds nothing between calls."""
+    """Drain a service that holds nothing between calls."""
 
 
 def _always() -> bool:
-    """The health of a service of which nothing more is known than that it answers."""
+    """Return the health of a service that is healthy as long as it answers."""
     return True
 
 
@@ -65,7 +65,7 @@ class Server:
     3. `drain` is awaited: the service closes its admission (new work raises `Draining`), finishes or hands over what it
        has, and ends its streams.
     4. When no call is in flight any more, the server stops. At `drain_budget_s` after 2. it stops regardless, and calls
-       that it cuts have 0.3 s more to give back what they hold.
+       that it cancels have 0.3 s more to release what they hold.
 
     A second signal ends the process at once.
 
@@ -74,13 +74,13 @@ class Server:
 
     Args:
         settings: address, limits and the budgets of the drain.
-        name: of the service, for the announcement.
+        name: name of the service, for the announcement.
         drain: what the service does in step 3.
-        is_live: tells whether the service works; asked twice a second.
-        is_ready: tells whether it should get new work; likewise.
-        registry: its metrics, told where the settings have an address for them; None for those of every process.
-        authenticate: raises `Unauthenticated` for a call whose metadata has no known token; called before a caller is
-            told that its message is malformed. Methods check their callers themselves.
+        is_live: returns whether the service works; called twice a second.
+        is_ready: returns whether it should get new work; likewise.
+        registry: its metrics, exposed where the settings have an address for them; None for those of every process.
+        authenticate: raises `Unauthenticated` for a call whose metadata has no known token; called before a
+            malformed message is refused. Methods check their callers themselves.
 
     Attributes:
         health_address: where it answers health checks only, once started; empty where it does not.
@@ -96,14 +96,14 @@ class Server:
         is_live: Callable[[], bool] = _always,
         is_ready: Callable[[], bool] = _always,
         registry: CollectorRegistry | None = None,
-        authenticate: Authenticate = anybody,
+        authenticate: Authenticate = any_caller,
     ) -> None:
         self._settings = settings
         self._name = name
         self._drain_service = drain
         self._is_live = is_live
         self._is_ready = is_ready
-        self._looking: asyncio.Task[None] | None = None
+        self._health_task: asyncio.Task[None] | None = None
         self._calls = CallsInFlight()
         interceptor = CallInterceptor(self._calls, authenticate)
         self._server = grpc.aio.server(interceptors=[interceptor], options=_options(settings))
@@ -154,8 +154,8 @@ class Server:
             self.metrics_address = self._metrics_server.start()
         for name in self._names:
             await self._set_health(name, is_well=True)
-        await self._look_at_health()
-        self._looking = asyncio.create_task(self._watch_health())
+        await self._update_health()
+        self._health_task = asyncio.create_task(self._watch_health())
         self._announce()
         return self._address
 
@@ -177,7 +177,7 @@ class Server:
                 loop.remove_signal_handler(number)
 
     async def stop(self) -> None:
-        """Drains and stops, within `drain_budget_s`; returns when calls that it had to cut have ended."""
+        """Drain and stop within `drain_budget_s`; return when calls that it had to cancel have ended."""
         self._stopping.set()
         _LOG.info("draining", extra={"num_calls": self._calls.count})
         if self._settings.ready_file is not None:
@@ -190,11 +190,11 @@ class Server:
                 await self._drain_service()
                 await self._calls.wait_idle()
         except TimeoutError:
-            _LOG.warning("drain budget is spent", extra={"num_calls": self._calls.count})
+            _LOG.warning("drain budget exceeded", extra={"num_calls": self._calls.count})
         except Exception:
             _LOG.exception("drain failed")
-        if self._looking is not None:
-            self._looking.cancel()
+        if self._health_task is not None:
+            self._health_task.cancel()
         await self._server.stop(_GRACE_S)
         await self._unwind()
         if self._health_server is not None:
@@ -204,19 +204,19 @@ class Server:
         _LOG.info("stopped")
 
     async def _unwind(self) -> None:
-        """Returns when the calls that the stop has cut have ended: gRPC waits for none of them."""
+        """Return when the calls that the stop has cancelled have ended: gRPC waits for none of them."""
         try:
             async with asyncio.timeout(_UNWIND_S):
                 await self._calls.wait_idle()
         except TimeoutError:
-            _LOG.warning("calls that were cut do not end", extra={"num_calls": self._calls.count})
+            _LOG.warning("cancelled calls do not end", extra={"num_calls": self._calls.count})
 
     async def _watch_health(self) -> None:
         while True:
             await asyncio.sleep(_HEALTH_S)
-            await self._look_at_health()
+            await self._update_health()
 
-    async def _look_at_health(self) -> None:
+    async def _update_health(self) -> None:
         await self._set_health(LIVENESS, is_well=self._is_live())
         await self._set_health(READINESS, is_well=self._is_ready() and not self.draining)
 
@@ -233,7 +233,7 @@ class Server:
         print(json.dumps(line), flush=True)
         ready_file = self._settings.ready_file
         if ready_file is not None:
-            # Renamed into place, so that whoever waits for the file never reads half an address.
+            # Renamed into place, so that no reader of the file sees half an address.
             partial = ready_file.with_name(f"{ready_file.name}.{os.getpid()}")
             partial.write_text(self._address)
             partial.replace(ready_file)
@@ -245,7 +245,7 @@ class Server:
 
 
 def _bind(server: grpc.aio.Server, address: str, tls: TlsFiles) -> str:
-    """Has a server listen, over TLS where there is a certificate; returns the bound address."""
+    """Bind a server, over TLS where there is a certificate; return the bound address."""
     try:
         if tls.certificate is None:
             port = server.add_insecure_port(address)
@@ -257,11 +257,11 @@ def _bind(server: grpc.aio.Server, address: str, tls: TlsFiles) -> str:
     return address if not separator or address.startswith("unix:") else f"{host}:{port}"
 
 
-def favour_engine() -> None:
-    """Readies the interpreter for a thread that runs a model beside the event loop. Call it when the model is loaded.
+def tune_interpreter() -> None:
+    """Tune the interpreter for an engine thread beside the event loop. Call it when the model is loaded.
 
-    The engine's thread takes the interpreter back some hundred times a pass, and must not wait 5 ms for it each time;
-    and looking through all objects of the model and its libraries for garbage would hold every session up.
+    The engine's thread reacquires the GIL some hundred times a pass and must not wait 5 ms each time; and garbage
+    collection over all objects of the model and its libraries would stall every session.
     """
     sys.setswitchinterval(_SWITCH_S)
     gc.collect()
@@ -269,7 +269,7 @@ def favour_engine() -> None:
 
 
 def run_process(main: Coroutine[Any, Any, None]) -> None:
-    """Runs a process's coroutine; ends the process with 1 and one line when an error that Outrider names ends it."""
+    """Run a process's coroutine; exit with 1 and one line on standard error when an `OutriderError` ends it."""
     try:
         asyncio.run(main)
     except OutriderError as error:
@@ -284,10 +284,10 @@ def _options(settings: ServingSettings) -> list[tuple[str, int]]:
         "grpc.max_send_message_length": MAX_MESSAGE_BYTES,
         "grpc.max_receive_message_length": MAX_MESSAGE_BYTES,
         "grpc.max_concurrent_streams": _MAX_CONCURRENT_STREAMS,
-        # Without this, pings kill long generations that have nothing to say for a while.
+        # Without this, pings end long generations that send nothing for a while.
         "grpc.http2.min_ping_interval_without_data_ms": _ms(min(_LEAST_PING_INTERVAL_S, settings.keepalive_s / 4)),
         **dict(keepalive_options(settings.keepalive_s)),
-        # Two processes on one port would share its calls, in silence.
+        # Otherwise two processes could listen on one port and share its calls unnoticed.
         "grpc.so_reuseport": 0,
     }
     if settings.max_connection_age_s is not None:

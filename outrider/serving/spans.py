@@ -1,7 +1,8 @@
-"""What spans need beside the API of OpenTelemetry: the context that goes with a request, and the SDK that exports them.
+"""Spans of requests: trace context between processes, and the setup of OpenTelemetry's SDK where there is an endpoint.
 
-Without an SDK a span is nothing but the context of its parent. The SDK comes with the extra `tracing`; variables of
-OpenTelemetry decide how it works, such as `OTEL_TRACES_SAMPLER`. Spans hold times, counts and ids, never a text.
+A span is made for each request, and no pass pays for one: a target's ends with the sums of its rounds. Without an SDK
+spans are no-ops. The SDK comes with the extra `tracing` and is configured by its own variables, such as
+`OTEL_TRACES_SAMPLER`. Spans hold times, counts and ids, never a text.
 """
 
 import threading
@@ -20,14 +21,14 @@ if TYPE_CHECKING:
     from opentelemetry.sdk.trace import TracerProvider
 
 TRACER: Final = trace.get_tracer("outrider", outrider.__version__)
-"""Makes the spans of a service."""
+"""The tracer of this process's spans."""
 _PROPAGATOR: Final = TraceContextTextMapPropagator()
 _EXPORT_S: Final = 5
 _CLOSE_S: Final = 2.0
 
 
 def context_of(traceparent: str) -> Context:
-    """Returns the context for a span that joins this one of another process; without a valid one it begins a trace."""
+    """Return the context for a span below one of another process; an empty one, which begins a trace, if invalid."""
     return _PROPAGATOR.extract({"traceparent": traceparent}, Context()) if traceparent else Context()
 
 
@@ -39,19 +40,19 @@ def traceparent_of(span: Span) -> str:
 
 
 def log_fields(span: Span) -> dict[str, str]:
-    """Returns what log records need to be found by a trace: its id; nothing where there is no trace."""
+    """Return the trace id as log fields; none where there is no trace."""
     context = span.get_span_context()
     return {"trace_id": trace.format_trace_id(context.trace_id)} if context.is_valid else {}
 
 
 def fail(span: Span, reason: str) -> None:
-    """Notes the error that is about to end a span, by the conventions of OpenTelemetry."""
+    """Record the error that ends a span, by the conventions of OpenTelemetry."""
     span.set_attribute("error.type", reason)
     span.set_status(Status(StatusCode.ERROR, reason))
 
 
 def export_spans(endpoint: str, service: str) -> Callable[[], None]:
-    """Has the spans of this process exported; returns what sends those that wait at its end, and blocks for seconds.
+    """Export the spans of this process; return a function that sends the remaining ones and blocks for 2 s at most.
 
     Args:
         endpoint: see `exporting`; empty exports nothing.
@@ -71,7 +72,7 @@ def export_spans(endpoint: str, service: str) -> Callable[[], None]:
 
 
 def exporting(endpoint: str, service: str) -> "tuple[TracerProvider, Callable[[], None]]":
-    """Returns what makes spans and sends them by OTLP over gRPC, from a thread of its own, and what closes it in time.
+    """Return a provider that exports spans by OTLP over gRPC from a thread of its own, and the function that closes it.
 
     Spans that cannot be sent are lost.
 
@@ -93,7 +94,7 @@ def exporting(endpoint: str, service: str) -> "tuple[TracerProvider, Callable[[]
     provider.add_span_processor(BatchSpanProcessor(exporter))
 
     def close() -> None:
-        # The SDK tries for half a minute, which a process that ends does not have; after this it gives up.
+        # The SDK would retry for half a minute, longer than a process that drains has.
         patience = threading.Timer(_CLOSE_S, exporter.shutdown)
         patience.start()
         provider.shutdown()

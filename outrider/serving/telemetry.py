@@ -1,4 +1,4 @@
-"""Logging: one line per record, on stderr, which no text of a client can break or forge.
+"""Logging: one line per record on stderr, safe from log injection.
 
 Prompts and outputs are never logged. A traceback could carry them in the message of its exception, so a record holds
 the exception's type and where it was raised; its message only when the level is debug.
@@ -30,7 +30,7 @@ def configure_logging(
 
     Args:
         service: name of the service, in each record.
-        level: least level that is logged.
+        level: minimum log level.
         form: one JSON object per record, or a line of text for a person.
     """
     formatter = JsonFormatter if form == "json" else TextFormatter
@@ -41,9 +41,9 @@ def configure_logging(
 
 
 def add_log_fields(**fields: object) -> None:
-    """Adds fields to every record that the running task logs from now on, and the tasks that it begins.
+    """Add fields to every record that the running task, and tasks that it starts, log from now on.
 
-    For ids: a caller's text has no place here either.
+    For ids only: never add a caller's text.
     """
     _FIELDS.set({**_FIELDS.get({}), **fields})
 

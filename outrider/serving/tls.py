@@ -1,4 +1,8 @@
-"""TLS between processes: certificates from files that may be renewed while the process runs."""
+"""TLS between processes, with certificates from files that may be renewed while the process runs.
+
+A server checks its files at every handshake, an orchestrator at every connection to a worker, so renewal needs no
+restart; a client reads them when it first connects to an address.
+"""
 
 import logging
 from collections.abc import Callable, Sequence
@@ -33,7 +37,7 @@ class TlsFiles:
             raise InvalidArgument("certificate and key go together", "tls_key")
 
     def channel_credentials(self) -> grpc.ChannelCredentials:
-        """Returns what a client presents and trusts, by what the files hold now.
+        """Return a client's credentials from the present content of the files.
 
         Raises:
             InvalidArgument: a file cannot be read.
@@ -41,7 +45,7 @@ class TlsFiles:
         return grpc.ssl_channel_credentials(_read(self.authority), _read(self.key), _read(self.certificate))
 
     def server_credentials(self) -> grpc.ServerCredentials:
-        """Returns what a server presents and trusts; each handshake looks whether the files have changed.
+        """Return a server's credentials; each handshake checks whether the files have changed.
 
         Raises:
             InvalidArgument: there is no certificate, or a file cannot be read.
@@ -49,7 +53,7 @@ class TlsFiles:
         if self.certificate is None:
             raise InvalidArgument("a server needs a certificate", "tls_certificate")
         renewal = _Renewal(self)
-        # The stubs do not know that a fetcher may answer None.
+        # The stubs lack that a fetcher may return None.
         fetch = cast("Callable[[], grpc.ServerCertificateConfiguration]", renewal.renewed)
         return grpc.dynamic_ssl_server_credentials(renewal.configuration(), fetch, self.authority is not None)
 
@@ -71,7 +75,7 @@ class _Renewal:
         try:
             return None if self._stamps() == self._known else self.configuration()
         except (OSError, InvalidArgument) as error:
-            _LOG.warning("the certificates stay as they were: %s", error)
+            _LOG.warning("the certificates could not be reloaded, the old ones stay in use: %s", error)
             return None
 
     def _stamps(self) -> Sequence[tuple[int, int]]:
