@@ -34,7 +34,6 @@ BASE: Final[Mapping[str, Mapping[str, str]]] = {
         "drafts": "kubernetes:///draft:grpc",
         # New connections find new pods, and a client library that reconnects resumes where it was.
         "max_connection_age_s": "1800",
-        "max_connection_grace_s": "600",
     },
     "target": {**_EVERY, "drain_budget_s": "120", "device": "auto"},
 }

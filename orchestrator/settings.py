@@ -1,9 +1,10 @@
 """Settings of the orchestrator process."""
 
+import re
 from pathlib import Path
 from typing import Final
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from orchestrator.discovery.endpoints import parse_place
 from orchestrator.store.scripts import Durability, DurabilityLevel
@@ -14,6 +15,7 @@ from outrider.serving.tls import TlsFiles
 
 # Disks are synced every second; a replica or disk that takes twice as long does not work.
 _DURABILITY_TIMEOUT_S: Final = 2.0
+_DURABILITY: Final = re.compile(r"none|disk|(disk|replicas):([1-9]|1[0-6])")
 
 
 class OrchestratorSettings(ServingSettings):
@@ -31,26 +33,20 @@ class OrchestratorSettings(ServingSettings):
     worker_tls_authority: Path | None = Field(
         None,
         description="PEM file with the authorities of the workers' certificates; with it, workers are called over TLS, "
-        "and shown this service's own certificate.",
+        "and shown this service's own certificate. Theirs must have the host or service that TARGETS and DRAFTS name.",
     )
-    target_tls_name: str = Field(
-        "",
-        description="Name that the targets' certificates have, where targets are called by another, as pods are by "
-        "their addresses.",
-    )
-    draft_tls_name: str = Field("", description="Likewise for drafts.")
     tenants_file: Path | None = Field(
         None,
         description="JSON file with tenants, their tokens and limits; with it, callers without a token are refused.",
     )
     redis_url: str = Field("redis://127.0.0.1:6379/0", description="Redis or Valkey that keeps the sessions.")
-    redis_timeout_s: float = Field(1.0, gt=0, le=60, description="Bound on each answer of Redis, in seconds.")
-    durability: DurabilityLevel = Field(
-        DurabilityLevel.NONE,
-        description="What a commit waits for: none (Redis has it), replicas (WAIT), disk (WAITAOF; with "
-        "`appendfsync everysec` that takes up to a second). What takes longer than two seconds is UNAVAILABLE.",
+    redis_timeout_s: float = Field(1.0, gt=0, le=60, description="Timeout of each Redis call, in seconds.")
+    durability: str = Field(
+        "none",
+        description="What a commit waits for: none (Redis has it), replicas:N (N replicas have it too; WAIT), disk or "
+        "disk:N (Redis and N replicas have it on disk; WAITAOF, which takes up to a second with `appendfsync "
+        "everysec`). What takes longer than two seconds is UNAVAILABLE.",
     )
-    durable_replicas: int = Field(0, ge=0, le=16, description="Replicas that must have a commit, on disk for `disk`.")
     lease_s: float = Field(10.0, ge=0.5, le=600, description="Seconds until a lease that is not renewed ends.")
     session_ttl_s: float = Field(86400.0, ge=1, le=31536000, description="Seconds until an unused session is gone.")
     num_speculative_tokens: int = Field(
@@ -66,21 +62,18 @@ class OrchestratorSettings(ServingSettings):
     acceptance_rule: AcceptanceRule = Field(
         AcceptanceRule.COUPLED, description="Rule that judges proposals unless a request names one."
     )
-    window: int = Field(64, ge=1, le=4096, description="Uncommitted tokens that the target may run ahead.")
     draft_max_wait_s: float = Field(
         0.1, ge=0, le=60, description="Longest wait of the target for a proposal, in seconds; then it decodes plainly."
     )
     max_active_requests: int = Field(256, ge=1, le=65536, description="Requests that generate at once, at most.")
     max_queued_requests: int = Field(256, ge=0, le=65536, description="Requests that wait for their turn, at most.")
     max_queue_s: float = Field(30.0, ge=0, le=3600, description="Longest wait for a turn, in seconds.")
-    connect_timeout_s: float = Field(5.0, gt=0, le=600, description="Bound on connecting to a worker, in seconds.")
     failover_timeout_s: float = Field(
         15.0, gt=0, le=600, description="Longest time without any target before a request fails as UNAVAILABLE."
     )
     draft_retry_s: float = Field(
         1.0, gt=0, le=600, description="Seconds until a request that lost its draft asks for another one."
     )
-    load_interval_s: float = Field(2.0, gt=0, le=600, description="Seconds between looks at the load of a worker.")
 
     @model_validator(mode="after")
     def _check_places(self) -> "OrchestratorSettings":
@@ -92,16 +85,16 @@ class OrchestratorSettings(ServingSettings):
                     raise ValueError(error.message) from None
         return self
 
-    @model_validator(mode="after")
-    def _check_durability(self) -> "OrchestratorSettings":
-        if self.durability is DurabilityLevel.REPLICAS and self.durable_replicas == 0:
-            raise ValueError("durability replicas needs durable_replicas")
-        return self
+    @field_validator("durability")
+    @classmethod
+    def _check_durability(cls, text: str) -> str:
+        _parse_durability(text)
+        return text
 
     @property
     def durable(self) -> Durability:
         """What must have happened to a commit before it counts."""
-        return Durability(self.durability, self.durable_replicas, _DURABILITY_TIMEOUT_S)
+        return _parse_durability(self.durability)
 
     @property
     def worker_tls(self) -> TlsFiles | None:
@@ -109,3 +102,10 @@ class OrchestratorSettings(ServingSettings):
         if self.worker_tls_authority is None:
             return None
         return TlsFiles(self.tls_certificate, self.tls_key, self.worker_tls_authority)
+
+
+def _parse_durability(text: str) -> Durability:
+    if not _DURABILITY.fullmatch(text):
+        raise ValueError(f"{text!r} is none of none, disk, disk:N and replicas:N, with N from 1 to 16")
+    level, _, num = text.partition(":")
+    return Durability(DurabilityLevel(level), int(num or 0), _DURABILITY_TIMEOUT_S)

@@ -5,7 +5,6 @@ import logging
 import os
 import secrets
 import signal
-import socket
 from concurrent.futures import ThreadPoolExecutor
 from typing import Final
 
@@ -36,6 +35,13 @@ _LOG: Final = logging.getLogger(__name__)
 _MIN_SECRET_LEN: Final = 16
 _HAND_OVER_SHARE: Final = 0.5
 """Of the drain budget: sessions that have not ended by then go on at another target."""
+_MAX_PASS_S: Final = 600.0
+"""Seconds in one pass after which liveness checks call the engine hung. The first pass may compile the model."""
+_KV_BLOCK_TTL_S: Final = 3600.0
+"""Seconds until a KV block that is not used is gone. A store that is full evicts by itself, and does so earlier."""
+_KV_BLOCK_QUEUE_BYTES: Final = 256 << 20
+"""KV blocks that wait to be written: little memory beside a KV cache of gigabytes. What finds no room is not written,
+and is computed where it is missed."""
 
 
 async def serve(settings: TargetSettings) -> None:
@@ -103,12 +109,11 @@ async def lead(loaded: LoadedModel, settings: TargetSettings, draft: ColocatedDr
         settings,
         name="target",
         drain=target.drain,
-        is_live=lambda: engine.is_alive and engine.busy_s < settings.max_pass_s,
+        is_live=lambda: engine.is_alive and engine.busy_s < _MAX_PASS_S,
         is_ready=lambda: engine.num_requests < settings.max_sessions,
         registry=registry,
     )
-    replica = settings.replica or f"{socket.gethostname()}-{os.getpid()}"
-    worker = TargetWorkerServicer(engine, loaded, settings, replica, secrets.token_hex(8))
+    worker = TargetWorkerServicer(engine, loaded, settings, settings.replica_name, secrets.token_hex(8))
     server.register(add_TargetServiceServicer_to_server, target, "outrider.v1.TargetService")
     server.register(add_WorkerServiceServicer_to_server, worker, "outrider.v1.WorkerService")
     try:
@@ -127,10 +132,10 @@ def remote_blocks(model: LanguageModel, settings: TargetSettings) -> RemoteBlock
     if model.blocks is None:
         _LOG.warning("this model has no KV blocks to keep in Redis")
         return None
-    store = BlockStore(settings.kv_blocks_url, timeout_s=settings.kv_blocks_timeout_s, ttl_s=settings.kv_block_ttl_s)
+    store = BlockStore(settings.kv_blocks_url, timeout_s=settings.kv_blocks_timeout_s, ttl_s=_KV_BLOCK_TTL_S)
     numerics = f"{model.info.fingerprint} {model.info.numerics}"
     secret = kv_blocks_secret(settings)
-    return RemoteBlocks(model.blocks, numerics, store, settings.kv_blocks, settings.kv_block_queue_bytes, secret)
+    return RemoteBlocks(model.blocks, numerics, store, settings.kv_blocks, _KV_BLOCK_QUEUE_BYTES, secret)
 
 
 def kv_blocks_secret(settings: TargetSettings) -> bytes:

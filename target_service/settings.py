@@ -2,12 +2,16 @@
 
 from enum import Enum
 from pathlib import Path
-from typing import Any
+from typing import Final
 
-from pydantic import Field, Json
+from pydantic import Field
 
-from outrider.drafters.options import DrafterOptions
-from outrider.serving.settings import ServingSettings
+from outrider.drafters.options import DrafterOptions, ModelOptions
+from outrider.serving.settings import WorkerSettings
+
+# Of the target's budget, and in addition to it: a model that drafts has a fraction of the target's layers.
+_DRAFT_KV_SHARE: Final = 4
+_LEAST_DRAFT_KV_BYTES: Final = 1 << 16
 
 
 class BlockUse(Enum):
@@ -18,35 +22,12 @@ class BlockUse(Enum):
     NEVER = "never"
 
 
-class TargetSettings(ServingSettings):
+class TargetSettings(WorkerSettings, ModelOptions):
     """The target service: hosts the large model, verifies proposals, decodes plainly where none has come."""
 
-    model: str = Field("embedded", description="Folder, hub id, `embedded` or `markov:...`: the target model.")
-    replica: str = Field("", description="Name of this replica; empty takes the host's name and the process id.")
-    dtype: str = Field("auto", description="auto (the checkpoint's), bfloat16, float16 or float32.")
-    device: str = Field("auto", description="auto (a GPU where there is one), cpu, cuda, cuda:1, ...")
-    quantization: Json[dict[str, Any]] | None = Field(
-        None, description='A transformers quantisation config as JSON, such as {"quant_method": "torchao", ...}.'
-    )
-    num_threads: int = Field(0, ge=0, le=1024, description="CPU threads of the model; 0 takes one per core.")
     kv_budget_bytes: int = Field(4 << 30, ge=1 << 12, description="Bytes of KV cache, at most.")
-    max_sessions: int = Field(256, ge=1, le=65536, description="Sessions generating at once, at most.")
-    max_cached_sessions: int = Field(
-        4096, ge=1, le=1 << 20, description="Sessions resident, generating or not, at most."
-    )
-    idle_ttl_s: float = Field(900.0, gt=0, le=604800, description="Seconds that an idle session is remembered.")
-    max_session_len: int = Field(
-        32768, ge=2, le=1 << 24, description="Longest session in tokens; the model may allow less."
-    )
-    prefill_chunk_len: int = Field(512, ge=4, le=65536, description="Prompt tokens of a session in one pass, at most.")
     max_decode_slowdown: float = Field(
         1.3, gt=1, le=100, description="While sessions decode, a prompt may stretch a pass to so many times its length."
-    )
-    compile: bool = Field(
-        True, description="Compile the model's layers where there is a C++ compiler; the first start takes longer."
-    )
-    max_pass_s: float = Field(
-        600.0, gt=0, le=86400, description="Seconds that a pass may take before liveness checks call the engine hung."
     )
     invariant: bool = Field(
         True,
@@ -66,14 +47,7 @@ class TargetSettings(ServingSettings):
         description="Whether KV blocks are written and restored: auto (where that is measured to beat computing), "
         "always or never.",
     )
-    kv_blocks_timeout_s: float = Field(
-        0.5, gt=0, le=60, description="Bound on each answer about KV blocks, in seconds."
-    )
-    kv_block_ttl_s: float = Field(3600.0, ge=1, le=2592000, description="Seconds until an unused KV block is gone.")
-    kv_block_queue_bytes: int = Field(
-        256 << 20, ge=0, le=1 << 40, description="Bytes of KV blocks that wait to be written, at most."
-    )
-    max_pass_rows: int = Field(1024, ge=8, le=1 << 20, description="Rows of one pass, over all sessions, at most.")
+    kv_blocks_timeout_s: float = Field(0.5, gt=0, le=60, description="Timeout of each KV block call, in seconds.")
     colocated_drafter: str = Field(
         "",
         pattern="^(|model|layers|ngram)$",
@@ -81,7 +55,6 @@ class TargetSettings(ServingSettings):
     )
     colocated_model: str = Field("embedded", description="Model of that drafter; for layers, the target's.")
     colocated_num_layers: int | None = Field(None, ge=1, le=1024, description="For layers, how many.")
-    colocated_kv_budget_bytes: int = Field(1 << 30, ge=1 << 16, description="Bytes of its KV cache, at most.")
     adaptive_speculation: bool = Field(
         True, description="Stop waiting for proposals, per session, where waiting is measured not to pay."
     )
@@ -98,6 +71,6 @@ class TargetSettings(ServingSettings):
             "drafter": self.colocated_drafter,
             "model": self.colocated_model,
             "num_layers": self.colocated_num_layers,
-            "kv_budget_bytes": self.colocated_kv_budget_bytes,
+            "kv_budget_bytes": max(_LEAST_DRAFT_KV_BYTES, self.kv_budget_bytes // _DRAFT_KV_SHARE),
         }
         return DrafterOptions.model_validate({**shared, **own})

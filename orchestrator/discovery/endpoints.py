@@ -51,6 +51,11 @@ class DnsPlace:
     host: str
     port: int
 
+    @property
+    def tls_name(self) -> str:
+        """Name that certificates of workers there must have, since they are called by their addresses."""
+        return self.host
+
 
 @dataclass(frozen=True, slots=True)
 class KubernetesPlace:
@@ -65,6 +70,11 @@ class KubernetesPlace:
     namespace: str
     service: str
     port: str
+
+    @property
+    def tls_name(self) -> str:
+        """Name that certificates of workers there must have, since they are called by their addresses."""
+        return self.service
 
 
 def parse_place(text: str, field: str) -> Endpoint | DnsPlace | KubernetesPlace:

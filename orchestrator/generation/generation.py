@@ -51,18 +51,30 @@ _OWN: Final = (InvalidArgument, RequestFailed)
 """Errors of a draft that are about the request, and not about the draft."""
 _FIRST_PAUSE_S: Final = 0.05
 _MAX_PAUSE_S: Final = 1.0
+# More tokens than a target decides while a commit is on its way to Redis and back, so that none waits for it; no more,
+# because whatever is not committed is computed again after a failover.
+_WINDOW: Final = 64
 _STALL_S: Final = 300.0
 """Silence of a target that owes a verdict, after which another one goes on; a long prompt's prefill takes minutes."""
 
 
 @dataclass(frozen=True, slots=True)
 class Services:
-    """What every generation uses."""
+    """What every generation uses.
+
+    Attributes:
+        store: the session store.
+        replicas: all workers.
+        settings: of the process.
+        metrics: of the process.
+        window: uncommitted tokens that a target may run ahead, at least 1.
+    """
 
     store: SessionStore
     replicas: Replicas
     settings: OrchestratorSettings
     metrics: OrchestratorMetrics
+    window: int = _WINDOW
 
 
 @dataclass(slots=True)
@@ -103,6 +115,7 @@ class Generation:
         span: Span,
     ) -> None:
         self._store, self._replicas, self._settings = services.store, services.replicas, services.settings
+        self._window = services.window
         self._metrics = services.metrics
         self._record = record
         self._lease = lease
@@ -240,7 +253,7 @@ class Generation:
                 batch.finish_reason = FinishReason.CANCELLED
                 await self._append([], FinishReason.CANCELLED, replica)
         if self._target is not None and batch.finish_reason is None:
-            self._target.move_window(self._committed_len, self._settings.window)
+            self._target.move_window(self._committed_len, self._window)
 
     async def _append(self, token_ids: list[int], reason: FinishReason | None, replica: str) -> Committed:
         append = functools.partial(self._store.append, self._lease, self._committed_len, token_ids, reason, replica)
@@ -393,7 +406,7 @@ class Generation:
             committed_len=self._tokens.end,
             stop_token_ids=self._stop_token_ids,
             speculation=self._speculation_settings(),
-            window_end=self._tokens.end + self._settings.window,
+            window_end=self._tokens.end + self._window,
             cache_salt=self._record.cache_salt,
             feature_layers=self._draft.feature_layers if self._draft else (),
             request_id=self._record.request_id,

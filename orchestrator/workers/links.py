@@ -11,7 +11,7 @@ import grpc
 from orchestrator.discovery.endpoints import Endpoint
 from orchestrator.settings import OrchestratorSettings
 from outrider.errors import OutriderError, Overloaded, Unavailable
-from outrider.serving.channel import open_channel, wait_connected
+from outrider.serving.channel import answer_timeout_s, open_channel, wait_connected
 from outrider.serving.frames import FrameOutbox
 from outrider.serving.status import peer_errors
 from outrider.serving.unexpected import UnexpectedErrors
@@ -33,6 +33,9 @@ _NAMES: Final = (
     "weights_fingerprint",
     "target_fingerprint",
 )
+# A worker that drains, or is full, is noticed within this; who wants dead peers noticed sooner, wants this sooner too.
+_MAX_LOAD_INTERVAL_S: Final = 2.0
+_POLLS_PER_KEEPALIVE: Final = 10
 _MAX_UNANSWERED: Final = 2
 """Looks at the load in a row without an answer, after which a worker is taken for hung: a stopped process keeps its
 connections, and pings notice it later."""
@@ -93,6 +96,12 @@ class Handle:
 class WorkerLink:
     """Keeps a stream to one worker open, from `run` to its cancellation.
 
+    Args:
+        address: of the worker.
+        kind: `TARGET` or `DRAFT`.
+        settings: of the process.
+        tls_name: name that the worker's certificate must have; empty for the host of the address.
+
     Attributes:
         address: of the worker.
         kind: `TARGET` or `DRAFT`.
@@ -102,7 +111,7 @@ class WorkerLink:
         endpoint: what discovery says of it; None where it is no longer listed.
     """
 
-    def __init__(self, address: str, kind: StreamKind, settings: OrchestratorSettings) -> None:
+    def __init__(self, address: str, kind: StreamKind, settings: OrchestratorSettings, tls_name: str = "") -> None:
         self.address = address
         self.kind = kind
         self.info: worker_pb2.GetInfoResponse | None = None
@@ -111,6 +120,7 @@ class WorkerLink:
         self.endpoint: Endpoint | None = Endpoint(address)
         self.changed = asyncio.Event()
         self._settings = settings
+        self._tls_name = tls_name
         self._outbox: FrameOutbox[Any, Any] | None = None
         self._handles: dict[int, Handle] = {}
         self._next_number = 1
@@ -203,11 +213,11 @@ class WorkerLink:
             # Read anew with each connection, as certificates are renewed.
             credentials=None if tls is None else tls.channel_credentials(),
             keepalive_s=settings.keepalive_s,
-            tls_name=settings.draft_tls_name if self.kind is DRAFT else settings.target_tls_name,
+            tls_name=self._tls_name,
         )
         async with channel:
             with peer_errors():
-                await wait_connected(channel, self.address, settings.connect_timeout_s)
+                await wait_connected(channel, self.address, answer_timeout_s(settings.keepalive_s))
                 worker = WorkerServiceStub(channel)
                 self._know(await worker.GetInfo(worker_pb2.GetInfoRequest(), timeout=_CALL_TIMEOUT_S))
                 self._channel = channel
@@ -290,6 +300,7 @@ class WorkerLink:
 
     async def _look_at_load(self, channel: grpc.aio.Channel) -> None:
         worker = WorkerServiceStub(channel)
+        interval_s = min(_MAX_LOAD_INTERVAL_S, self._settings.keepalive_s / _POLLS_PER_KEEPALIVE)
         num_unanswered = 0
         while num_unanswered < _MAX_UNANSWERED:
             try:
@@ -303,7 +314,7 @@ class WorkerLink:
                 # It ended the look-out for good once: whoever cannot even be asked has not answered.
                 self._unexpected.log("the load could not be asked for", error, worker=self.address)
                 num_unanswered += 1
-            await asyncio.sleep(self._settings.load_interval_s)
+            await asyncio.sleep(interval_s)
         self._give_up(Unavailable(f"{self.address} does not answer"))
 
     def _lose(self, error: OutriderError) -> None:

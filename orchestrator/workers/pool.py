@@ -94,20 +94,21 @@ class LinkPool:
 
     def _apply(self) -> None:
         """Makes links what the places together say; an address that two of them have counts as the first says."""
-        wanted: dict[str, Endpoint] = {}
-        for endpoints in self._found.values():
+        wanted: dict[str, tuple[Endpoint, str]] = {}
+        for number, endpoints in self._found.items():
+            tls_name = self._places[number].tls_name if number >= 0 else ""
             for endpoint in endpoints:
-                wanted.setdefault(endpoint.address, endpoint)
+                wanted.setdefault(endpoint.address, (endpoint, tls_name))
         for address, link in list(self._links.items()):
             if address not in wanted:
                 self._leave(link)
-        for address, endpoint in wanted.items():
-            self._keep(address, endpoint)
+        for address, (endpoint, tls_name) in wanted.items():
+            self._keep(address, endpoint, tls_name)
 
-    def _keep(self, address: str, endpoint: Endpoint) -> None:
+    def _keep(self, address: str, endpoint: Endpoint, tls_name: str) -> None:
         link = self._links.get(address)
         if link is None:
-            link = self._links[address] = WorkerLink(address, self._kind, self._settings)
+            link = self._links[address] = WorkerLink(address, self._kind, self._settings, tls_name)
             self.changed.set()
             if self._is_started:
                 _LOG.info("worker found", extra={"worker": address, "pod": endpoint.name})

@@ -12,6 +12,7 @@ from outrider.drafters.drafter import Drafter, DrafterInfo
 from outrider.drafters.eagle3 import Eagle3Drafter, HeadOptions
 from outrider.drafters.medusa import MedusaDrafter
 from outrider.drafters.options import DrafterKind, DrafterOptions
+from outrider.drafters.shares import PREFILL_CHUNK_LEN
 from outrider.errors import ModelUnsupported
 from outrider.lm import embedded
 from outrider.lm.heads.checkpoint import DraftManifest, feature_layers_of, load_eagle3, load_manifest, load_medusa
@@ -43,7 +44,7 @@ def load_head_drafter(settings: DrafterOptions) -> Drafter:
     if manifest is not None:
         _check_width(folder, manifest.hidden_size, shared)
     device = torch.device(chosen_device(settings.device))
-    tree = TreeOptions(settings.max_nodes or _MAX_NODES, settings.draft_top_k, settings.draft_p_min)
+    tree = TreeOptions(settings.max_nodes or _MAX_NODES)
     if settings.drafter is DrafterKind.MEDUSA:
         return _medusa(settings, folder, manifest, shared, device, tree)
     return _eagle3(settings, folder, manifest, shared, device, tree)
@@ -61,7 +62,7 @@ def _eagle3(
     _check_fit(folder, head.config.target_hidden_size, vocabulary, shared)
     layers = manifest.feature_layers if manifest else feature_layers_of(folder, shared.num_layers)
     info = _describe(settings, head, vocabulary, manifest, shared, layers, device)
-    options = HeadOptions(settings.kv_budget_bytes, settings.prefill_chunk_len, tree)
+    options = HeadOptions(settings.kv_budget_bytes, PREFILL_CHUNK_LEN, tree)
     embedding = shared.embedding.to(device, torch.bfloat16)
     pack_linears(head.to(device), joins=False)
     return Eagle3Drafter(head, vocabulary, embedding, info, options)

@@ -1,7 +1,7 @@
 """Settings to a drafter; the only place that knows which kinds there are."""
 
 from outrider.drafters.drafter import Drafter
-from outrider.drafters.ngram import NgramDrafter
+from outrider.drafters.ngram import LONGEST, SHORTEST, NgramDrafter
 from outrider.drafters.options import DrafterKind, DrafterOptions
 
 
@@ -14,9 +14,7 @@ def load_drafter(settings: DrafterOptions) -> Drafter:
     """
     match settings.drafter:
         case DrafterKind.NGRAM:
-            return NgramDrafter(
-                settings.ngram_min, settings.ngram_max, settings.kv_budget_bytes, settings.max_session_len
-            )
+            return NgramDrafter(SHORTEST, LONGEST, settings.kv_budget_bytes, settings.max_session_len)
         case DrafterKind.MODEL | DrafterKind.LAYERS:
             # Imported here, so that a node that only looks up needs no model library.
             from outrider.drafters.model import load_model_drafter

@@ -16,7 +16,7 @@ from outrider.drafters.choices import TreeOptions
 from outrider.drafters.drafter import Drafter, DrafterInfo, OpenProposal
 from outrider.drafters.node_values import NodeValues
 from outrider.drafters.options import DrafterOptions
-from outrider.drafters.shares import share_rows
+from outrider.drafters.shares import PREFILL_CHUNK_LEN, share_rows
 from outrider.drafters.states import BoundedStates
 from outrider.drafters.step_budget import Frontier, StepBudget
 from outrider.drafters.tree import MAX_WIDTH, DraftTree, Node, plant
@@ -293,9 +293,9 @@ def load_model_drafter(settings: DrafterOptions) -> ModelDrafter:
     loaded = load_model(settings.model, load)
     options = ModelDrafterOptions(
         kv_budget_bytes=settings.kv_budget_bytes,
-        prefill_chunk_len=settings.prefill_chunk_len,
+        prefill_chunk_len=PREFILL_CHUNK_LEN,
         max_session_len=settings.max_session_len,
-        tree=TreeOptions(settings.max_nodes, settings.draft_top_k, settings.draft_p_min),
+        tree=TreeOptions(settings.max_nodes),
     )
     return ModelDrafter(loaded.model, options, settings.drafter.value)
 

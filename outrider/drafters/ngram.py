@@ -12,6 +12,10 @@ from outrider.tokens import SparseDistribution
 KIND: Final = "ngram"
 ANY_VOCABULARY_SIZE: Final = 2**32 - 1
 """A lookup copies token ids and so fits any vocabulary; this is the largest size that the wire can tell."""
+SHORTEST: Final = 2
+LONGEST: Final = 5
+"""Tokens of the n-grams that are looked up. One token alone leads almost anywhere; one more than five costs an entry of
+the index for each token, and almost never leads elsewhere than its last five do."""
 
 _TOKEN_BYTES: Final = 4
 # A dictionary entry with its key, a tuple of a few shared integers; measured with tracemalloc on CPython 3.11.

@@ -1,6 +1,11 @@
 """Rows of a pass, shared among sessions."""
 
 from collections.abc import Sequence
+from typing import Final
+
+PREFILL_CHUNK_LEN: Final = 512
+"""Rows of one pass of a drafter, over all sessions. More save nothing, because a pass of so many is bound by arithmetic
+on CPUs and GPUs alike, and hold up the sessions that a target waits for."""
 
 
 def share_rows(wanted: Sequence[int], num_rows: int) -> list[int]:

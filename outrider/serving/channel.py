@@ -45,9 +45,14 @@ def open_channel(
     return grpc.aio.secure_channel(address, credentials, options=options)
 
 
+def answer_timeout_s(keepalive_s: float) -> float:
+    """Return how long a peer may take to answer a ping, or to accept a connection, in seconds; see `open_channel`."""
+    return min(max(keepalive_s, _LEAST_PING_TIMEOUT_S), _MOST_PING_TIMEOUT_S)
+
+
 def keepalive_options(keepalive_s: float) -> tuple[tuple[str, int], ...]:
     """Return the options by which a channel or server detects a dead peer; see `open_channel`."""
-    timeout_ms = int(1000 * min(max(keepalive_s, _LEAST_PING_TIMEOUT_S), _MOST_PING_TIMEOUT_S))
+    timeout_ms = int(1000 * answer_timeout_s(keepalive_s))
     return (
         ("grpc.keepalive_time_ms", int(1000 * keepalive_s)),
         ("grpc.keepalive_timeout_ms", timeout_ms),

@@ -34,6 +34,8 @@ _MAX_CONCURRENT_STREAMS: Final = 1024
 # A connection that pings more often than this is closed; a quarter of the server's own `keepalive_s` where that is
 # less, since clients that must detect a failure quickly ping as often.
 _LEAST_PING_INTERVAL_S: Final = 5.0
+# A generation takes seconds, a long one minutes. A client that reconnects resumes one that was cut.
+_MAX_CONNECTION_GRACE_S: Final = 600.0
 
 ServicerT = TypeVar("ServicerT")
 
@@ -60,8 +62,7 @@ class Server:
 
     1. `start` binds, serves, turns health to SERVING and announces the bound address: one JSON line on stdout, and the
        `ready_file` where one is set.
-    2. SIGTERM, SIGINT or `request_stop` begins the drain: health turns NOT_SERVING and the server goes on serving for
-       `drain_delay_s`, while endpoints propagate.
+    2. SIGTERM, SIGINT or `request_stop` begins the drain: health turns NOT_SERVING.
     3. `drain` is awaited: the service closes its admission (new work raises `Draining`), finishes or hands over what it
        has, and ends its streams.
     4. When no call is in flight any more, the server stops. At `drain_budget_s` after 2. it stops regardless, and calls
@@ -186,7 +187,6 @@ class Server:
             async with asyncio.timeout(max(0.0, self._settings.drain_budget_s - _GRACE_S)):
                 for name in ("", READINESS, *self._names):
                     await self._set_health(name, is_well=False)
-                await asyncio.sleep(self._settings.drain_delay_s)
                 await self._drain_service()
                 await self._calls.wait_idle()
         except TimeoutError:
@@ -292,7 +292,8 @@ def _options(settings: ServingSettings) -> list[tuple[str, int]]:
     }
     if settings.max_connection_age_s is not None:
         options["grpc.max_connection_age_ms"] = _ms(settings.max_connection_age_s)
-        options["grpc.max_connection_age_grace_ms"] = _ms(settings.max_connection_grace_s)
+        grace_s = min(_MAX_CONNECTION_GRACE_S, settings.max_connection_age_s)
+        options["grpc.max_connection_age_grace_ms"] = _ms(grace_s)
     return list(options.items())
 
 

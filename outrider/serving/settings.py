@@ -2,12 +2,13 @@
 
 import argparse
 import os
+import socket
 import sys
 from collections.abc import Iterator, Sequence
 from enum import Enum
 from pathlib import Path
 from types import NoneType, UnionType
-from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
+from typing import Annotated, Any, Final, Literal, TypeVar, Union, get_args, get_origin
 
 from pydantic import BeforeValidator, Field, ValidationError, model_validator
 from pydantic.fields import FieldInfo
@@ -17,6 +18,10 @@ from outrider.serving.tls import TlsFiles
 from outrider.serving.variables import PREFIX, complaints
 
 SettingsT = TypeVar("SettingsT", bound=BaseSettings)
+
+_CACHED_PER_ACTIVE: Final = 16
+"""Sessions that are remembered for each that may run. A conversation waits for its user far longer than it runs, and an
+idle session costs little beside its KV cache, which has a budget of its own."""
 
 
 def _split(value: object) -> object:
@@ -28,7 +33,7 @@ Listed = Annotated[tuple[str, ...], NoDecode, BeforeValidator(_split)]
 
 
 class ServingSettings(BaseSettings):
-    """What every gRPC process can be told; each service adds its own."""
+    """Settings of every gRPC process; each service adds its own."""
 
     model_config = SettingsConfigDict(
         env_prefix=PREFIX, frozen=True, extra="forbid", env_ignore_empty=True, protected_namespaces=()
@@ -52,7 +57,7 @@ class ServingSettings(BaseSettings):
         "token, to whoever reaches the address.",
     )
     metrics_address: str = Field(
-        "", description="Plain HTTP address that tells Prometheus metrics, at /metrics; empty tells none."
+        "", description="Plain HTTP address that exposes Prometheus metrics, at /metrics; empty disables them."
     )
     otlp_endpoint: str = Field(
         "",
@@ -63,29 +68,25 @@ class ServingSettings(BaseSettings):
     ready_file: Path | None = Field(
         None, description="File that gets the bound address once the process is serving, and goes when it drains."
     )
-    drain_delay_s: float = Field(
-        0.0, ge=0, le=600, description="Seconds to go on serving after SIGTERM, while endpoints propagate."
-    )
     drain_budget_s: float = Field(
         25.0, gt=0, le=3600, description="Seconds from SIGTERM to the end, at most; below the pod's grace period."
     )
-    log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="Least level that is logged.")
+    log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="Minimum log level.")
     log_format: Literal["json", "text"] = Field("json", description="One JSON object or one line of text per record.")
     keepalive_s: float = Field(
         20.0,
         ge=1,
         le=7200,
         description="Seconds of silence after which a peer is pinged; one that does not answer for as long again, five "
-        "at most, is given up.",
+        "at most, is given up. Orchestrators give a connection to a worker as long, and poll its load ten times as "
+        "often, every two seconds at least.",
     )
     max_connection_age_s: float | None = Field(
         None,
         ge=1,
         le=604800,
-        description="Seconds after which a client is asked to connect anew, so that new pods get load.",
-    )
-    max_connection_grace_s: float = Field(
-        600.0, ge=1, le=604800, description="Seconds that calls on a connection of that age may go on."
+        description="Seconds after which a client is asked to connect anew, so that new pods get load; calls may go on "
+        "for as long again, 600 at most.",
     )
 
     @model_validator(mode="after")
@@ -102,11 +103,31 @@ class ServingSettings(BaseSettings):
         return TlsFiles(self.tls_certificate, self.tls_key, self.tls_authority)
 
 
+class WorkerSettings(ServingSettings):
+    """Settings that targets and drafts share."""
+
+    replica: str = Field("", description="Name of this replica; empty takes the host's name and the process id.")
+    max_sessions: int = Field(
+        256, ge=1, le=65536, description="Sessions that run at once, at most; 16 times as many are remembered."
+    )
+    idle_ttl_s: float = Field(900.0, gt=0, le=604800, description="Seconds that an idle session is remembered.")
+
+    @property
+    def replica_name(self) -> str:
+        """Name of this replica."""
+        return self.replica or f"{socket.gethostname()}-{os.getpid()}"
+
+    @property
+    def max_cached_sessions(self) -> int:
+        """Most sessions that are remembered, running or idle."""
+        return _CACHED_PER_ACTIVE * self.max_sessions
+
+
 def load_settings(kind: type[SettingsT], arguments: Sequence[str] | None = None, *, program: str) -> SettingsT:
     """Returns the settings: the command line before the environment, the environment before the defaults.
 
     `--help` prints every setting and ends the process with 0; wrong values print a line each and end it with 2. So do
-    variables that begin with `OUTRIDER_` and are nobody's, and end it with 1.
+    variables that begin with `OUTRIDER_` and that no process reads, and end it with 1.
 
     Args:
         kind: the settings class.

@@ -30,7 +30,7 @@ from target_service.engine.passes import Passes
 from target_service.engine.probe import EngineFailed, probe
 from target_service.engine.requests import Requests
 from target_service.engine.restoring import Restoring, measure_prefill, num_measured_rows
-from target_service.engine.scheduling import Scheduler, Share
+from target_service.engine.scheduling import MAX_PASS_ROWS, PREFILL_CHUNK_LEN, Scheduler, Share
 from target_service.engine.sessions import Request
 from target_service.engine.stream import Stream
 from target_service.kv_blocks.remote_blocks import RemoteBlocks
@@ -83,9 +83,7 @@ class Engine:
         self._times = experience.times
         # What is verified is chosen by measured times, where it may be.
         times = self._times if settings.adaptive_speculation else PassTimes(model.info.pass_sizes)
-        self._scheduler = Scheduler(
-            settings.max_pass_rows, settings.prefill_chunk_len, settings.max_decode_slowdown, times
-        )
+        self._scheduler = Scheduler(MAX_PASS_ROWS, PREFILL_CHUNK_LEN, settings.max_decode_slowdown, times)
         self._inbox: Inbox[_Command] = Inbox()
         self._unexpected = UnexpectedErrors()
         self._stopping = False
@@ -121,7 +119,7 @@ class Engine:
     def start(self) -> None:
         """Starts the thread; before that measures what prompts take, where KV blocks are compared with it."""
         if self._blocks is not None:
-            num_rows = num_measured_rows(self._blocks.block_len, min(self.max_len, self._settings.max_pass_rows))
+            num_rows = num_measured_rows(self._blocks.block_len, min(self.max_len, MAX_PASS_ROWS))
             measure_prefill(self._model, self._scheduler.budget, num_rows)
             self._blocks.start()
         self._thread.start()

@@ -48,6 +48,13 @@ class Share:
         return max(0, end - max(self.step.span.start, self.request.prompt_len))
 
 
+MAX_PASS_ROWS: Final = 1024
+"""Rows of one pass, over all sessions: far more than a GPU or CPU needs to be bound by arithmetic. How long prompts may
+hold up sessions that decode is for `PassBudget` to say."""
+PREFILL_CHUNK_LEN: Final = 512
+"""Prompt tokens of a session in one pass: half of its rows, so that two prompts advance together."""
+
+
 class Scheduler:
     """Fills passes. Sessions that decode come first, those that waited longest before others; then prompts.
 

@@ -25,16 +25,14 @@ _SERVICE = {
     "OUTRIDER_KEEPALIVE_S": "1",
     "OUTRIDER_DRAIN_BUDGET_S": "6",
 }
-# Fewer than a soak has, so that memory is held against the level of full caches.
-_WORKER = {**_SERVICE, "OUTRIDER_MAX_CACHED_SESSIONS": "256"}
+# Sixteen times as many are cached: fewer than a soak has, so that memory is held against the level of full caches.
+_WORKER = {**_SERVICE, "OUTRIDER_MAX_SESSIONS": "48"}
 _ORCHESTRATOR = {
     **_SERVICE,
     "OUTRIDER_LEASE_S": "2",
     "OUTRIDER_REDIS_TIMEOUT_S": "0.5",
-    "OUTRIDER_CONNECT_TIMEOUT_S": "1",
     "OUTRIDER_FAILOVER_TIMEOUT_S": "8",
     "OUTRIDER_DRAFT_RETRY_S": "0.2",
-    "OUTRIDER_LOAD_INTERVAL_S": "0.3",
     "OUTRIDER_DRAFT_MAX_WAIT_S": "0.1",
 }
 

@@ -87,7 +87,7 @@ async def test_fault_31_reset_mid_frame(scene: Scene, pair: str) -> None:
 
 @pytest.mark.slow
 async def test_fault_32_goaway(scene: Scene, tmp_path_factory: pytest.TempPathFactory) -> None:
-    aged = {"OUTRIDER_MAX_CONNECTION_AGE_S": "1", "OUTRIDER_MAX_CONNECTION_GRACE_S": "1"}
+    aged = {"OUTRIDER_MAX_CONNECTION_AGE_S": "1"}
     options = FaultOptions(
         num_targets=1, num_drafts=0, num_orchestrators=1, target_environment=aged, orchestrator_environment=aged
     )

@@ -83,7 +83,7 @@ def test_each_draft_gets_its_settings() -> None:
     drafts = (
         DraftOptions(num_replicas=2),
         DraftOptions("layers", num_layers=3),
-        DraftOptions("model", model="small", num_threads=2, environment={"OUTRIDER_DRAFT_TOP_K": "8"}),
+        DraftOptions("model", model="small", num_threads=2, environment={"OUTRIDER_MAX_NODES": "8"}),
     )
     specs = {
         spec.name: spec.environment
@@ -97,7 +97,7 @@ def test_each_draft_gets_its_settings() -> None:
         "3",
         "float32",
     )
-    assert (model["OUTRIDER_MODEL"], model["OUTRIDER_NUM_THREADS"], model["OUTRIDER_DRAFT_TOP_K"]) == (
+    assert (model["OUTRIDER_MODEL"], model["OUTRIDER_NUM_THREADS"], model["OUTRIDER_MAX_NODES"]) == (
         "small",
         "2",
         "8",

@@ -69,6 +69,7 @@ class ScriptedWorker(worker_pb2_grpc.WorkerServiceServicer):
         self._outboxes: list[FrameOutbox[Any, Any]] = []
         self._server: grpc.aio.Server | None = None
         self.address = "127.0.0.1:0"
+        self.credentials: grpc.ServerCredentials | None = None
 
     async def GetInfo(
         self, request: worker_pb2.GetInfoRequest, context: grpc.aio.ServicerContext
@@ -105,10 +106,16 @@ class ScriptedWorker(worker_pb2_grpc.WorkerServiceServicer):
 
     async def start(self) -> None:
         """Serves, at the address it had before if there was one."""
-        self._server = grpc.aio.server(options=[("grpc.so_reuseport", 0)])
+        self._server = grpc.aio.server(
+            # Whoever pings each second is let, as by a real worker.
+            options=[("grpc.so_reuseport", 0), ("grpc.http2.min_ping_interval_without_data_ms", 250)]
+        )
         self._register(self._server)
         worker_pb2_grpc.add_WorkerServiceServicer_to_server(self, self._server)
-        port = self._server.add_insecure_port(self.address)
+        if self.credentials is None:
+            port = self._server.add_insecure_port(self.address)
+        else:
+            port = self._server.add_secure_port(self.address, self.credentials)
         self.address = f"127.0.0.1:{port}"
         await self._server.start()
 

@@ -71,6 +71,8 @@ async def orchestrating(
     targets: tuple[ScriptedTarget, ...],
     drafts: tuple[ScriptedDraft, ...] = (),
     /,
+    *,
+    window: int = 16,
     **more: object,
 ) -> AsyncIterator[Orchestrator]:
     """Runs an orchestrator whose drafts are connected; `more` are further settings, or other places of workers."""
@@ -81,9 +83,9 @@ async def orchestrating(
             "redis_url": redis_url,
             "failover_timeout_s": 2.0,
             "draft_retry_s": 0.1,
-            "load_interval_s": 0.1,
+            # It polls loads ten times as often.
+            "keepalive_s": 1.0,
             "num_speculative_tokens": 3,
-            "window": 16,
             "drain_budget_s": 2.0,
             **more,
         }  # type: ignore[arg-type]
@@ -98,7 +100,7 @@ async def orchestrating(
     registry = new_registry("orchestrator")
     metrics = OrchestratorMetrics(registry)
     register_gauges(registry, admission, replicas)
-    services = Services(store, replicas, settings, metrics)
+    services = Services(store, replicas, settings, metrics, window)
     servicer = GenerationServicer(services, admission, tenants, quotas)
     watch = StoreWatch(store, period_s=0.05)
     server = Server(

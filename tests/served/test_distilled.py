@@ -30,7 +30,8 @@ from tests.training.models import save_target, save_tokenizer
 HIDDEN_SIZE = 32
 MAX_TOKENS = 4000
 NUM_ACCEPTED = 60
-WINDOW = 16
+WINDOW = 64
+"""Tokens that a target may run ahead of what is committed."""
 PROMPTS = ([1, 3, 9, 20, 2, 1, 4], [1, 3, 30, 31, 32, 2, 1, 4], [1, 3, 50, 2, 1, 4])
 
 
@@ -116,7 +117,6 @@ async def client(method: MethodKind, target: Path, folder: Path) -> AsyncIterato
         orchestrator_environment={
             "OUTRIDER_DRAFT_MAX_WAIT_S": "10",
             "OUTRIDER_NUM_SPECULATIVE_TOKENS": "3",
-            "OUTRIDER_WINDOW": str(WINDOW),
         },
     )
     async with LocalStack(options) as stack, stack.client() as client:

@@ -17,9 +17,12 @@ class Authority:
         self.file = folder / "authority.pem"
         self._authority.cert_pem.write_to_path(self.file)
 
-    def issue(self, name: str) -> tuple[Path, Path]:
-        """Writes a new certificate and its key; returns the files, which are the same for the same name."""
-        issued = self._authority.issue_cert("127.0.0.1", "localhost", common_name=name)
+    def issue(self, name: str, *hosts: str) -> tuple[Path, Path]:
+        """Writes a new certificate and its key; returns the files, which are the same for the same name.
+
+        It is for these hosts, or for this machine where there are none.
+        """
+        issued = self._authority.issue_cert(*(hosts or ("127.0.0.1", "localhost")), common_name=name)
         certificate, key = self._folder / f"{name}.pem", self._folder / f"{name}.key"
         # Renamed into place, as whoever renews certificates does.
         for path, content in ((certificate, b"".join(item.bytes() for item in issued.cert_chain_pems)), (key, None)):

@@ -161,8 +161,8 @@ async def test_a_server_has_stopped_when_the_calls_that_it_cut_have_ended(worker
                 await cut
 
 
-async def test_sigterm_serves_while_endpoints_propagate_then_ends_with_zero():
-    async with told_process("--drain-delay-s", "2.0", "--call-s", "0.1") as (process, address):
+async def test_sigterm_serves_while_the_service_drains_then_ends_with_zero():
+    async with told_process("--drain-s", "2.0", "--call-s", "0.1") as (process, address):
         async with open_channel(address) as channel:
             assert await health_of(channel) == SERVING
             process.send_signal(signal.SIGTERM)

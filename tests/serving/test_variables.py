@@ -47,7 +47,7 @@ def test_a_misspelt_variable_ends_the_start_with_the_nearest_name(
 def test_names_of_other_services_and_other_programs_are_let_pass(
     kind: type[ServingSettings], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name in ("OUTRIDER_DURABILITY", "OUTRIDER_KV_BLOCKS", "outrider_ngram_max", "OUTRIDER_TOKEN", "OUTRIDERS_ONE"):
+    for name in ("OUTRIDER_DURABILITY", "OUTRIDER_KV_BLOCKS", "outrider_num_layers", "OUTRIDER_TOKEN", "OUTRIDERS_ONE"):
         monkeypatch.setenv(name, "")
     load_settings(kind, [], program="example")
 

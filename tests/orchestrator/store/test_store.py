@@ -581,6 +581,16 @@ async def test_a_server_without_a_log_on_disk_cannot_promise_one() -> None:
         await store.close()
 
 
-def test_replicas_must_be_some() -> None:
-    with pytest.raises(ValueError, match="durable_replicas"):
-        OrchestratorSettings(durability=DurabilityLevel.REPLICAS)
+@pytest.mark.parametrize(
+    ("text", "level", "num"),
+    [("none", "none", 0), ("disk", "disk", 0), ("disk:2", "disk", 2), ("replicas:16", "replicas", 16)],
+)
+def test_a_durability_says_where_and_at_how_many_replicas(text: str, level: str, num: int) -> None:
+    durable = OrchestratorSettings(durability=text).durable
+    assert (durable.level.value, durable.num_replicas) == (level, num)
+
+
+@pytest.mark.parametrize("text", ["replicas", "replicas:0", "replicas:17", "none:1", "disk:", "disks", ""])
+def test_replicas_must_be_some(text: str) -> None:
+    with pytest.raises(ValueError, match="replicas:N, with N from 1 to 16"):
+        OrchestratorSettings(durability=text)

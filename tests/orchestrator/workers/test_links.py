@@ -48,7 +48,7 @@ async def until(link: WorkerLink, *, up: bool) -> None:
 
 @asynccontextmanager
 async def linked(worker: ScriptedWorker, kind: StreamKind = TARGET) -> AsyncIterator[WorkerLink]:
-    link = WorkerLink(worker.address, kind, OrchestratorSettings(load_interval_s=0.05))
+    link = WorkerLink(worker.address, kind, OrchestratorSettings(keepalive_s=1))
     task = asyncio.create_task(link.run())
     try:
         await until(link, up=True)

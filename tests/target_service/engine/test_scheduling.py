@@ -92,7 +92,7 @@ async def test_no_pages_stay_held_when_sessions_are_left() -> None:
 
 async def test_a_long_prompt_does_not_stop_others() -> None:
     # 1 ms a row: the whole prompt would take 4 s, during which the other session must go on.
-    async with target(prefill_chunk_len=512) as (engine, caller):
+    async with target() as (engine, caller):
         engine._model.options = type(engine._model.options)(vocabulary=12, order=2, row_s=0.001)  # type: ignore[attr-defined]
         parameters = SamplingParameters(seed=3, max_tokens=300, ignore_eos=True)
         short = asyncio.create_task(caller.plain(1, _prompt(8), parameters, stop_token_ids=()))
