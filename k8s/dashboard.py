@@ -141,7 +141,7 @@ ROWS: Final[dict[str, list[tuple[str, str, list[Line]]]]] = {
             "Streams taken over",
             "short",
             [
-                (rate("resumes_total"), "taken up again"),
+                (rate("resumes_total"), "resumed"),
                 (rate("requests_total", where='outcome="FENCED"'), "fenced off"),
             ],
         ),

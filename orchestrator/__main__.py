@@ -1,4 +1,4 @@
-"""Starts an orchestrator: `python -m orchestrator --help`."""
+"""The process of an orchestrator: `python -m orchestrator --help`."""
 
 import asyncio
 import os
@@ -8,7 +8,7 @@ from orchestrator.api.quotas import Quotas
 from orchestrator.api.servicer import GenerationServicer
 from orchestrator.api.tenants import Tenants
 from orchestrator.gauges import register_gauges
-from orchestrator.generation.generation import Services
+from orchestrator.generation.request import Services
 from orchestrator.metrics import OrchestratorMetrics
 from orchestrator.settings import OrchestratorSettings
 from orchestrator.store.store import SessionStore
@@ -23,7 +23,7 @@ from outrider.v1.generation_pb2_grpc import add_GenerationServiceServicer_to_ser
 
 
 async def serve(settings: OrchestratorSettings) -> None:
-    """Serves until SIGTERM."""
+    """Serve until SIGTERM."""
     store = SessionStore(
         settings.redis_url,
         lease_s=settings.lease_s,
@@ -34,19 +34,19 @@ async def serve(settings: OrchestratorSettings) -> None:
     tenants = Tenants(settings.tenants_file)
     replicas = Replicas(settings)
     admission = Admission(settings.max_active_requests, settings.max_queued_requests, settings.max_queue_s)
-    quotas = Quotas(store, settings.session_ttl_s)
+    quotas = Quotas(store.connection, settings.session_ttl_s)
     registry = new_registry("orchestrator")
     metrics = OrchestratorMetrics(registry)
     register_gauges(registry, admission, replicas)
     end_export = export_spans(settings.otlp_endpoint, "orchestrator")
     servicer = GenerationServicer(Services(store, replicas, settings, metrics), admission, tenants, quotas)
-    watch = StoreWatch(store)
+    watch = StoreWatch(store.connection)
     server = Server(
         settings,
         name="orchestrator",
         drain=servicer.drain,
-        is_ready=lambda: watch.is_well,
-        # Not when it is full: it answers OVERLOADED with the time to come back, which nobody would hear without it.
+        is_ready=lambda: watch.takes_writes,
+        # A full orchestrator stays ready: it answers OVERLOADED with the time after which to retry.
         registry=registry,
         authenticate=tenants.of,
     )
@@ -64,9 +64,9 @@ async def serve(settings: OrchestratorSettings) -> None:
 
 
 def main() -> None:
-    """Reads the settings and serves."""
+    """Read the settings and serve."""
     settings = load_settings(OrchestratorSettings, program="python -m orchestrator")
-    # A text is encoded by the thread that has its turn (orchestrator.api.encoding), not by one for each core beside it.
+    # The threads of orchestrator.api.prompts encode; the library must not start one for each core in addition.
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     configure_logging(service="orchestrator", level=settings.log_level, form=settings.log_format)
     run_process(serve(settings))

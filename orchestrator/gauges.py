@@ -1,4 +1,4 @@
-"""Gauges of an orchestrator, read when they are scraped: open requests and the workers that it knows."""
+"""Gauges of an orchestrator, read at each scrape: open requests, and workers."""
 
 from collections.abc import Iterable
 
@@ -16,13 +16,13 @@ def register_gauges(registry: CollectorRegistry, admission: Admission, replicas:
 
 
 def _read(admission: Admission, replicas: Replicas) -> Iterable[Metric]:
-    yield gauge("num_requests_running", "Requests that generate now.", admission.num_active)
-    yield gauge("num_requests_waiting", "Requests that wait for their turn.", admission.num_queued)
+    yield gauge("num_requests_running", "Requests that are generating.", admission.num_active)
+    yield gauge("num_requests_waiting", "Requests that wait for admission.", admission.num_queued)
     num_open = admission.num_active + admission.num_queued
-    yield gauge("requests_open", "Requests that generate or wait.", num_open)
+    yield gauge("requests_open", "Requests that are generating or waiting.", num_open)
     yield gauge("max_requests_running", "Requests that may generate at once.", admission.max_active)
     workers = GaugeMetricFamily(
-        f"{PREFIX}workers", "Workers that this orchestrator knows.", labels=["role", "in_rotation"]
+        f"{PREFIX}workers", "Workers that this orchestrator has found.", labels=["role", "in_rotation"]
     )
     for role, num_in, num_out in replicas.counts():
         workers.add_metric([role, "true"], num_in)

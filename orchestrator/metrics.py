@@ -1,8 +1,9 @@
-"""Counters and histograms of an orchestrator: requests, their latencies, tokens, fallbacks to plain decoding."""
+"""Metrics of an orchestrator, and the times and statistics of one request."""
 
 import asyncio
 import logging
 import time
+from collections import Counter as Counts
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Final
@@ -15,7 +16,8 @@ from outrider import wire
 from outrider.errors import OutriderError
 from outrider.serving.metrics import LATENCY_BUCKETS_S, PREFIX, STEP_BUCKETS_S
 from outrider.serving.spans import fail
-from outrider.v1 import generation_pb2
+from outrider.statistics import SpeculationStatistics
+from outrider.v1 import generation_pb2, target_pb2
 
 _LOG: Final = logging.getLogger(__name__)
 _CLIENT_GONE: Final = "client_gone"
@@ -25,13 +27,13 @@ _INTERNAL: Final = "INTERNAL"
 class OrchestratorMetrics:
     """Counters and histograms of one orchestrator.
 
-    Names and buckets follow vLLM's where both count the same, under our prefix.
+    Names and buckets are vLLM's where it has the same metric, under our prefix.
 
     Args:
-        registry: where they are told.
+        registry: exposes them.
 
     Attributes:
-        requests: those that have ended, by outcome.
+        requests: requests that have ended, by outcome.
         prompt_tokens: tokens of prompts.
         generation_tokens: tokens of output, each counted once.
         queue_time: seconds until a request was admitted.
@@ -40,8 +42,8 @@ class OrchestratorMetrics:
         per_token: seconds for each token after the first message, by request.
         duration: seconds from a request's arrival to its end.
         fallbacks: cases of plain decoding in place of speculation, by reason.
-        target_changes: times that a request went on at another target, by the reason why it left the one before.
-        resumes: requests that were taken up again at an offset.
+        target_changes: changes of a request's target, by the reason for leaving the one before.
+        resumes: requests that a client resumed at an offset.
         commit_time: seconds of each commit to Redis.
     """
 
@@ -73,16 +75,16 @@ class OrchestratorMetrics:
             f"{PREFIX}fallbacks", "Cases of plain decoding in place of speculation.", ["reason"], registry=registry
         )
         self.target_changes = Counter(
-            f"{PREFIX}target_changes", "Requests that went on at another target.", ["reason"], registry=registry
+            f"{PREFIX}target_changes", "Changes of the target of a running request.", ["reason"], registry=registry
         )
-        self.resumes = Counter(f"{PREFIX}resumes", "Requests taken up again at an offset.", registry=registry)
+        self.resumes = Counter(f"{PREFIX}resumes", "Requests resumed at an offset.", registry=registry)
         self.commit_time = Histogram(
             f"{PREFIX}commit_seconds", "Seconds of a commit to Redis.", buckets=STEP_BUCKETS_S, registry=registry
         )
 
     @contextmanager
     def request(self, span: Span = trace.INVALID_SPAN) -> Iterator["RequestTimes"]:
-        """Counts and times one request: the block is its life. `span` is of its trace, and ends with it."""
+        """Count and time one request, which runs within the block; `span` of its trace ends with it."""
         times = RequestTimes(self, span)
         try:
             yield times
@@ -96,14 +98,14 @@ class OrchestratorMetrics:
             times.outcome, times.is_refused = _INTERNAL, True
             raise
         finally:
-            times.end()
+            times.record_end()
 
 
 class RequestTimes:
-    """When what happened to a request: for the metrics, for its trace, and for its line in the log.
+    """Times and counts of one request: for the metrics, for its trace, and for its log record.
 
     Attributes:
-        outcome: how it ended; empty while it runs.
+        outcome: finish reason, or reason of the error; empty while it runs.
         is_refused: whether an error ended it.
     """
 
@@ -118,21 +120,21 @@ class RequestTimes:
         self._num_later = 0
         self._counts: dict[str, int] = {"num_output_tokens": 0}
 
-    def admitted(self, *, is_resumed: bool) -> None:
-        """Notes that its turn has come; `is_resumed` where a client takes a stream up again."""
+    def record_admitted(self, *, is_resumed: bool) -> None:
+        """Record its admission; `is_resumed` where a client resumes a stream."""
         self._metrics.queue_time.observe(time.monotonic() - self._arrived)
         self._span.add_event("admitted", {"outrider.is_resumed": is_resumed})
         if is_resumed:
             self._metrics.resumes.inc()
 
-    def begun(self, num_prompt_tokens: int) -> None:
-        """Notes that the request is a new one, with a prompt of so many tokens."""
+    def record_begun(self, num_prompt_tokens: int) -> None:
+        """Record that the request is a new one, with a prompt of so many tokens."""
         self._counts["num_prompt_tokens"] = num_prompt_tokens
         self._span.set_attribute("gen_ai.usage.input_tokens", num_prompt_tokens)
         self._metrics.prompt_tokens.inc(num_prompt_tokens)
 
-    def event(self, event: generation_pb2.GenerateResponse) -> None:
-        """Notes an event on its way to the client."""
+    def record_event(self, event: generation_pb2.GenerateResponse) -> None:
+        """Record an event that is sent to the client."""
         match event.WhichOneof("event"):
             case "delta":
                 self._tokens(len(event.delta.token_ids), len(event.delta.origins))
@@ -140,8 +142,8 @@ class RequestTimes:
                 reason = wire.finish_from_number(event.finished.finish_reason)
                 self.outcome = reason.value if reason else ""
 
-    def end(self) -> None:
-        """Notes that it is over."""
+    def record_end(self) -> None:
+        """Record its end."""
         metrics, duration_s = self._metrics, time.monotonic() - self._arrived
         outcome = self.outcome or _INTERNAL
         metrics.requests.labels(outcome).inc()
@@ -156,7 +158,7 @@ class RequestTimes:
         _LOG.info("request ended", extra={"outcome": outcome, "duration_s": round(duration_s, 3), **self._counts})
 
     def _tokens(self, num: int, num_new: int) -> None:
-        """Counts tokens; those that were only sent again have no origin."""
+        """Count tokens; replayed ones have no origin."""
         now = time.monotonic()
         self._metrics.generation_tokens.inc(num_new)
         self._counts["num_output_tokens"] += num_new
@@ -170,6 +172,88 @@ class RequestTimes:
             self._metrics.first_token.observe(now - self._arrived)
             self._span.add_event("first_token")
         self._last = now
+
+
+class RequestStatistics:
+    """Statistics of one request for its terminal event, since it was accepted or resumed here.
+
+    Args:
+        metrics: of the process, which also count fallbacks.
+    """
+
+    def __init__(self, metrics: OrchestratorMetrics) -> None:
+        self._metrics = metrics
+        self._started = time.monotonic()
+        self._first_token_s: float | None = None
+        self._target_time_s = 0.0
+        self._wait_time_s = 0.0
+        self._statistics = SpeculationStatistics()
+        self._fallbacks: Counts[str] = Counts()
+        self._numerics: set[str] = set()
+        self._feature_bytes = 0
+        self._num_recomputed_tokens = 0
+        self._num_proposed_nodes = 0
+        self._num_hits = 0
+        self._queue_time_s = 0.0
+        self._num_expected_tokens = 0
+        self._expected_time_s = 0.0
+
+    def record_verdict(self, verdict: target_pb2.Verdict, num_tokens: int) -> None:
+        """Count a pass, of whose tokens `num_tokens` belong to the output."""
+        num_accepted = min(verdict.num_accepted_tokens, num_tokens)
+        self._statistics.record(verdict.num_draft_tokens, num_accepted, num_tokens)
+        self._target_time_s += verdict.model_time_s
+        self._wait_time_s += verdict.wait_time_s
+        self._queue_time_s += verdict.queue_time_s
+        if verdict.expected_time_s > 0:
+            self._num_expected_tokens += num_tokens
+            self._expected_time_s += verdict.expected_time_s
+        self._num_recomputed_tokens += verdict.num_recomputed_tokens
+        self._num_proposed_nodes += verdict.num_proposed_nodes
+        self._num_hits += verdict.hit
+        if self._first_token_s is None:
+            self._first_token_s = time.monotonic() - self._started
+
+    def record_fallback(self, reason: str) -> None:
+        """Count a case of plain decoding in place of speculation."""
+        self._fallbacks[reason] += 1
+        self._metrics.fallbacks.labels(reason).inc()
+
+    def record_features(self, num_bytes: int) -> None:
+        """Count features that a target sent for the draft."""
+        self._feature_bytes += num_bytes
+
+    def record_numerics(self, numerics: str) -> None:
+        """Record the numerics of a target that takes part."""
+        self._numerics.add(numerics)
+
+    def message(self) -> generation_pb2.GenerationStatistics:
+        """Return the statistics of a request that ends now."""
+        duration_s = time.monotonic() - self._started
+        first_token_s = self._first_token_s or 0.0
+        statistics = self._statistics
+        num_later = statistics.num_output_tokens - 1
+        return generation_pb2.GenerationStatistics(
+            num_drafts=statistics.num_drafts,
+            num_draft_tokens=statistics.num_draft_tokens,
+            num_accepted_tokens=statistics.num_accepted_tokens,
+            num_accepted_tokens_per_pos=statistics.num_accepted_tokens_per_pos,
+            num_target_passes=statistics.num_target_passes,
+            time_to_first_token_s=first_token_s,
+            duration_s=duration_s,
+            target_time_s=self._target_time_s,
+            wait_time_s=self._wait_time_s,
+            num_fallbacks=self._fallbacks,
+            tokens_per_second=num_later / (duration_s - first_token_s) if num_later > 0 else 0.0,
+            varying_numerics=len(self._numerics) > 1 or any(name.endswith(" varying") for name in self._numerics),
+            feature_bytes=self._feature_bytes,
+            num_recomputed_tokens=self._num_recomputed_tokens,
+            num_hits=self._num_hits,
+            num_proposed_nodes=self._num_proposed_nodes,
+            queue_time_s=self._queue_time_s,
+            num_expected_tokens=self._num_expected_tokens,
+            expected_time_s=self._expected_time_s,
+        )
 
 
 def _latency(name: str, about: str, registry: CollectorRegistry) -> Histogram:

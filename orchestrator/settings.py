@@ -7,72 +7,80 @@ from typing import Final
 from pydantic import Field, field_validator, model_validator
 
 from orchestrator.discovery.endpoints import parse_place
-from orchestrator.store.scripts import Durability, DurabilityLevel
+from orchestrator.store.connection import Durability, DurabilityLevel
 from outrider.errors import InvalidArgument
 from outrider.parameters import AcceptanceRule
 from outrider.serving.settings import Listed, ServingSettings
 from outrider.serving.tls import TlsFiles
 
-# Disks are synced every second; a replica or disk that takes twice as long does not work.
+# Disks sync every second; a replica or disk that takes twice as long has failed.
 _DURABILITY_TIMEOUT_S: Final = 2.0
 _DURABILITY: Final = re.compile(r"none|disk|(disk|replicas):([1-9]|1[0-6])")
 
 
 class OrchestratorSettings(ServingSettings):
-    """The orchestrator service: carries proposals and verdicts, commits to Redis, streams to clients."""
+    """The orchestrator service: forwards proposals and verdicts, commits to Redis, streams to clients."""
 
     targets: Listed = Field(
         (),
-        description="Where the targets are, with commas between several: host:port, dns:///host:port (all addresses of "
-        "a name) or kubernetes://[NAMESPACE]/SERVICE:PORT (a service's pods, as they come and go).",
+        description="Places of the targets, with commas between several: host:port, dns:///host:port (all addresses of "
+        "a name) or kubernetes://[NAMESPACE]/SERVICE:PORT (the pods of a service, watched).",
     )
-    drafts: Listed = Field((), description="Where the drafts are, likewise; none means plain decoding.")
+    drafts: Listed = Field((), description="Places of the drafts, as for targets; none means plain decoding.")
     kubeconfig: Path | None = Field(
-        None, description="Kubeconfig file for kubernetes:// places outside a cluster; unset takes the pod's own."
+        None, description="Kubeconfig file for kubernetes:// places outside a cluster; unset uses the pod's account."
     )
     worker_tls_authority: Path | None = Field(
         None,
-        description="PEM file with the authorities of the workers' certificates; with it, workers are called over TLS, "
-        "and shown this service's own certificate. Theirs must have the host or service that TARGETS and DRAFTS name.",
+        description="PEM file with the certificate authorities of the workers; with it, calls of workers use TLS, with "
+        "this service's own certificate. Theirs must have the host or service that TARGETS and DRAFTS name.",
     )
     tenants_file: Path | None = Field(
         None,
-        description="JSON file with tenants, their tokens and limits; with it, callers without a token are refused.",
+        description="JSON file with tenants, their tokens and limits; with it, calls without a valid token are "
+        "refused.",
     )
-    redis_url: str = Field("redis://127.0.0.1:6379/0", description="Redis or Valkey that keeps the sessions.")
+    redis_url: str = Field("redis://127.0.0.1:6379/0", description="URL of the Redis or Valkey with the sessions.")
     redis_timeout_s: float = Field(1.0, gt=0, le=60, description="Timeout of each Redis call, in seconds.")
     durability: str = Field(
         "none",
-        description="What a commit waits for: none (Redis has it), replicas:N (N replicas have it too; WAIT), disk or "
+        description="Condition for a commit: none (Redis has it), replicas:N (N replicas have it too; WAIT), disk or "
         "disk:N (Redis and N replicas have it on disk; WAITAOF, which takes up to a second with `appendfsync "
-        "everysec`). What takes longer than two seconds is UNAVAILABLE.",
+        "everysec`). A commit that takes over two seconds is UNAVAILABLE.",
     )
     lease_s: float = Field(10.0, ge=0.5, le=600, description="Seconds until a lease that is not renewed ends.")
-    session_ttl_s: float = Field(86400.0, ge=1, le=31536000, description="Seconds until an unused session is gone.")
+    session_ttl_s: float = Field(86400.0, ge=1, le=31536000, description="Seconds until an unused session expires.")
     num_speculative_tokens: int = Field(
-        5, ge=0, le=64, description="Tokens of a proposal's main line that a round verifies, at most."
+        5, ge=0, le=64, description="Maximum number of tokens of a proposal's main line that a round verifies."
     )
     lookahead: int = Field(
         64,
         ge=0,
         le=1024,
-        description="Nodes that a draft may propose ahead of the target's verdicts, at most; 0 has drafts wait for "
-        "each verdict, as where draft and target share cores.",
+        description="Maximum number of nodes that a draft proposes ahead of the target's verdicts; 0 lets drafts wait "
+        "for each verdict, for draft and target on the same cores.",
     )
     acceptance_rule: AcceptanceRule = Field(
-        AcceptanceRule.COUPLED, description="Rule that judges proposals unless a request names one."
+        AcceptanceRule.COUPLED, description="Acceptance rule of requests that name none."
     )
     draft_max_wait_s: float = Field(
-        0.1, ge=0, le=60, description="Longest wait of the target for a proposal, in seconds; then it decodes plainly."
+        0.1,
+        ge=0,
+        le=60,
+        description="Longest wait of the target for a proposal, in seconds; after it, the round is plain decoding.",
     )
-    max_active_requests: int = Field(256, ge=1, le=65536, description="Requests that generate at once, at most.")
-    max_queued_requests: int = Field(256, ge=0, le=65536, description="Requests that wait for their turn, at most.")
-    max_queue_s: float = Field(30.0, ge=0, le=3600, description="Longest wait for a turn, in seconds.")
+    max_active_requests: int = Field(
+        256, ge=1, le=65536, description="Maximum number of requests that generate at once."
+    )
+    max_queued_requests: int = Field(
+        256, ge=0, le=65536, description="Maximum number of requests that wait for admission."
+    )
+    max_queue_s: float = Field(30.0, ge=0, le=3600, description="Longest wait for admission, in seconds.")
     failover_timeout_s: float = Field(
         15.0, gt=0, le=600, description="Longest time without any target before a request fails as UNAVAILABLE."
     )
     draft_retry_s: float = Field(
-        1.0, gt=0, le=600, description="Seconds until a request that lost its draft asks for another one."
+        1.0, gt=0, le=600, description="Seconds until a request that lost its draft uses another one."
     )
 
     @model_validator(mode="after")
@@ -93,12 +101,12 @@ class OrchestratorSettings(ServingSettings):
 
     @property
     def durable(self) -> Durability:
-        """What must have happened to a commit before it counts."""
+        """The condition for a commit."""
         return _parse_durability(self.durability)
 
     @property
     def worker_tls(self) -> TlsFiles | None:
-        """What is shown to workers, and trusted of them; None where they are called without TLS."""
+        """Certificate for workers and their authorities; None where they are called without TLS."""
         if self.worker_tls_authority is None:
             return None
         return TlsFiles(self.tls_certificate, self.tls_key, self.worker_tls_authority)

@@ -8,6 +8,6 @@ is admitted or refused when it begins; what runs is not stopped. Every method ch
 
 **Prompts** are measured before anything is done with them (`prompts`): a text has at most the session's room times
 the longest token of the vocabulary, a chat at most 2,048 messages; what has more than 8 characters for each token of
-room is counted piece by piece and refused at twice the room. Rendering and encoding run in threads (`encoding`): two
+room is counted piece by piece and refused at twice the room. Rendering and encoding run in threads: two
 for prompts of up to 32,768 characters, one for longer ones, since 4 MB take 4 s and 0.6 GB to encode.
 """

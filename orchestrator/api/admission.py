@@ -1,4 +1,4 @@
-"""How many requests generate at once, and how many may wait for their turn."""
+"""Admission of requests: bounds on those that generate at once and on those that wait."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -8,11 +8,11 @@ from outrider.errors import Draining, Overloaded
 
 
 class Admission:
-    """Admits requests in order of arrival, within bounds.
+    """A bounded queue that admits requests in order of arrival.
 
     Args:
-        max_active: requests inside at once.
-        max_queued: requests that wait.
+        max_active: requests that generate at once, at most.
+        max_queued: requests that wait, at most.
         max_queue_s: longest wait, in seconds.
 
     Attributes:
@@ -21,36 +21,36 @@ class Admission:
 
     def __init__(self, max_active: int, max_queued: int, max_queue_s: float) -> None:
         self.max_active = max_active
-        self._turns = asyncio.Semaphore(max_active)
+        self._free = asyncio.Semaphore(max_active)
         self._num_active = 0
         self._max_queued = max_queued
         self._max_queue_s = max_queue_s
         self._num_queued = 0
-        self._draining = False
+        self._is_closed = False
 
     @property
     def num_active(self) -> int:
-        """Requests inside."""
+        """Requests that generate."""
         return self._num_active
 
     @property
     def num_queued(self) -> int:
-        """Requests that wait for their turn."""
+        """Requests that wait."""
         return self._num_queued
 
     def close(self) -> None:
-        """Admits nothing more."""
-        self._draining = True
+        """Refuse all further requests."""
+        self._is_closed = True
 
     @asynccontextmanager
-    async def turn(self) -> AsyncIterator[None]:
-        """Holds a place for as long as the context is open.
+    async def admit(self) -> AsyncIterator[None]:
+        """Admit a request for as long as the context is open.
 
         Raises:
             Draining: the process is shutting down.
-            Overloaded: the queue is full, or the turn did not come in time.
+            Overloaded: the queue is full, or no request ended in time.
         """
-        if self._draining:
+        if self._is_closed:
             raise Draining("this orchestrator is shutting down")
         await self._enter()
         self._num_active += 1
@@ -58,19 +58,19 @@ class Admission:
             yield
         finally:
             self._num_active -= 1
-            self._turns.release()
+            self._free.release()
 
     async def _enter(self) -> None:
-        if not self._turns.locked():
-            await self._turns.acquire()
+        if not self._free.locked():
+            await self._free.acquire()
             return
         if self._num_queued >= self._max_queued:
             raise Overloaded(f"{self._num_queued} requests wait already, the limit", retry_after_s=1.0)
         self._num_queued += 1
         try:
             async with asyncio.timeout(self._max_queue_s):
-                await self._turns.acquire()
+                await self._free.acquire()
         except TimeoutError:
-            raise Overloaded(f"no turn within {self._max_queue_s:g} s", retry_after_s=self._max_queue_s) from None
+            raise Overloaded(f"not admitted within {self._max_queue_s:g} s", retry_after_s=self._max_queue_s) from None
         finally:
             self._num_queued -= 1

@@ -1,7 +1,7 @@
-"""From a checked request to the lease of its session, in two round trips to Redis.
+"""Leases of sessions for checked requests, in two round trips to Redis.
 
-The first reads the session, beside whatever else is asked of Redis about the request; the second leases it. Nothing is
-written before the lease, so a request that is refused on the way leaves nothing behind.
+The first reads the session, concurrently with the quota of its tenant; the second leases it. Nothing is written before
+the lease, so a request that is refused before it leaves nothing behind.
 """
 
 import asyncio
@@ -11,8 +11,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
-from orchestrator.api.encoding import EncodingThreads
-from orchestrator.api.prompts import PromptTerms, check_prompt, prompt_tokens
+from orchestrator.api.prompts import EncodingThreads, PromptTerms, check_prompt, prompt_tokens
 from orchestrator.api.requests import CheckedRequest
 from orchestrator.store.sessions import Begun, NewRequest, SessionEnd
 from orchestrator.store.store import SessionStore
@@ -23,11 +22,11 @@ from outrider.v1 import generation_pb2
 
 
 class Leasing:
-    """Leases the sessions of requests.
+    """The way of checked requests to leases of their sessions.
 
     Args:
         store: has the sessions.
-        replicas: the targets, whose model requests are for.
+        replicas: the targets, whose model the requests use.
     """
 
     def __init__(self, store: SessionStore, replicas: Replicas) -> None:
@@ -37,48 +36,48 @@ class Leasing:
         self._pending: set[asyncio.Task[Any]] = set()
 
     async def settle(self) -> None:
-        """Returns when nothing that was asked of the store is under way any more; prompts are no longer encoded."""
+        """Return when no call of the store is in flight; prompts are no longer encoded."""
         self._encoding.close()
         while self._pending:
             await asyncio.gather(*self._pending, return_exceptions=True)
 
     def keep(self, task: asyncio.Task[Any]) -> None:
-        """Has `settle` wait for a task."""
+        """Let `settle` wait for a task."""
         self._pending.add(task)
         task.add_done_callback(self._pending.discard)
 
     @asynccontextmanager
-    async def looking(self, tenant: str, session_id: str) -> AsyncIterator[asyncio.Task[SessionEnd]]:
-        """Begins to read a session, without waiting; what is not there when the context ends is not waited for."""
-        looking = asyncio.create_task(self._store.look(tenant, session_id))
-        # Looked at, as a request that is refused before it needs the session does not wait for it.
-        looking.add_done_callback(lambda task: task.cancelled() or task.exception())
-        self.keep(looking)
+    async def reading(self, tenant: str, session_id: str) -> AsyncIterator[asyncio.Task[SessionEnd]]:
+        """Begin to read a session, without waiting; cancel a read that has not ended when the context ends."""
+        reading = asyncio.create_task(self._store.read_end(tenant, session_id))
+        # Retrieved, since a request that is refused before it needs the session does not await the task.
+        reading.add_done_callback(lambda task: task.cancelled() or task.exception())
+        self.keep(reading)
         try:
-            yield looking
+            yield reading
         finally:
-            looking.cancel()
+            reading.cancel()
 
     async def begin(
         self,
         message: generation_pb2.GenerateRequest,
         checked: CheckedRequest,
         tenant: str,
-        looking: asyncio.Task[SessionEnd],
+        reading: asyncio.Task[SessionEnd],
     ) -> tuple[Begun, Model]:
-        """Checks a request against the model and its session, encodes its prompt, and leases the session.
+        """Check a request against the model and its session, encode its prompt, and lease the session.
 
         Returns:
-            What has begun, and the model that it is for.
+            The request that has begun, and its model.
 
         Raises:
             InvalidArgument: a parameter or the prompt does not fit the model or the session.
             Unavailable: no target is in rotation in time, or Redis does not answer within the bound.
-            OutriderError: what else `SessionStore.look`, `EncodingThreads.run` and `SessionStore.begin` raise.
+            OutriderError: as `SessionStore.read_end`, `EncodingThreads.run` and `SessionStore.begin` raise.
         """
-        model = await self._model(checked, looking)
+        model = await self._model(checked, reading)
         model.check(message, checked.parameters)
-        session = await looking
+        session = await reading
         is_resumed = checked.resume_offset is not None
         is_known = session.has_request(checked.request_id)
         prompt = () if is_known or is_resumed else await self._encoded(message, model, session)
@@ -99,13 +98,13 @@ class Leasing:
         )
         return await self._leased(request), model
 
-    async def _model(self, checked: CheckedRequest, looking: asyncio.Task[SessionEnd]) -> Model:
-        """Returns the model that a request is for; a finished request needs no target that has it."""
+    async def _model(self, checked: CheckedRequest, reading: asyncio.Task[SessionEnd]) -> Model:
+        """Return the model for a request; a finished request needs no target."""
         known = self._replicas.past_model
         if known is not None:
-            await asyncio.wait((looking,))
-            # Its error comes behind those of the request's own parameters.
-            record = None if looking.exception() else looking.result().record
+            await asyncio.wait((reading,))
+            # Its error is raised after those of the request's own parameters.
+            record = None if reading.exception() else reading.result().record
             if record is not None and record.has_finished(checked.request_id) and record.model == known.fingerprint:
                 return known
         return await self._replicas.model()
@@ -116,7 +115,7 @@ class Leasing:
         terms = PromptTerms(
             tokenizer=model.tokenizer,
             vocabulary_size=model.vocabulary_size,
-            # The output needs one.
+            # The output needs at least one.
             max_tokens=max(0, model.max_session_len - session.length - 1),
             continues=session.record is not None,
             last_token=session.last_token,
@@ -125,15 +124,15 @@ class Leasing:
         return await self._encoding.run(num_chars, functools.partial(prompt_tokens, message, terms))
 
     async def _leased(self, request: NewRequest) -> Begun:
-        """Begins the request; the lease of a caller that is cancelled meanwhile is given back."""
+        """Begin the request; release the lease where the caller is cancelled meanwhile."""
         beginning = asyncio.create_task(self._store.begin(request))
         try:
             return await asyncio.shield(beginning)
         except asyncio.CancelledError:
-            self.keep(asyncio.create_task(self._give_back(beginning)))
+            self.keep(asyncio.create_task(self._release(beginning)))
             raise
 
-    async def _give_back(self, beginning: asyncio.Task[Begun]) -> None:
+    async def _release(self, beginning: asyncio.Task[Begun]) -> None:
         with contextlib.suppress(OutriderError):
             if (lease := (await beginning).lease) is not None:
                 await self._store.release(lease)

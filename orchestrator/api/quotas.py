@@ -1,4 +1,4 @@
-"""What a tenant uses of what it may: counted in Redis, so that all orchestrators count together."""
+"""Quotas of tenants: counted in Redis, so that all orchestrators count together."""
 
 import asyncio
 import hashlib
@@ -9,13 +9,13 @@ from contextlib import asynccontextmanager
 from typing import Final
 
 from orchestrator.api.tenants import Tenant
-from orchestrator.store.store import SessionStore
+from orchestrator.store.connection import RedisConnection
 from outrider.errors import OutriderError, Overloaded
 
 _LOG: Final = logging.getLogger(__name__)
 _LEASE_S: Final = 60.0
-"""An orchestrator that ends without a word keeps its streams counted for so long."""
-_WHAT: Final = {
+"""How long the streams of an orchestrator that was killed stay counted."""
+_LIMITS: Final = {
     "streams": ("max_streams", "requests generate at once"),
     "sessions": ("max_sessions", "sessions live"),
     "tokens": ("tokens_per_minute", "tokens were generated this minute"),
@@ -23,7 +23,7 @@ _WHAT: Final = {
 
 
 class Usage:
-    """What one request uses.
+    """The usage of one request.
 
     Attributes:
         num_tokens: output tokens that are not counted in Redis yet.
@@ -33,7 +33,7 @@ class Usage:
         self.num_tokens = 0
 
     def add(self, num_tokens: int) -> None:
-        """Takes note of output."""
+        """Count output tokens."""
         self.num_tokens += num_tokens
 
 
@@ -41,25 +41,25 @@ class Quotas:
     """The limits of all tenants of one Redis.
 
     Args:
-        store: runs the scripts.
-        session_ttl_s: seconds until a session that is not used is gone.
-        lease_s: seconds for which a stream is counted without a sign of life.
+        connection: to that Redis.
+        session_ttl_s: seconds until a session that is not used expires.
+        lease_s: seconds for which a stream is counted without a renewal.
     """
 
-    def __init__(self, store: SessionStore, session_ttl_s: float, lease_s: float = _LEASE_S) -> None:
-        self._store = store
+    def __init__(self, connection: RedisConnection, session_ttl_s: float, lease_s: float = _LEASE_S) -> None:
+        self._connection = connection
         self._ttl_ms = int(1e3 * session_ttl_s)
         self._lease_s = lease_s
         self._leaving: set[asyncio.Task[None]] = set()
 
     async def settle(self) -> None:
-        """Returns when streams that have ended are counted no more."""
+        """Return when streams that have ended are no longer counted."""
         while self._leaving:
             await asyncio.gather(*self._leaving, return_exceptions=True)
 
     @asynccontextmanager
     async def stream(self, tenant: Tenant, session_id: str) -> AsyncIterator[Usage]:
-        """Counts a request for as long as the context is open; nothing is done for a tenant without limits.
+        """Count a request for as long as the context is open; do nothing for a tenant without limits.
 
         Raises:
             Overloaded: the tenant is at one of its limits.
@@ -70,7 +70,7 @@ class Quotas:
             yield usage
             return
         stream_id = secrets.token_hex(8)
-        # A task of its own: a caller that is cancelled under it must not leave without what Redis may have counted.
+        # A task of its own: where the caller is cancelled, Redis may have counted the stream, which must be undone.
         entering = asyncio.create_task(self._enter(tenant, stream_id, session_id))
         ended = asyncio.Event()
         renewal: asyncio.Task[None] | None = None
@@ -86,12 +86,12 @@ class Quotas:
             await asyncio.shield(leaving)
 
     async def forget(self, tenant: Tenant, session_id: str) -> None:
-        """Counts a session that was deleted no more."""
+        """Stop counting a session that was deleted."""
         if not tenant.is_unlimited:
-            await self._store.run("spend", _keys(tenant), 0, "", session_id)
+            await self._connection.run("spend", _keys(tenant), 0, "", session_id)
 
     async def _enter(self, tenant: Tenant, stream_id: str, session_id: str, *, again: bool = False) -> None:
-        outcome, wait_s = await self._store.run(
+        outcome, wait_s = await self._connection.run(
             "enter",
             _keys(tenant),
             stream_id,
@@ -104,9 +104,9 @@ class Quotas:
             int(again),
         )
         if outcome != b"ok":
-            name, what = _WHAT[outcome.decode()]
+            name, limited = _LIMITS[outcome.decode()]
             limit = getattr(tenant, name)
-            raise Overloaded(f"{limit} {what}, the tenant's limit", retry_after_s=float(wait_s))
+            raise Overloaded(f"{limit} {limited}, the tenant's limit", retry_after_s=float(wait_s))
 
     async def _renew(self, tenant: Tenant, stream_id: str, session_id: str, usage: Usage, ended: asyncio.Event) -> None:
         while not await _is_set_within(ended, self._lease_s / 3):
@@ -114,7 +114,7 @@ class Quotas:
                 await self._enter(tenant, stream_id, session_id, again=True)
                 await self._spend(tenant, usage)
             except OutriderError as error:
-                # It is counted with the next one; the stream itself hears of Redis by its commits.
+                # The next renewal counts it; the stream itself learns of the failure by its commits.
                 _LOG.warning("usage not counted", extra={"reason": error.reason})
 
     async def _leave(
@@ -125,7 +125,7 @@ class Quotas:
         entering: "asyncio.Task[None]",
         renewal: "asyncio.Task[None] | None",
     ) -> None:
-        # Behind whatever counts the stream, which may come to Redis on another connection. Scripts are bounded in time.
+        # After the scripts that count the stream, which may run on another connection. Scripts are bounded in time.
         await asyncio.wait((entering,) if renewal is None else (entering, renewal))
         if isinstance(entering.exception(), Overloaded):
             return
@@ -137,7 +137,7 @@ class Quotas:
     async def _spend(self, tenant: Tenant, usage: Usage, ended: str = "") -> None:
         num, usage.num_tokens = usage.num_tokens, 0
         try:
-            await self._store.run("spend", _keys(tenant), num, ended, "")
+            await self._connection.run("spend", _keys(tenant), num, ended, "")
         except OutriderError:
             usage.num_tokens += num
             raise

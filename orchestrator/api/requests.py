@@ -1,4 +1,4 @@
-"""Client requests: checked, and given what they leave open."""
+"""Client requests: checked, and completed with defaults."""
 
 import hashlib
 import re
@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import Final
 
 from orchestrator.settings import OrchestratorSettings
-from orchestrator.speculation import SpeculationChoice
-from orchestrator.store.sessions import derived_session_id
+from orchestrator.store.record import derived_session_id
+from orchestrator.workers.draft_session import SpeculationChoice
 from outrider import wire
 from outrider.errors import InvalidArgument
 from outrider.parameters import MAX_SPECULATIVE_TOKENS, AcceptanceRule, SamplingParameters
@@ -24,10 +24,10 @@ class CheckedRequest:
     """A request whose fields are in range; the prompt is still text, messages or token ids.
 
     Attributes:
-        request_id: given or drawn.
-        session_id: given or derived.
-        fingerprint: hash of everything the client asked for.
-        parameters: seed included, given or drawn.
+        request_id: the client's, else drawn.
+        session_id: the client's, else derived from the request id.
+        fingerprint: hash of all fields of the client's request.
+        parameters: seed included, the client's or else drawn.
         rule: acceptance rule.
         speculation: how it speculates.
         resume_offset: output tokens that the client has; None for a new request or a repetition.
@@ -45,7 +45,7 @@ class CheckedRequest:
 def check_request(
     message: generation_pb2.GenerateRequest, tenant: str, settings: OrchestratorSettings
 ) -> CheckedRequest:
-    """Returns the request; raises `InvalidArgument` with the field's name."""
+    """Return the checked request; raise `InvalidArgument` with the field's name."""
     request_id = message.request_id or secrets.token_hex(16)
     check_id("request_id", request_id)
     session_id = message.session_id or derived_session_id(tenant, request_id)
@@ -69,7 +69,7 @@ def check_request(
 def _speculation(
     speculation: generation_pb2.SpeculationParameters, settings: OrchestratorSettings
 ) -> SpeculationChoice:
-    """Returns how a request speculates; raises `InvalidArgument` with the field's name."""
+    """Return how a request speculates; raise `InvalidArgument` with the field's name."""
     if speculation.num_speculative_tokens > MAX_SPECULATIVE_TOKENS:
         raise InvalidArgument(
             f"num_speculative_tokens is {speculation.num_speculative_tokens}, may be at most {MAX_SPECULATIVE_TOKENS}",
@@ -101,15 +101,15 @@ def _speculation(
 
 
 def check_id(field: str, value: str) -> None:
-    """Raises `InvalidArgument` unless the value is an id."""
+    """Raise `InvalidArgument` unless the value is an id."""
     if not _ID.fullmatch(value):
         raise InvalidArgument(f"{field} must be 1 to 128 characters of A-Z a-z 0-9 . _ : -", field)
 
 
 def _fingerprint(message: generation_pb2.GenerateRequest) -> str:
-    asked = generation_pb2.GenerateRequest()
-    asked.CopyFrom(message)
-    # Neither is part of what is asked for: a client that left the session to be derived may name it when it resumes.
-    asked.ClearField("resume_offset")
-    asked.ClearField("session_id")
-    return hashlib.sha256(asked.SerializeToString(deterministic=True)).hexdigest()
+    content = generation_pb2.GenerateRequest()
+    content.CopyFrom(message)
+    # Neither is part of the request's content: a client whose session id was derived may give it when it resumes.
+    content.ClearField("resume_offset")
+    content.ClearField("session_id")
+    return hashlib.sha256(content.SerializeToString(deterministic=True)).hexdigest()

@@ -1,4 +1,4 @@
-"""GenerationService: what clients call."""
+"""The servicer of GenerationService, the API for clients."""
 
 from __future__ import annotations
 
@@ -14,9 +14,8 @@ from orchestrator.api.leasing import Leasing
 from orchestrator.api.quotas import Quotas
 from orchestrator.api.requests import CheckedRequest, check_id, check_request
 from orchestrator.api.tenants import Tenants
-from orchestrator.generation.generation import Generation, Services
-from orchestrator.generation.replay import accepted, ended, replayed
-from orchestrator.generation.session_tokens import SessionTokens
+from orchestrator.generation.generation import Generation, accepted_event, finished_event, replayed_event
+from orchestrator.generation.request import RunningRequest, Services, SessionTokens
 from orchestrator.store.sessions import BeginOutcome, Begun
 from orchestrator.text.output import OutputText
 from orchestrator.workers.model import Model
@@ -28,7 +27,7 @@ from outrider.v1 import generation_pb2, generation_pb2_grpc
 
 
 class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
-    """Serves clients; see proto/outrider/v1/generation.proto."""
+    """GenerationService; see proto/outrider/v1/generation.proto."""
 
     def __init__(self, services: Services, admission: Admission, tenants: Tenants, quotas: Quotas) -> None:
         self._services = services
@@ -40,11 +39,11 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         self._running: dict[tuple[str, str], Generation] = {}
 
     async def drain(self) -> None:
-        """Admits nothing more; running streams go on within the drain budget."""
+        """Admit no further request; running streams continue within the drain budget."""
         self._admission.close()
 
     async def settle(self) -> None:
-        """Returns when the leases of all streams that have ended are given back, and their tenants' places."""
+        """Return when the leases and the quotas of all streams that have ended are released."""
         await self._leasing.settle()
         await self._quotas.settle()
 
@@ -53,7 +52,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         request: generation_pb2.GenerateRequest,
         context: grpc.aio.ServicerContext[generation_pb2.GenerateRequest, generation_pb2.GenerateResponse],
     ) -> AsyncIterator[generation_pb2.GenerateResponse]:
-        """Streams a continuation."""
+        """Stream a continuation."""
         metadata = context.invocation_metadata()
         span = TRACER.start_span("generate", context_of(_traceparent(metadata)), SpanKind.SERVER)
         add_log_fields(**log_fields(span))
@@ -64,20 +63,20 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
             add_log_fields(**ids)
             span.set_attributes({f"outrider.{name}": value for name, value in ids.items()})
             async with (
-                self._admission.turn(),
-                # Ahead of the quota, so that both are one round trip.
-                self._leasing.looking(tenant.name, checked.session_id) as looking,
+                self._admission.admit(),
+                # Begun before the quota, so that both take one round trip.
+                self._leasing.reading(tenant.name, checked.session_id) as reading,
                 self._quotas.stream(tenant, checked.session_id) as usage,
             ):
-                times.admitted(is_resumed=checked.resume_offset is not None)
-                begun, model = await self._leasing.begin(request, checked, tenant.name, looking)
+                times.record_admitted(is_resumed=checked.resume_offset is not None)
+                begun, model = await self._leasing.begin(request, checked, tenant.name, reading)
                 if begun.outcome is BeginOutcome.NEW:
-                    times.begun(begun.record.prompt_len - begun.record.prompt_start)
-                # Closed here and now, not when the garbage collector finds it: the lease waits for it.
+                    times.record_begun(begun.record.prompt_len - begun.record.prompt_start)
+                # Closed at once, not by the garbage collector: it releases the lease.
                 async with aclosing(self._stream(begun, checked, model, span)) as events:
                     async for event in events:
                         usage.add(len(event.delta.origins))
-                        times.event(event)
+                        times.record_event(event)
                         yield event
 
     async def CancelGeneration(
@@ -87,7 +86,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
             generation_pb2.CancelGenerationRequest, generation_pb2.CancelGenerationResponse
         ],
     ) -> generation_pb2.CancelGenerationResponse:
-        """Ends a running request."""
+        """Cancel a running request."""
         tenant = self._tenants.of(context.invocation_metadata())
         check_id("session_id", request.session_id)
         if request.request_id:
@@ -103,7 +102,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         request: generation_pb2.GetSessionRequest,
         context: grpc.aio.ServicerContext[generation_pb2.GetSessionRequest, generation_pb2.GetSessionResponse],
     ) -> generation_pb2.GetSessionResponse:
-        """Returns a session's record."""
+        """Return a session's record."""
         tenant = self._tenants.of(context.invocation_metadata()).name
         check_id("session_id", request.session_id)
         record = await self._store.get(tenant, request.session_id)
@@ -129,7 +128,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         request: generation_pb2.DeleteSessionRequest,
         context: grpc.aio.ServicerContext[generation_pb2.DeleteSessionRequest, generation_pb2.DeleteSessionResponse],
     ) -> generation_pb2.DeleteSessionResponse:
-        """Deletes a session."""
+        """Delete a session."""
         tenant = self._tenants.of(context.invocation_metadata())
         check_id("session_id", request.session_id)
         self._services.replicas.forget_session(await self._store.delete(tenant.name, request.session_id))
@@ -141,7 +140,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         request: generation_pb2.ListModelsRequest,
         context: grpc.aio.ServicerContext[generation_pb2.ListModelsRequest, generation_pb2.ListModelsResponse],
     ) -> generation_pb2.ListModelsResponse:
-        """Returns the workers."""
+        """Return the workers."""
         self._tenants.of(context.invocation_metadata())
         return generation_pb2.ListModelsResponse(
             workers=self._services.replicas.statuses(),
@@ -159,25 +158,15 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
             offset = checked.resume_offset or 0
             if offset > len(replay):
                 problem = f"resume_offset is {offset}, the output has {len(replay)} tokens"
-                # Of a request that has not ended the store may have lost tokens that the client has been given.
+                # The store may have lost tokens that a client of a running request has received.
                 raise InvalidArgument(problem, "resume_offset") if begun.lease is None else DataLoss(problem)
-            if begun.lease is not None:
-                generation = Generation(
-                    self._services,
-                    record,
-                    begun.lease,
-                    SessionTokens(self._store, record, record.prompt_start, begun.token_ids),
-                    output,
-                    checked.speculation,
-                    model.stop_token_ids(record.parameters),
-                    span,
-                )
-            yield accepted(record)
-            stopped, delta = replayed(output, replay, offset)
+            generation = self._generation(begun, checked, model, output, span)
+            yield accepted_event(record)
+            stopped, delta = replayed_event(output, replay, offset)
             if delta is not None:
                 yield delta
             if generation is None:
-                yield ended(record, output.finish(stopped=stopped))
+                yield finished_event(record, output.finish(stopped=stopped))
                 return
             self._running[record.tenant, record.session_id] = generation
             async with aclosing(generation.events()) as events:
@@ -186,9 +175,26 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         finally:
             self._close(begun, generation)
 
+    def _generation(
+        self, begun: Begun, checked: CheckedRequest, model: Model, output: OutputText, span: Span
+    ) -> Generation | None:
+        """Return the generation of a request that has begun; None for one that had finished before."""
+        record = begun.record
+        if begun.lease is None:
+            return None
+        running = RunningRequest(
+            record,
+            begun.lease,
+            SessionTokens(self._store, record, record.prompt_start, begun.token_ids),
+            checked.speculation,
+            model.stop_token_ids(record.parameters),
+            span,
+        )
+        return Generation(self._services, running, output)
+
     def _close(self, begun: Begun, generation: Generation | None) -> None:
         if generation is not None:
-            # A later request of the session may run here already.
+            # A later request of the session may be running already.
             key = begun.record.tenant, begun.record.session_id
             if self._running.get(key) is generation:
                 del self._running[key]
@@ -202,5 +208,5 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
 
 
 def _traceparent(metadata: Iterable[tuple[str, str | bytes]] | None) -> str:
-    """Returns the trace context that a call came with; empty where it came with none."""
+    """Return the trace context of a call; empty without one."""
     return next((str(value) for key, value in metadata or () if key == "traceparent"), "")

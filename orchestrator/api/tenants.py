@@ -1,4 +1,4 @@
-"""Who calls: bearer tokens, the tenants they stand for, and what a tenant may use."""
+"""Tenants: their bearer tokens and limits, from a file that is reloaded when it changes."""
 
 import hashlib
 import hmac
@@ -13,19 +13,19 @@ from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, TypeAdapter, 
 from outrider.errors import InvalidArgument, Unauthenticated
 
 _LOG: Final = logging.getLogger(__name__)
-_LOOK_EVERY_S: Final = 1.0
+_RELOAD_INTERVAL_S: Final = 1.0
 _SCHEME: Final = "bearer "
 _HASHED: Final = "sha256:"
 _HEADER: Final = "authorization"
 
 
 class Limits(BaseModel):
-    """What a tenant may use, over all orchestrators of one Redis; 0 is no limit.
+    """Limits of a tenant, over all orchestrators of one Redis; 0 is no limit.
 
     Attributes:
-        max_sessions: sessions that live.
+        max_sessions: sessions that exist at once.
         max_streams: requests that generate at once.
-        tokens_per_minute: output tokens, beyond which no new request begins within the same minute.
+        tokens_per_minute: output tokens, beyond which new requests are refused within the same minute.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -36,7 +36,7 @@ class Limits(BaseModel):
 
     @property
     def is_unlimited(self) -> bool:
-        """Whether there is nothing to count."""
+        """Whether no usage has to be counted."""
         return not (self.max_sessions or self.max_streams or self.tokens_per_minute)
 
 
@@ -44,7 +44,7 @@ class Tenant(Limits):
     """A tenant.
 
     Attributes:
-        name: what its sessions belong to.
+        name: owner of its sessions.
         tokens: its bearer tokens; or `sha256:` and the digest of one in hexadecimal, so that the file holds no secret.
     """
 
@@ -56,20 +56,20 @@ _FILE: Final = TypeAdapter(dict[str, dict[str, object]])
 
 
 class Tenants:
-    """The tenants of a file, which is read anew when it changes.
+    """The tenants of a file, which is reloaded when it changes.
 
         {"acme": {"tokens": ["sha256:..."], "max_streams": 20, "tokens_per_minute": 100000}, "other": {...}}
 
     Args:
-        path: the file; None takes every caller for the tenant `default`, without limits.
+        path: the file; without one, every caller is the tenant `default`, without limits.
 
     Raises:
-        InvalidArgument: the file cannot be read or understood, or has no token.
+        InvalidArgument: the file cannot be read, is not valid, or has no token.
     """
 
     def __init__(self, path: Path | None) -> None:
         self._path = path
-        self._looked_s = time.monotonic()
+        self._checked_s = time.monotonic()
         self._stamp = 0
         self._known: list[tuple[bytes, Tenant]] = []
         self._default = Tenant()
@@ -77,37 +77,37 @@ class Tenants:
             self._stamp, self._known = path.stat().st_mtime_ns if path.exists() else 0, _read(path)
 
     def of(self, metadata: Iterable[tuple[str, str | bytes]] | None) -> Tenant:
-        """Returns the tenant whose token the metadata of a call has.
+        """Return the tenant of a call, by the bearer token in its metadata.
 
         Raises:
-            Unauthenticated: there is no token, or nobody's.
+            Unauthenticated: the token is missing or invalid.
         """
         if self._path is None:
             return self._default
-        self._look(self._path)
+        self._reload(self._path)
         given = [value for name, value in metadata or () if name.lower() == _HEADER and isinstance(value, str)]
         if len(given) != 1 or not given[0].lower().startswith(_SCHEME):
             raise Unauthenticated("the call has no bearer token")
         digest = hashlib.sha256(given[0][len(_SCHEME) :].strip().encode()).digest()
-        # All are compared, each in constant time, so that the time tells nothing about any.
+        # All are compared, each in constant time, so that the time reveals nothing about any of them.
         found = [tenant for known, tenant in self._known if hmac.compare_digest(known, digest)]
         if not found:
-            raise Unauthenticated("the token is nobody's")
+            raise Unauthenticated("invalid token")
         return found[0]
 
-    def _look(self, path: Path) -> None:
+    def _reload(self, path: Path) -> None:
         now = time.monotonic()
-        if now - self._looked_s < _LOOK_EVERY_S:
+        if now - self._checked_s < _RELOAD_INTERVAL_S:
             return
-        self._looked_s = now
+        self._checked_s = now
         try:
             stamp = path.stat().st_mtime_ns
             if stamp != self._stamp:
                 self._known = _read(path)
                 self._stamp = stamp
-                _LOG.info("tenants were read anew", extra={"num_tenants": len({t.name for _, t in self._known})})
+                _LOG.info("tenants reloaded", extra={"num_tenants": len({t.name for _, t in self._known})})
         except (OSError, InvalidArgument) as error:
-            _LOG.error("tenants stay as they were: %s", error)
+            _LOG.error("tenants not reloaded: %s", error)
 
 
 def _read(path: Path) -> list[tuple[bytes, Tenant]]:
@@ -124,9 +124,9 @@ def _read(path: Path) -> list[tuple[bytes, Tenant]]:
     except ValueError as error:
         raise InvalidArgument(f"{path}: {error}", "tenants_file") from error
     if not digests:
-        raise InvalidArgument(f"{path} has no tenant with a token, so nobody could call", "tenants_file")
+        raise InvalidArgument(f"{path} has no tenant with a token, so every call would be refused", "tenants_file")
     if len({digest for digest, _ in digests}) < len(digests):
-        raise InvalidArgument(f"{path}: a token stands there twice", "tenants_file")
+        raise InvalidArgument(f"{path}: it has a token twice", "tenants_file")
     return digests
 
 

@@ -1,4 +1,4 @@
-"""Endpoints that are all addresses of one name."""
+"""Endpoints of a name in DNS: all of its addresses."""
 
 import asyncio
 import contextlib
@@ -15,32 +15,32 @@ _ANSWER_S: Final = 10.0
 
 
 class SystemResolver:
-    """Asks the system for addresses, one question at a time, each in a thread that ends with its answer.
+    """The system's resolver: one query at a time, each in a thread that ends with its answer.
 
-    Not in the event loop's own threads: a question that hangs, as it does for a minute where no name server answers,
-    would keep them from everything else, and the process from its end.
+    The event loop's own threads are not used: a query that hangs, as it does for a minute where no name server answers,
+    would block them, and the end of the process.
     """
 
     def __init__(self) -> None:
-        # Not whether the thread lives: it does for a moment after it has answered.
+        # Not whether the thread is alive: it is, for a moment after it has answered.
         self._is_answered = threading.Event()
         self._is_answered.set()
 
     async def __call__(self, host: str, port: int) -> set[str]:
-        """Returns the addresses of a name, as host:port.
+        """Return the addresses of a name, as host:port.
 
         Raises:
-            OSError: it has none, or the question before is still open.
+            OSError: it has none, or the query before is not answered yet.
         """
         if not self._is_answered.is_set():
-            raise OSError(f"no answer yet to the last question for {host}")
+            raise OSError(f"no answer yet to the last query for {host}")
         loop = asyncio.get_running_loop()
         answer: asyncio.Future[set[str]] = loop.create_future()
         self._is_answered.clear()
-        threading.Thread(target=self._ask, args=(host, port, loop, answer), name="resolver", daemon=True).start()
+        threading.Thread(target=self._query, args=(host, port, loop, answer), name="resolver", daemon=True).start()
         return await answer
 
-    def _ask(self, host: str, port: int, loop: asyncio.AbstractEventLoop, answer: "asyncio.Future[set[str]]") -> None:
+    def _query(self, host: str, port: int, loop: asyncio.AbstractEventLoop, answer: "asyncio.Future[set[str]]") -> None:
         result: set[str] | OSError
         try:
             found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
@@ -48,7 +48,7 @@ class SystemResolver:
         except OSError as error:
             result = error
         self._is_answered.set()
-        # Nobody may be waiting any more.
+        # The loop may be closed.
         with contextlib.suppress(RuntimeError):
             loop.call_soon_threadsafe(_settle, answer, result)
 
@@ -63,14 +63,14 @@ def _settle(answer: "asyncio.Future[set[str]]", result: set[str] | OSError) -> N
 
 
 class DnsName:
-    """Asks for a name's addresses again and again.
+    """Discovery by a name that is resolved at intervals.
 
-    A name that has none, or is not answered, keeps those that it had: whoever is gone is noticed by its stream.
+    A name without an answer keeps its last addresses: the stream of a worker that is gone breaks by itself.
 
     Args:
         place: the name.
-        interval_s: seconds from an answer to the next question.
-        resolve: asks for addresses; raises `OSError`. None asks the system.
+        interval_s: seconds from an answer to the next query.
+        resolve: returns the addresses of a host and a port; raises `OSError`. None takes the system's resolver.
     """
 
     def __init__(

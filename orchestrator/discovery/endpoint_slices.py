@@ -1,4 +1,7 @@
-"""Endpoints of a Kubernetes service: the EndpointSlices of its name, listed once and then watched."""
+"""Endpoints of a Kubernetes service: the EndpointSlices of its name, listed once and then watched.
+
+Import this module only where a cluster is used: the `kubernetes` package takes a second, and memory.
+"""
 
 import asyncio
 import logging
@@ -6,22 +9,23 @@ import time
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Final
 
+import aiohttp
 from kubernetes.aio import client
 from kubernetes.aio.client.exceptions import ApiException
 from kubernetes.aio.watch import Watch
 
-from orchestrator.discovery.api import API_ERRORS, status_of
 from orchestrator.discovery.endpoints import Endpoint, Found, KubernetesPlace
 
 _LOG: Final = logging.getLogger(__name__)
 _GROUP: Final = "discovery.k8s.io"
 _VERSIONS: Final = ("v1", "v1beta1")
 _PLURAL: Final = "endpointslices"
+_API_ERRORS: Final = (ApiException, aiohttp.ClientError, TimeoutError, OSError)
 _FIRST_ERROR: Final = 400
 _NOT_FOUND: Final = 404
 _GONE: Final = 410
 _SHORT_S: Final = 0.5
-"""A watch that ends sooner has not done what it was asked for, and the next one waits a little."""
+"""A watch that ends sooner was cut short, so the next one waits."""
 _LIST_S: Final = 30.0
 _WATCH_S: Final = 30.0
 _GRACE_S: Final = 10.0
@@ -30,12 +34,12 @@ _MAX_BACKOFF_S: Final = 10.0
 
 
 class EndpointSlices:
-    """Follows the EndpointSlices of one service.
+    """Discovery by the EndpointSlices of one service.
 
-    The list comes first; from its version on a watch tells the changes. A watch that ends or breaks goes on at the last
-    version seen; only where the server has forgotten that version (410), everything is listed again. Each watch is
-    asked to end after half a minute, and given up ten seconds later: a connection that has died in silence is noticed
-    then. While the server is away, what was found last goes on to count.
+    The list comes first; from its version on a watch sends the changes. A watch that ends or breaks resumes at the last
+    version seen; only where the server no longer has that version (410), everything is listed again. The server
+    ends each watch after half a minute; one that has not ended ten seconds later times out, which detects a connection
+    that died silently. While the server is out of reach, the last endpoints stay in force.
 
     Args:
         api: client of the API server, which stays the caller's.
@@ -68,7 +72,7 @@ class EndpointSlices:
 
     async def run(self, found: Found) -> None:
         """See `Discovery`."""
-        # One for all: each makes a client of its own, which reads all certificates of the system.
+        # One for all watches: each makes a client of its own, which reads all certificates of the system.
         watch = Watch()
         try:
             while True:
@@ -77,7 +81,7 @@ class EndpointSlices:
             await watch.close()
 
     async def _turn(self, watch: Watch, found: Found) -> None:
-        """Lists where that has to be, and watches until the watch ends; pauses after a failure."""
+        """List where that is necessary, and watch until the watch ends; pause after a failure."""
         began = time.monotonic()
         try:
             if self._version is None:
@@ -85,15 +89,15 @@ class EndpointSlices:
             await self._follow(watch, found)
             if time.monotonic() - began >= _SHORT_S:
                 return
-        except API_ERRORS as error:
-            self._note(error)
+        except _API_ERRORS as error:
+            self._record(error)
         except (KeyError, TypeError, ValueError) as error:
-            self._note(ApiException(status=0, reason=f"malformed answer: {error!r}"))
+            self._record(ApiException(status=0, reason=f"malformed answer: {error!r}"))
         await asyncio.sleep(self._backoff_s)
         self._backoff_s = min(2 * self._backoff_s, _MAX_BACKOFF_S)
 
-    def _note(self, error: Exception) -> None:
-        status = status_of(error)
+    def _record(self, error: Exception) -> None:
+        status = int(error.status or 0) if isinstance(error, ApiException) else 0
         reason = str(getattr(error, "reason", "")) or type(error).__name__
         about = {"service": self._place.service, "status": status, "reason": reason}
         if status == _GONE:
@@ -101,9 +105,9 @@ class EndpointSlices:
             _LOG.info("endpoints are listed again", extra=about)
             return
         if status == _NOT_FOUND:
-            # An upgrade may have taken the version away that was chosen.
+            # An upgrade may have removed the chosen version of the API.
             self._api_version, self._version = "", None
-        _LOG.warning("endpoints cannot be watched, the last ones count", extra=about)
+        _LOG.warning("endpoints cannot be watched, the last ones stay in force", extra=about)
 
     async def _list(self, found: Found) -> None:
         async with asyncio.timeout(self._list_s):
@@ -112,16 +116,16 @@ class EndpointSlices:
             listed: Any = await self._objects.list_namespaced_custom_object(**self._query)
         self._slices = {item["metadata"]["name"]: item for item in listed.get("items") or ()}
         self._version = str(listed["metadata"]["resourceVersion"])
-        self._tell(found)
+        self._notify(found)
 
     async def _chosen_version(self) -> str:
-        """Returns the newest version of EndpointSlices that the server has and this code knows."""
+        """Return the newest version of EndpointSlices that both the server and this code support."""
         group = await client.DiscoveryApi(self._api).get_api_group()
         offered = {item.version for item in group.versions}
         return next((version for version in _VERSIONS if version in offered), _VERSIONS[0])
 
     async def _follow(self, watch: Watch, found: Found) -> None:
-        """Takes changes in until the server ends the watch."""
+        """Apply changes until the server ends the watch."""
         query: dict[str, Any] = {
             **self._query,
             "resource_version": self._version,
@@ -132,25 +136,25 @@ class EndpointSlices:
             async for event in watch.stream(self._open, **query):
                 self._backoff_s = _FIRST_BACKOFF_S
                 self._version = watch.resource_version or self._version
-                self._take(event["type"], event["object"])
-                self._tell(found)
+                self._apply(event["type"], event["object"])
+                self._notify(found)
 
     async def _open(self, *, _preload_content: bool = False, **query: Any) -> Any:
-        """Returns the answer to a watch, unread; the library looks at what is in it only, not at its status."""
+        """Return the response to a watch, unread; raise its status, which the library does not check."""
         response = await self._objects.list_namespaced_custom_object_without_preload_content(**query)
         if response.status >= _FIRST_ERROR:
             response.release()
             raise ApiException(status=response.status, reason=response.reason)
         return response
 
-    def _take(self, kind: str, item: Mapping[str, Any]) -> None:
+    def _apply(self, kind: str, item: Mapping[str, Any]) -> None:
         match kind:
             case "ADDED" | "MODIFIED":
                 self._slices[item["metadata"]["name"]] = item
             case "DELETED":
                 self._slices.pop(item["metadata"]["name"], None)
 
-    def _tell(self, found: Found) -> None:
+    def _notify(self, found: Found) -> None:
         endpoints = endpoints_of(self._slices.values(), self._place.port)
         if endpoints != self._known:
             self._known = endpoints
@@ -168,13 +172,13 @@ class EndpointSlices:
 
 
 def endpoints_of(slices: Iterable[Mapping[str, Any]], port: str) -> tuple[Endpoint, ...]:
-    """Returns the endpoints of a service's slices, in order of address.
+    """Return the endpoints of a service's slices, in order of address.
 
-    A pod counts once: with the first of its addresses, IPv4 before IPv6; and where two slices differ about it, as they
-    do for a moment while it moves from one to the other, as ready as any of them says.
+    A pod counts once: with the first of its addresses, IPv4 before IPv6. Where it is in two slices, as for a moment
+    while it moves from one to the other, it is ready where it is ready in one of them.
 
     Args:
-        slices: EndpointSlices of version v1 or v1beta1, as they stand in JSON.
+        slices: EndpointSlices of version v1 or v1beta1, as JSON.
         port: name of the port, or its number.
     """
     chosen: dict[str, tuple[tuple[bool, bool], Endpoint]] = {}
@@ -195,7 +199,7 @@ def _endpoints(item: Mapping[str, Any], port: str) -> Iterator[tuple[str, Endpoi
         conditions, pod = entry.get("conditions") or {}, entry.get("targetRef") or {}
         for host in entry.get("addresses", ())[:1]:
             address = f"[{host}]:{number}" if ":" in host else f"{host}:{number}"
-            # Not said is yes for `ready` and no for `terminating`, as the API defines it.
+            # A missing `ready` is true and a missing `terminating` is false, as the API defines.
             endpoint = Endpoint(
                 address,
                 name=pod.get("name", ""),

@@ -1,4 +1,4 @@
-"""Endpoints, and the settings that say where to look for them."""
+"""Endpoints of workers, and the places that settings name."""
 
 import re
 from collections.abc import Callable, Sequence
@@ -15,13 +15,13 @@ _MAX_PORT: Final = 65535
 
 @dataclass(frozen=True, slots=True)
 class Endpoint:
-    """A worker, as discovery knows it.
+    """The address of a worker, with its state in discovery.
 
     Attributes:
         address: host:port.
-        name: of the pod; empty where none is known.
-        is_ready: whether new sessions may go there.
-        is_terminating: whether it is about to end; sessions that it has go on as long as it lets them.
+        name: of the pod; empty without one.
+        is_ready: whether it takes new sessions.
+        is_terminating: whether it is about to end; its sessions continue until it ends them.
     """
 
     address: str
@@ -31,16 +31,16 @@ class Endpoint:
 
 
 Found = Callable[[Sequence[Endpoint]], None]
-"""Gets all endpoints of one place, each time that they change."""
+"""Called with all endpoints of one place, each time that they change."""
 
 
 class Discovery(Protocol):
-    """Looks for the endpoints of one place."""
+    """Discovery of the endpoints of one place."""
 
     async def run(self, found: Found) -> None:
-        """Calls `found` with what there is, and again whenever it changes, until cancelled.
+        """Call `found` with the present endpoints, and again whenever they change, until cancelled.
 
-        While the place cannot be looked at, nothing is called: what was found last goes on to count.
+        While the place is out of reach, `found` is not called: the last endpoints stay in force.
         """
 
 
@@ -78,10 +78,10 @@ class KubernetesPlace:
 
 
 def parse_place(text: str, field: str) -> Endpoint | DnsPlace | KubernetesPlace:
-    """Returns what a setting says: `host:port`, `dns:///host:port` or `kubernetes://[NAMESPACE]/SERVICE:PORT`.
+    """Return the place that a setting names: `host:port`, `dns:///host:port` or `kubernetes://[NAMESPACE]/SERVICE:PORT`.
 
     Raises:
-        InvalidArgument: none of these; it names `field`.
+        InvalidArgument: the text is none of these; it names `field`.
     """
     if found := _KUBERNETES.fullmatch(text):
         return KubernetesPlace(found["namespace"], found["service"], found["port"])

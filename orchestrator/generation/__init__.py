@@ -1,1 +1,1 @@
-"""One request's life: proposals to the target, verdicts to Redis and the client, failover, replay."""
+"""The generation of one request: proposals to the target, verdicts to Redis and the client, failover, replay."""

@@ -1,4 +1,4 @@
-"""How many targets a request may be lost to: one that ends whatever serves it must not end all targets in turn."""
+"""A bound on the targets that a request is lost with: one that crashes its target must not crash all in turn."""
 
 from typing import Final
 
@@ -6,34 +6,34 @@ from outrider.errors import OutriderError, RequestFailed, Unavailable
 
 _MAX_LOST: Final = 2
 _FORGIVEN_LEN: Final = 32
-"""Output tokens of a target, after which what happened before is not held against the request: targets end for other
-reasons too, and a long request may outlive several of them."""
+"""Output tokens of a target after which earlier losses no longer count: targets also end for other reasons, and a long
+request may outlive several of them."""
 
 
 class TargetLosses:
-    """Counts the targets that a request was lost to, and says when they are enough.
+    """A count of the targets that a request was lost with, which ends the request at two.
 
-    A target is lost where its process or its stream ends while the request is open on it, or where it says that the
-    request fails by itself. A refusal (full, draining, no KV cache) is no loss, nor is a target that cannot be reached.
+    A target is lost where its process or its stream ends while the request is open on it, or where it reports that the
+    request itself fails. A refusal (full, draining, no KV cache) is no loss, nor is a target that is out of reach.
     """
 
     def __init__(self) -> None:
         self._lost: set[str] = set()
         self._num_failures = 0
 
-    def note(self, error: OutriderError, incarnation: str, num_output: int, *, was_open: bool) -> None:
-        """Takes into account how a request left a target.
+    def record(self, error: OutriderError, incarnation: str, num_output: int, *, was_open: bool) -> None:
+        """Count how a request left a target.
 
         Args:
-            error: why.
-            incarnation: of the target's process; a stream that broke and a process that ended look alike, but one
-                process is lost once.
+            error: the reason.
+            incarnation: of the target's process; a broken stream and an ended process look alike, but a process counts
+                once.
             num_output: tokens that it output for the request.
-            was_open: whether the request was open on it, and its stream ended.
+            was_open: whether the request was open on it when its stream ended.
 
         Raises:
-            RequestFailed: two targets, or one of them twice, have said that the request fails by itself.
-            Unavailable: two targets were lost; resuming tries others.
+            RequestFailed: two targets, or one of them twice, have reported that the request itself fails.
+            Unavailable: two targets were lost; a client that resumes tries others.
         """
         has_failed = isinstance(error, RequestFailed) or type(error) is OutriderError
         if not has_failed and not was_open:

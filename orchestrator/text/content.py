@@ -1,8 +1,8 @@
-"""The contents of chat messages: text, whatever they look like. No special token comes of what a message has written.
+"""A guard that keeps special tokens out of the contents of chat messages: a content is text, whatever it looks like.
 
-A chat template puts contents between special tokens of its own, and what it gives is one text. A message that holds
-`<|im_end|>` would end itself there, and could go on as another role. So before a template is rendered, special tokens
-that are written in contents are marked; in what it gives, the special tokens that are left are the template's.
+A chat template puts contents between special tokens of its own, and renders one text. A message with `<|im_end|>` would
+end itself there, and could continue as another role. So special tokens in contents are marked before the template is
+rendered; the special tokens left in the rendered text are the template's.
 """
 
 import re
@@ -16,21 +16,21 @@ import tokenizers
 from tokenizers import AddedToken
 
 _PRIVATE: Final = 0xF0000
-"""First of the 65,534 characters of plane 15, which mean nothing to anybody."""
+"""First of the 65,534 characters of plane 15, which have no meaning."""
 _NUM_PRIVATE: Final = 0xFFFE
 _NONCE_LEN: Final = 8
 
 
 def encoded(tokenizer: tokenizers.Tokenizer, text: str, *, add_special_tokens: bool) -> tokenizers.Encoding:
-    """Returns the encoding of a text, without offsets; other threads go on meanwhile, as they do not in `encode`."""
+    """Return the encoding of a text, without offsets; unlike `Tokenizer.encode` of the library, it releases the GIL."""
     return tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0]
 
 
 class ContentGuard:
-    """Marks special tokens in contents, and encodes what a template makes of marked contents.
+    """Marks for special tokens in contents, and the encoding of text that a template renders of marked contents.
 
-    The token ids of contents without special tokens are those of the tokenizer itself. Marks are private characters
-    that nobody can guess. A template that cuts a mark in two leaves such characters in the text: text still.
+    The token ids of contents without special tokens are those of the tokenizer itself. Marks are private characters,
+    drawn at random. A template that cuts a mark in two leaves such characters in the text, still as text.
 
     Args:
         tokenizer: of the model.
@@ -55,14 +55,14 @@ class ContentGuard:
         self._ids: dict[int, int] = {}
 
     def marked(self, content: str) -> str:
-        """Returns a content in which no special token stands, nor comes about with what a template puts beside it."""
+        """Return a content without special tokens, also where a template's text is joined to its edges."""
         for name in self._names:
             while name in content:
                 content = content.replace(name, self._marks[name[0]] + name[1:])
         return self._with_edges_marked(content)
 
     def encode(self, rendered: str) -> list[int]:
-        """Returns the token ids of what a template gave for marked contents."""
+        """Return the token ids of the text that a template rendered of marked contents."""
         if self._mark not in rendered:
             return list(encoded(self._tokenizer, rendered, add_special_tokens=False).ids)
         literal = self._literal_tokenizer()
@@ -84,7 +84,7 @@ class ContentGuard:
         return content
 
     def _completes(self, body: str) -> bool:
-        """Returns whether a text may be the end, or the middle, of a special token."""
+        """Return whether a text may be the end, or the middle, of a special token."""
         if any(body[:num] in self._tails for num in range(1, min(self._longest, len(body)) + 1)):
             return True
         return 0 < len(body) < self._longest and any(body in name for name in self._names)
@@ -94,9 +94,9 @@ class ContentGuard:
         return self._chars[index] if 0 <= index < len(self._chars) else ""
 
     def _literal_tokenizer(self) -> tokenizers.Tokenizer:
-        """Returns one that takes special tokens for text, and a stand-in for each of them for that token.
+        """Return a tokenizer that encodes special tokens as text, and a stand-in for each of them as that token.
 
-        Made when it is first needed: it takes as much memory as the tokenizer itself.
+        It is made at its first use, since it takes as much memory as the tokenizer itself.
         """
         with self._lock:
             if self._literal is None:

@@ -1,1 +1,1 @@
-"""Drafts and targets as an orchestrator sees them: connections, rotation, circuit breakers, their sessions."""
+"""The orchestrator's side of drafts and targets: links, rotation, circuit breakers, sessions on workers."""

@@ -1,17 +1,31 @@
-"""The model that the targets in rotation host: what requests are checked against, and their prompts encoded with."""
+"""The model that the targets in rotation share, and its tokenizer, which they serve."""
 
+import asyncio
+import functools
+import json
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any, Final
 
-from orchestrator.text.output import OutputText
+import grpc
+
+from orchestrator.text.output import check_stop_strings
 from orchestrator.text.tokenizer import Tokenizer
-from outrider.errors import InvalidArgument
+from orchestrator.workers.links import WorkerLink
+from outrider.errors import InvalidArgument, Unavailable
 from outrider.parameters import SamplingParameters
-from outrider.v1 import generation_pb2
+from outrider.serving.status import peer_errors
+from outrider.v1 import generation_pb2, worker_pb2
+from outrider.v1.worker_pb2_grpc import WorkerServiceStub
+
+_TIMEOUT_S: Final = 10.0
+_MAX_FETCHES: Final = 3
+"""Targets that a tokenizer is fetched from, one after the other, while requests wait."""
 
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """What a request needs to know of the targets before one of them is chosen.
+    """The properties of the targets that a request is checked against before one of them is chosen.
 
     Attributes:
         fingerprint: of the model; the same at all targets in rotation.
@@ -30,17 +44,92 @@ class Model:
     eos_token_ids: tuple[int, ...]
 
     def check(self, message: generation_pb2.GenerateRequest, parameters: SamplingParameters) -> None:
-        """Raises `InvalidArgument` with the name of a parameter that this model cannot follow."""
+        """Raise `InvalidArgument` with the name of a parameter that this model cannot follow."""
         parameters.check_vocabulary(self.vocabulary_size)
-        # The default is not held against a small model: the end of the context ends the output anyway.
+        # The default may exceed a small model's limit: the end of the context ends the output anyway.
         if message.parameters.HasField("max_tokens") and parameters.max_tokens > self.max_session_len:
             raise InvalidArgument(
                 f"max_tokens is {parameters.max_tokens}, sessions have at most {self.max_session_len} tokens",
                 "max_tokens",
             )
-        OutputText(self.tokenizer, parameters)
+        check_stop_strings(self.tokenizer, parameters)
 
     def stop_token_ids(self, parameters: SamplingParameters) -> tuple[int, ...]:
-        """Returns the token ids at which a request ends, in order."""
+        """Return the token ids at which a request ends, in order."""
         eos = () if parameters.ignore_eos else self.eos_token_ids
         return tuple(sorted({*parameters.stop_token_ids, *eos}))
+
+
+class TokenizerCache:
+    """The tokenizers of targets, by fingerprint; each is fetched once, for all requests that wait for it."""
+
+    def __init__(self) -> None:
+        self._tokenizers: dict[str, Tokenizer | None] = {}
+        self._fetches: dict[str, asyncio.Task[Tokenizer | None]] = {}
+
+    async def get(self, fingerprint: str, sources: Callable[[], Sequence[WorkerLink]]) -> Tokenizer | None:
+        """Return a tokenizer; None where the model has none.
+
+        Args:
+            fingerprint: of the tokenizer.
+            sources: returns the targets to fetch it from, in order.
+
+        Raises:
+            Unavailable: none of the first three targets sends it.
+        """
+        if fingerprint in self._tokenizers:
+            return self._tokenizers[fingerprint]
+        fetch = self._fetches.get(fingerprint)
+        if fetch is None:
+            fetch = self._fetches[fingerprint] = asyncio.create_task(self._fetch(fingerprint, sources))
+            fetch.add_done_callback(functools.partial(self._end_fetch, fingerprint))
+        # A caller that is cancelled leaves the fetch to the others.
+        return await asyncio.shield(fetch)
+
+    def close(self) -> None:
+        """Cancel all fetches."""
+        for fetch in tuple(self._fetches.values()):
+            fetch.cancel()
+
+    async def _fetch(self, fingerprint: str, sources: Callable[[], Sequence[WorkerLink]]) -> Tokenizer | None:
+        problem = Unavailable("no target sends its tokenizer")
+        for link in sources()[:_MAX_FETCHES]:
+            try:
+                tokenizer = self._tokenizers[fingerprint] = await _fetched(link.channel)
+                return tokenizer
+            except Unavailable as error:
+                problem = error
+        raise problem
+
+    def _end_fetch(self, fingerprint: str, fetch: "asyncio.Task[Tokenizer | None]") -> None:
+        del self._fetches[fingerprint]
+        # Retrieved, since all callers may have been cancelled.
+        if not fetch.cancelled():
+            fetch.exception()
+
+
+async def _fetched(channel: grpc.aio.Channel) -> Tokenizer | None:
+    """Return a target's tokenizer; None where its model has none.
+
+    Raises:
+        Unavailable: the target does not send it within 10 s.
+    """
+    files: dict[str, bytes] = {}
+    call = WorkerServiceStub(channel).GetTokenizer(worker_pb2.GetTokenizerRequest(), timeout=_TIMEOUT_S)
+    with peer_errors():
+        try:
+            async for part in call:
+                files[part.name] = files.get(part.name, b"") + part.content
+        except grpc.aio.AioRpcError as error:
+            if error.code() in (grpc.StatusCode.UNIMPLEMENTED, grpc.StatusCode.NOT_FOUND):
+                return None
+            if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
+                # The orchestrator's own bound, not the client's.
+                raise Unavailable(f"the target does not send its tokenizer within {_TIMEOUT_S:g} s") from error
+            raise
+    template = files.get("chat_template.jinja")
+    special: dict[str, Any] = json.loads(files.get("special_tokens.json", b"{}"))
+    # In a thread: a large vocabulary takes a second.
+    return await asyncio.to_thread(
+        Tokenizer, files["tokenizer.json"].decode(), template.decode() if template else None, special
+    )

@@ -1,4 +1,4 @@
-"""Links to all workers of one kind, as many as discovery finds at the time."""
+"""A pool of links to the workers of one kind, as discovery finds them."""
 
 import asyncio
 import logging
@@ -15,25 +15,25 @@ from orchestrator.workers.links import StreamKind, WorkerLink
 
 _LOG: Final = logging.getLogger(__name__)
 _PAUSE_S: Final = 10.0
-# As often as resolvers that cache answer anew, and no burden: one question for each name.
+# About as often as caching resolvers refresh, at one query for each name.
 _DNS_INTERVAL_S: Final = 5.0
 
 
 class LinkPool:
-    """Opens a link for each endpoint that is found, and ends those of endpoints that are no longer there.
+    """Links to all endpoints that discovery finds; links to endpoints that are no longer listed end.
 
-    A worker that is no longer listed keeps its link for as long as it has sessions and its stream holds: a list may be
-    wrong, a stream that carries tokens is not.
+    A worker that is no longer listed keeps its link while it has sessions and its stream works: a list may be wrong, a
+    stream that carries tokens is not.
 
     Args:
         kind: of the workers.
-        places: where they are; see `parse_place`.
-        field: the setting that says so.
+        places: of the workers; see `parse_place`.
+        field: the setting with the places, for errors.
         settings: of the process.
-        cluster: is asked for the endpoints of services.
+        cluster: client of the API server, for Kubernetes services.
 
     Attributes:
-        changed: set when a link comes.
+        changed: set when a link is added.
     """
 
     def __init__(
@@ -45,7 +45,7 @@ class LinkPool:
         self.changed = asyncio.Event()
         self._links: dict[str, WorkerLink] = {}
         self._running: dict[WorkerLink, asyncio.Task[None]] = {}
-        self._looking: list[asyncio.Task[None]] = []
+        self._searches: list[asyncio.Task[None]] = []
         self._is_started = False
         parsed = [parse_place(place, field) for place in places]
         self._places = [place for place in parsed if not isinstance(place, Endpoint)]
@@ -54,27 +54,27 @@ class LinkPool:
 
     @property
     def links(self) -> list[WorkerLink]:
-        """All links, those found first before others."""
+        """All links, in the order in which their endpoints were found."""
         return list(self._links.values())
 
     @property
     def is_empty(self) -> bool:
-        """Whether there is nowhere to look for workers."""
+        """Whether there is neither a link nor a place where discovery may find workers."""
         return not self._links and not self._places
 
     async def start(self) -> None:
-        """Begins to look for workers and to connect. Raises `InvalidArgument` where there is no cluster to ask."""
+        """Start discovery and connect. Raise `InvalidArgument` where discovery needs a cluster and there is none."""
         self._is_started = True
         for link in self.links:
             self._start(link)
         for number, place in enumerate(self._places):
             discovery = await self._discovery(place)
-            self._looking.append(asyncio.create_task(_look(discovery, partial(self._on_found, number))))
+            self._searches.append(asyncio.create_task(_discover(discovery, partial(self._on_found, number))))
 
     async def stop(self) -> None:
-        """Ends everything."""
+        """Stop discovery and all links."""
         self._is_started = False
-        tasks = [*self._looking, *self._running.values()]
+        tasks = [*self._searches, *self._running.values()]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
@@ -82,7 +82,7 @@ class LinkPool:
     async def _discovery(self, place: DnsPlace | KubernetesPlace) -> Discovery:
         if isinstance(place, DnsPlace):
             return DnsName(place, _DNS_INTERVAL_S)
-        # Here, because importing it takes a second that nobody else should wait.
+        # Here, because the import takes a second, which processes without a cluster save.
         from orchestrator.discovery.endpoint_slices import EndpointSlices
 
         namespace = place.namespace or self._cluster.namespace
@@ -93,7 +93,7 @@ class LinkPool:
         self._apply()
 
     def _apply(self) -> None:
-        """Makes links what the places together say; an address that two of them have counts as the first says."""
+        """Add and remove links so that they match all places; an address in two places counts as in the first."""
         wanted: dict[str, tuple[Endpoint, str]] = {}
         for number, endpoints in self._found.items():
             tls_name = self._places[number].tls_name if number >= 0 else ""
@@ -101,11 +101,11 @@ class LinkPool:
                 wanted.setdefault(endpoint.address, (endpoint, tls_name))
         for address, link in list(self._links.items()):
             if address not in wanted:
-                self._leave(link)
+                self._unlist(link)
         for address, (endpoint, tls_name) in wanted.items():
-            self._keep(address, endpoint, tls_name)
+            self._update(address, endpoint, tls_name)
 
-    def _keep(self, address: str, endpoint: Endpoint, tls_name: str) -> None:
+    def _update(self, address: str, endpoint: Endpoint, tls_name: str) -> None:
         link = self._links.get(address)
         if link is None:
             link = self._links[address] = WorkerLink(address, self._kind, self._settings, tls_name)
@@ -120,11 +120,11 @@ class LinkPool:
         self._running[link] = task
         task.add_done_callback(lambda _: self._ended(link))
 
-    def _leave(self, link: WorkerLink) -> None:
+    def _unlist(self, link: WorkerLink) -> None:
         if link.endpoint is None:
             return
         _LOG.info("worker no longer listed", extra={"worker": link.address})
-        link.leave()
+        link.unlist()
         if not link.is_up:
             if (task := self._running.get(link)) is not None:
                 task.cancel()
@@ -135,7 +135,7 @@ class LinkPool:
         if link.endpoint is None:
             self._drop(link)
         elif self._is_started:
-            # It was listed again while its stream was being ended.
+            # The worker was listed again while its stream was ending.
             self._start(link)
 
     def _drop(self, link: WorkerLink) -> None:
@@ -143,11 +143,11 @@ class LinkPool:
             del self._links[link.address]
 
 
-async def _look(discovery: Discovery, found: Found) -> None:
+async def _discover(discovery: Discovery, found: Found) -> None:
     while True:
         try:
             await discovery.run(found)
         except Exception:
-            # Whatever a name server or an API server says must not end the search for good.
-            _LOG.exception("looking for workers failed, going on")
+            # No answer of a name server or an API server may end discovery for good.
+            _LOG.exception("discovery failed, trying again")
         await asyncio.sleep(_PAUSE_S)

@@ -1,4 +1,4 @@
-"""The workers, which of them are in rotation, and which one a session gets."""
+"""The replicas of targets and drafts: which are in rotation, and which one a session uses."""
 
 import asyncio
 import functools
@@ -8,26 +8,25 @@ from weakref import WeakKeyDictionary
 
 from orchestrator.discovery.cluster import Cluster
 from orchestrator.settings import OrchestratorSettings
-from orchestrator.text.tokenizer import Tokenizer, fetch_tokenizer
+from orchestrator.text.tokenizer import Tokenizer
 from orchestrator.workers.breaker import Breaker
 from orchestrator.workers.links import DRAFT, TARGET, WorkerLink
-from orchestrator.workers.model import Model
+from orchestrator.workers.model import Model, TokenizerCache
 from orchestrator.workers.pool import LinkPool
 from outrider.errors import Unavailable
 from outrider.parameters import AcceptanceRule
 from outrider.v1 import generation_pb2, tokens_pb2, worker_pb2
 
-_LOOK_S: Final = 0.5
-_MAX_FETCHES: Final = 3
-"""Targets that are asked for a tokenizer, one after the other, while requests wait."""
+_CHECK_INTERVAL_S: Final = 0.5
+"""Seconds after which a request without a target checks the loads again, which polling changes."""
 
 
 class Replicas:
     """Links to all targets and drafts.
 
-    A target is in rotation when it is reached and hosts the same model as the first one reached; a draft, when it is
-    reached and shares the target's tokenizer. Whoever is not is listed with the reason, and looked at again when its
-    stream comes back. A draft that failed rests first; see `Breaker`.
+    A target is in rotation while it is connected and hosts the same model as the first connected one; a draft, while it
+    is connected and shares the target's tokenizer. The others are listed with the reason, and checked again when their
+    stream is back. A draft that failed is out of rotation while its circuit is open; see `Breaker`.
     """
 
     def __init__(self, settings: OrchestratorSettings) -> None:
@@ -35,36 +34,34 @@ class Replicas:
         self._cluster = Cluster(settings.kubeconfig)
         self._targets = LinkPool(TARGET, settings.targets, "targets", settings, self._cluster)
         self._drafts = LinkPool(DRAFT, settings.drafts, "drafts", settings, self._cluster)
-        self._tokenizers: dict[str, Tokenizer | None] = {}
-        self._fetches: dict[str, asyncio.Task[Tokenizer | None]] = {}
+        self._tokenizers = TokenizerCache()
         self._last_model: Model | None = None
         self._breakers: WeakKeyDictionary[WorkerLink, Breaker] = WeakKeyDictionary()
 
     @property
     def targets(self) -> list[WorkerLink]:
-        """All targets that are known now, in rotation or not."""
+        """All targets, in rotation or not."""
         return self._targets.links
 
     @property
     def drafts(self) -> list[WorkerLink]:
-        """All drafts that are known now, in rotation or not."""
+        """All drafts, in rotation or not."""
         return self._drafts.links
 
     async def start(self) -> None:
-        """Begins to look for workers and to connect. Raises `InvalidArgument` where there is no cluster to ask."""
+        """Start discovery and connect. Raise `InvalidArgument` where discovery needs a cluster and there is none."""
         await self._targets.start()
         await self._drafts.start()
 
     async def stop(self) -> None:
-        """Ends all links."""
-        for fetch in tuple(self._fetches.values()):
-            fetch.cancel()
+        """Close all links."""
+        self._tokenizers.close()
         await self._targets.stop()
         await self._drafts.stop()
         await self._cluster.close()
 
     def target_problem(self, link: WorkerLink) -> str:
-        """Returns why a target is out of rotation; empty when it is in."""
+        """Return the reason why a target is out of rotation; empty for one in rotation."""
         first = self._first_target()
         if not link.is_up or link.info is None:
             return link.problem
@@ -75,7 +72,7 @@ class Replicas:
         return ""
 
     def draft_problem(self, link: WorkerLink) -> str:
-        """Returns why a draft is out of rotation; empty when it is in."""
+        """Return the reason why a draft is out of rotation; empty for one in rotation."""
         first = self._first_target()
         if not link.is_up or link.info is None:
             return link.problem
@@ -88,23 +85,23 @@ class Replicas:
         if first and first.info and (problem := _feature_problem(link.info, first.info)):
             return f"FAILED_PRECONDITION: {problem}"
         if self._breaker(link).is_open:
-            return "it failed and rests"
+            return "circuit open"
         return ""
 
-    def failed(self, draft: WorkerLink) -> None:
-        """Keeps a draft that failed out of rotation for a while, which grows from failure to failure."""
+    def record_failure(self, draft: WorkerLink) -> None:
+        """Open the circuit of a draft; the time for which it is open grows from failure to failure."""
         self._breaker(draft).fail()
 
-    def proved(self, draft: WorkerLink) -> None:
-        """Notes that a draft proposes: earlier failures are forgotten."""
+    def record_success(self, draft: WorkerLink) -> None:
+        """Close the circuit of a draft that proposes."""
         self._breaker(draft).succeed()
 
     async def target(self, warm: str, avoided: Iterable[str] = ()) -> WorkerLink:
-        """Returns the target for a session, waiting for one within the failover bound.
+        """Return the target for a session; wait for one within the failover bound.
 
         Args:
-            warm: replica that had the session last; taken when it is in rotation.
-            avoided: addresses that just failed; taken only when there is no other.
+            warm: replica that had the session last; chosen where it is in rotation.
+            avoided: addresses that just failed; chosen only where there is no other.
 
         Raises:
             Unavailable: none came into rotation in time.
@@ -112,7 +109,7 @@ class Replicas:
         return _preferred(await self._targets_in_rotation(), warm, set(avoided))
 
     async def model(self) -> Model:
-        """Returns the model of the targets, waiting for one within the failover bound; chooses none of them.
+        """Return the model of the targets, without choosing one; wait for one within the failover bound.
 
         Raises:
             Unavailable: none came into rotation in time, or none sends the tokenizer.
@@ -132,13 +129,13 @@ class Replicas:
 
     @property
     def past_model(self) -> Model | None:
-        """The model of the last request that found a target; None where one is in rotation, or no request has."""
+        """The model of the last request that found a target, while none is in rotation; else None."""
         if self._last_model is None or any(not self.target_problem(link) for link in self.targets):
             return None
         return self._last_model
 
     async def _targets_in_rotation(self) -> list[WorkerLink]:
-        """Returns the targets in rotation, at least one; raises as `target` does."""
+        """Return the targets in rotation, at least one; raise as `target` does."""
         try:
             async with asyncio.timeout(self._settings.failover_timeout_s):
                 while True:
@@ -153,15 +150,15 @@ class Replicas:
             raise Unavailable(f"no target is available ({problems or none})") from None
 
     def draft(self, drafter: str, rule: AcceptanceRule) -> WorkerLink | None:
-        """Returns the least loaded draft in rotation that suits the request; None where there is none.
+        """Return the least loaded draft in rotation that fits the request; None where there is none.
 
-        One that failed before is given to a single session, whose luck decides about the others.
+        A draft that failed before is tried by a single session, whose outcome closes or opens the circuit.
 
         Args:
-            drafter: the drafter it must be; empty for any.
-            rule: the rule that will judge its proposals.
+            drafter: the required drafter; empty for any.
+            rule: the acceptance rule for its proposals.
         """
-        ready = [link for link in self.drafts if not self.draft_problem(link) and _suits(link, drafter, rule)]
+        ready = [link for link in self.drafts if not self.draft_problem(link) and _fits(link, drafter, rule)]
         permitted = [link for link in ready if self._breaker(link).permits]
         chosen = min(permitted, key=_load, default=None)
         if chosen is not None:
@@ -169,50 +166,30 @@ class Replicas:
         return chosen
 
     async def tokenizer(self, link: WorkerLink) -> Tokenizer | None:
-        """Returns a target's tokenizer, fetched once, for all who wait for it; None where its model has none.
+        """Return a target's tokenizer, which is fetched once; None where its model has none.
 
         Raises:
-            Unavailable: neither this target nor another one with the same tokenizer sends it.
+            Unavailable: neither this target nor two others with the same tokenizer send it.
         """
         fingerprint = link.info.tokenizer_fingerprint if link.info else ""
-        if fingerprint in self._tokenizers:
-            return self._tokenizers[fingerprint]
-        fetch = self._fetches.get(fingerprint)
-        if fetch is None:
-            fetch = self._fetches[fingerprint] = asyncio.create_task(self._fetch(fingerprint, link))
-            fetch.add_done_callback(functools.partial(self._forget_fetch, fingerprint))
-        # One caller that gives up takes it from nobody else.
-        return await asyncio.shield(fetch)
+        return await self._tokenizers.get(fingerprint, functools.partial(self._sources, fingerprint, link))
 
-    async def _fetch(self, fingerprint: str, first: WorkerLink) -> Tokenizer | None:
+    def _sources(self, fingerprint: str, first: WorkerLink) -> list[WorkerLink]:
+        """Return a target, and the others in rotation that have the same tokenizer."""
         others = [link for link in self.targets if link is not first and not self.target_problem(link)]
-        links = [first, *(link for link in others if link.info and link.info.tokenizer_fingerprint == fingerprint)]
-        problem = Unavailable("no target sends its tokenizer")
-        for link in links[:_MAX_FETCHES]:
-            try:
-                tokenizer = self._tokenizers[fingerprint] = await fetch_tokenizer(link.channel)
-                return tokenizer
-            except Unavailable as error:
-                problem = error
-        raise problem
-
-    def _forget_fetch(self, fingerprint: str, fetch: "asyncio.Task[Tokenizer | None]") -> None:
-        del self._fetches[fingerprint]
-        # Looked at, as nobody may be left who waits for it.
-        if not fetch.cancelled():
-            fetch.exception()
+        return [first, *(link for link in others if link.info and link.info.tokenizer_fingerprint == fingerprint)]
 
     def forget_session(self, worker_key: str) -> None:
-        """Has the workers forget a session that is gone; does not wait for them.
+        """Send `ForgetSession` for a deleted session to all workers, without waiting.
 
-        All are told, since any may have run it, and those that have not ignore it. One without a stream now is not told
-        later: it forgets the session by itself once that has been idle for long enough.
+        Any of them may have run it; the others ignore the frame. A worker without a stream does not get it later: it
+        forgets the session once that has been idle for long enough.
         """
         for link in (*self.targets, *self.drafts):
             link.send(link.kind.frame(forget=tokens_pb2.ForgetSession(session_id=worker_key)))
 
     def statuses(self) -> list[generation_pb2.WorkerStatus]:
-        """Returns every worker as `ListModels` shows it."""
+        """Return every worker as `ListModels` shows it."""
         known = [(link, self.target_problem(link)) for link in self.targets]
         known += [(link, self.draft_problem(link)) for link in self.drafts]
         return [
@@ -221,7 +198,7 @@ class Replicas:
         ]
 
     def counts(self) -> Iterator[tuple[str, int, int]]:
-        """Yields role, number in rotation and number out of it."""
+        """Yield each role, its number of workers in rotation and its number out of rotation."""
         for role, links, problem in (
             ("target", self.targets, self.target_problem),
             ("draft", self.drafts, self.draft_problem),
@@ -233,20 +210,20 @@ class Replicas:
         return self._breakers.setdefault(draft, Breaker(self._settings.draft_retry_s))
 
     def _first_target(self) -> WorkerLink | None:
-        """Returns the target that the others must fit; one that leaves decides for nobody but where all do."""
+        """Return the target whose model the others must host; one that is leaving only where all are leaving."""
         known = [link for link in self.targets if link.is_up and link.info]
         return next((link for link in known if not _leaving(link)), known[0] if known else None)
 
     @staticmethod
     async def _change(pool: LinkPool) -> None:
-        """Returns when a link of the pool came, or the stream of one came or went."""
+        """Return when a link was added to the pool, or when the stream of one opened or broke."""
         changes = [pool.changed, *(link.changed for link in pool.links)]
         for change in changes:
             change.clear()
         waits = [asyncio.create_task(change.wait()) for change in changes]
         try:
-            # Load and draining are polled, so that a change of theirs is noticed too.
-            async with asyncio.timeout(_LOOK_S):
+            # Loads and draining are polled, and set no event.
+            async with asyncio.timeout(_CHECK_INTERVAL_S):
                 await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
         except TimeoutError:
             pass
@@ -256,10 +233,10 @@ class Replicas:
 
 
 def _leaving(link: WorkerLink) -> str:
-    """Returns why a worker that is reached should get no new sessions; empty where it should."""
+    """Return the reason why a connected worker gets no new sessions; empty where it does."""
     if link.load.draining:
         return "it is draining"
-    # Once: metrics are read in another thread.
+    # Read once: metrics are exposed by another thread.
     endpoint = link.endpoint
     if endpoint is None:
         return "it is no longer listed"
@@ -267,7 +244,7 @@ def _leaving(link: WorkerLink) -> str:
 
 
 def _feature_problem(draft: worker_pb2.GetInfoResponse, target: worker_pb2.GetInfoResponse) -> str:
-    """Returns why a draft cannot be made of this target's features; empty where it can, or needs none."""
+    """Return the reason why a draft cannot use this target's features; empty where it can, or needs none."""
     if draft.target_fingerprint and draft.target_fingerprint != target.weights_fingerprint:
         return f"it was made for target {draft.target_fingerprint}, not for {target.weights_fingerprint}"
     if not draft.feature_layers:
@@ -275,11 +252,11 @@ def _feature_problem(draft: worker_pb2.GetInfoResponse, target: worker_pb2.GetIn
     if draft.hidden_size != target.hidden_size:
         return f"it takes features of {draft.hidden_size} numbers, the target's have {target.hidden_size}"
     if max(draft.feature_layers) > target.num_layers:
-        return f"it asks for layer {max(draft.feature_layers)}, the target has {target.num_layers}"
+        return f"it needs layer {max(draft.feature_layers)}, the target has {target.num_layers}"
     return ""
 
 
-def _suits(link: WorkerLink, drafter: str, rule: AcceptanceRule) -> bool:
+def _fits(link: WorkerLink, drafter: str, rule: AcceptanceRule) -> bool:
     info = link.info
     if info is None or (drafter and info.drafter != drafter):
         return False
@@ -287,7 +264,7 @@ def _suits(link: WorkerLink, drafter: str, rule: AcceptanceRule) -> bool:
 
 
 def _load(link: WorkerLink) -> tuple[bool, int, int]:
-    # One that is not ready, as when it is full, is better than none.
+    # A worker that is not ready, such as a full one, comes after all others.
     return not _is_ready(link), max(link.num_sessions, link.load.num_active_sessions), link.num_sessions
 
 

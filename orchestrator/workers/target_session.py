@@ -1,11 +1,11 @@
-"""A request's place on a target: opened, given its span, heard, closed."""
+"""A request's session on a target: opened, sent its span, its verdicts received, closed."""
 
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Final
 
-from orchestrator.workers.links import Handle, WorkerLink
+from orchestrator.workers.links import StreamHandle, WorkerLink
 from outrider import wire
 from outrider.errors import KVCacheMiss, OutriderError, Unavailable
 from outrider.tokens import TokenSpan
@@ -14,20 +14,20 @@ from outrider.v1 import target_pb2, tokens_pb2
 _LOG: Final = logging.getLogger(__name__)
 _ANSWER_S: Final = 10.0
 _WINDOW_PARTS: Final = 4
-"""Times that a window is moved within its own length."""
+"""Moves of a window within its own length."""
 _MAX_SPAN_LEN: Final = 16384
 """Tokens in one span frame, so that a frame stays far below the limit on messages."""
 
 
 class TargetSession:
-    """Receives what a target says about one request.
+    """A request's session on a target.
 
     Args:
         link: the target.
-        on_verdict: gets each verdict, in order.
-        on_error: gets the error that ends the session on this target, once.
-        on_features: gets features, in order, once they are asked for.
-        tokens_from: reads the session's tokens from a position on, up to the end it had when the session was opened.
+        on_verdict: called with each verdict, in order.
+        on_error: called once, with the error that ends the session on this target.
+        on_features: called with features, in order, once they are requested.
+        tokens_from: reads the session's tokens from a position on, up to the end at the time of `open`.
     """
 
     def __init__(
@@ -44,13 +44,13 @@ class TargetSession:
         self._on_features = on_features
         self._tokens_from = tokens_from
         self._opened: asyncio.Future[int] = asyncio.get_running_loop().create_future()
-        self._handle: Handle | None = None
+        self._handle: StreamHandle | None = None
         self._replays: set[asyncio.Task[None]] = set()
         self._has_failed = False
         self._is_cut_off = False
         self._incarnation = link.info.incarnation if link.info else ""
         self._span_start = 0
-        self._told_len = 0
+        self._sent_len = 0
 
     @property
     def replica(self) -> str:
@@ -59,23 +59,23 @@ class TargetSession:
 
     @property
     def incarnation(self) -> str:
-        """Names the process that the request was opened on."""
+        """Id of the process that the request was opened on."""
         return self._incarnation
 
     @property
     def was_lost(self) -> bool:
-        """Whether the target, on which the request was open, is gone, or its stream is."""
+        """Whether the stream of the target broke while the request was open there."""
         return self._is_cut_off and self._opened.done() and self._opened.exception() is None
 
     async def open(self, message: target_pb2.VerifyOpen) -> None:
-        """Opens the request and sends the tokens the target lacks; generation starts.
+        """Open the request and send the tokens that the target lacks; generation starts.
 
         Raises:
             OutriderError: the target refuses, is lost, or does not answer in time.
         """
         self._handle = self.link.open(self)
         self._handle.send(open=message)
-        self._told_len = message.committed_len
+        self._sent_len = message.committed_len
         try:
             async with asyncio.timeout(_ANSWER_S):
                 cached_len = await self._opened
@@ -84,7 +84,7 @@ class TargetSession:
         await self._send_span(cached_len)
 
     def on_frame(self, frame: target_pb2.VerifyResponseFrame) -> None:
-        """Takes a frame; see `Receiver`."""
+        """Handle a frame; see `Receiver`."""
         match frame.WhichOneof("frame"):
             case "verdict":
                 self._on_verdict(frame.verdict)
@@ -98,41 +98,41 @@ class TargetSession:
                 if not isinstance(error, KVCacheMiss):
                     self._fail(error)
                 elif error.cached_len < self._span_start:
-                    # Each replay begins earlier, so there is a last one. Any other miss is about a span it replaced.
+                    # Each replay begins earlier, so there is a last one. Any other miss is about a replaced span.
                     self._replay(error.cached_len)
 
     def on_lost(self, error: OutriderError) -> None:
-        """Learns that the stream is broken; see `Receiver`."""
+        """Handle the loss of the stream; see `Receiver`."""
         self._is_cut_off = not self._has_failed
         self._fail(error)
 
     def propose(self, proposal: tokens_pb2.Proposal) -> None:
-        """Forwards a part of a proposal as it came."""
+        """Forward a part of a proposal, unchanged."""
         if self._handle is not None:
             self._handle.send(proposal=proposal)
 
     def request_features(self, layers: Sequence[int], start: int) -> None:
-        """Asks for the session's features from a position on."""
+        """Request the session's features from a position on."""
         if self._handle is not None:
             self._handle.send(features=target_pb2.FeatureRequest(layers=layers, start=start))
 
     def speculate(self, settings: target_pb2.SpeculationSettings) -> None:
-        """Says what a round waits for."""
+        """Send the settings of speculation."""
         if self._handle is not None:
             self._handle.send(speculation=settings)
 
     def move_window(self, committed_len: int, window: int) -> None:
-        """Tells how far tokens are committed and that the target may run `window` further; not for every few tokens.
+        """Send the committed length, `window` tokens beyond which the target may run; only a few times within a window.
 
-        Until it is told, the target keeps fewer tokens of a session that is left than it could, which costs time only.
+        Until then the target keeps fewer tokens of an abandoned session than it could, which costs time only.
         """
-        if self._handle is not None and committed_len - self._told_len >= max(1, window // _WINDOW_PARTS):
-            self._told_len = committed_len
+        if self._handle is not None and committed_len - self._sent_len >= max(1, window // _WINDOW_PARTS):
+            self._sent_len = committed_len
             message = target_pb2.VerifyWindow(committed_len=committed_len, window_end=committed_len + window)
             self._handle.send(window=message)
 
     def close(self, committed_len: int) -> None:
-        """Ends the request on this target; what is committed stays warm there."""
+        """End the request on this target; its committed tokens stay cached there."""
         for replay in self._replays:
             replay.cancel()
         if self._handle is not None:
@@ -159,7 +159,7 @@ class TargetSession:
         if isinstance(error, OutriderError):
             self._fail(error)
         elif error is not None:
-            # Without it the target would wait for the span, and this session for the target, until the stall limit.
+            # Otherwise the target would wait for the span, and this session for the target, until the stall timeout.
             _LOG.error("a span could not be sent", exc_info=error, extra={"worker": self.link.address})
             self._fail(Unavailable(f"the span for {self.link.address} could not be read"))
 

@@ -154,7 +154,7 @@ async def drained_well(call: "grpc.aio.UnaryStreamCall") -> bool:
 
 async def test_attack_05_a_cancel_while_a_place_is_being_taken(session_store_url: str) -> None:
     store = SessionStore(session_store_url)
-    quotas, tenant = Quotas(store, 100), Tenant(name=new_id(), max_streams=1)
+    quotas, tenant = Quotas(store.connection, 100), Tenant(name=new_id(), max_streams=1)
     for num_turns in range(12):
 
         async def hold() -> None:

@@ -164,6 +164,6 @@ async def test_attack_12_an_error_about_one_frame_ends_one_session(
         assert tokens_of(await orchestrator.events(asking(max_tokens=60))) == continuation(PROMPT, 60)
         assert poisoned
         assert [link._call for link in links] == calls
-    records = [record for record in caplog.records if record.message == "frame not understood"]
+    records = [record for record in caplog.records if record.message == "invalid frame"]
     assert len(records) == 1
     assert records[0].exc_info

@@ -103,7 +103,7 @@ REFUSALS: Mapping[str, Refusal] = {
     "user without rights": Refusal(
         lambda admin: admin.acl_setuser("default", enabled=True, commands=["-@write"]),
         lambda admin: admin.acl_setuser("default", enabled=True, commands=["+@all"]),
-        "its user may not do what is needed",
+        "its user lacks a permission",
     ),
 }
 
@@ -116,7 +116,7 @@ async def until(is_so: Callable[[], bool]) -> None:
 
 async def check_refused(orchestrator: Orchestrator, refusal: Refusal, caplog: pytest.LogCaptureFixture) -> None:
     """Asserts that nothing is served, that clients are told why, and that it was logged once."""
-    await until(lambda: not orchestrator.watch.is_well)
+    await until(lambda: not orchestrator.watch.takes_writes)
     for _ in range(2):
         with pytest.raises(refusal.error, match=refusal.problem) as caught:
             await orchestrator.events(asking(max_tokens=2))
@@ -137,20 +137,20 @@ async def test_attack_15_a_redis_that_refuses_ends_readiness_and_is_named(
     async with ScriptedTarget() as target:
         url = f"redis://:{PASSWORD}@{valkey.address}/0"
         async with orchestrating(url, (target,)) as orchestrator:
-            assert orchestrator.watch.is_well
+            assert orchestrator.watch.takes_writes
             refusal.begin(admin)
             try:
                 await check_refused(orchestrator, refusal, caplog)
             finally:
                 refusal.end(admin)
-            await until(lambda: orchestrator.watch.is_well)
+            await until(lambda: orchestrator.watch.takes_writes)
             assert len(tokens_of(await orchestrator.events(asking(max_tokens=2)))) == 2
 
 
 async def test_attack_15_a_redis_that_wants_a_password_is_not_ready_from_the_start(
     valkey: EmbeddedValkey, admin: redis.Redis, caplog: pytest.LogCaptureFixture
 ) -> None:
-    refusal = Refusal(_lock(PASSWORD), _lock(""), "it wants a password")
+    refusal = Refusal(_lock(PASSWORD), _lock(""), "it requires a password")
     refusal.begin(admin)
     async with ScriptedTarget() as target, orchestrating(f"redis://{valkey.address}/0", (target,)) as orchestrator:
         async with grpc.aio.insecure_channel(orchestrator.address) as channel:

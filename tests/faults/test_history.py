@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from orchestrator.generation.generation import Generation
+from orchestrator.generation.worker_pair import WorkerPair
 from orchestrator.store.sessions import Committed, Lease
 from orchestrator.store.store import SessionStore
 from outrider.client import GenerationRequest, OutriderClient
@@ -91,9 +92,9 @@ def double_a_delta(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def apply_a_stale_verdict(monkeypatch: pytest.MonkeyPatch) -> None:
-    take = Generation._on_verdict
+    take = WorkerPair._on_verdict
 
-    def applying(self: Generation, verdict: target_pb2.Verdict) -> None:
+    def applying(self: WorkerPair, verdict: target_pb2.Verdict) -> None:
         take(self, verdict)
         # Not in the part that the target pauses after: it would be asked for that part again.
         if not verdict.finish_reason and verdict.base.len >= len(PROMPT) + 7:
@@ -101,7 +102,7 @@ def apply_a_stale_verdict(monkeypatch: pytest.MonkeyPatch) -> None:
             stale.base.len = self._tokens.end
             take(self, stale)
 
-    monkeypatch.setattr(Generation, "_on_verdict", applying)
+    monkeypatch.setattr(WorkerPair, "_on_verdict", applying)
 
 
 @pytest.mark.parametrize("plant", [skip_a_commit, double_a_delta, apply_a_stale_verdict])
@@ -148,13 +149,13 @@ async def test_an_owner_that_was_fenced_off_and_writes_on_is_found(
 
 async def ignore_fencing(store: SessionStore) -> None:
     """Has the store's server run an append that does not look at fencing tokens."""
-    script = store._scripts._scripts["append"]
+    script = store.connection._scripts["append"]
     source = script.script if isinstance(script.script, str) else script.script.decode()
     careless = source
     for look in ("if token > tonumber(ARGV[1])", "if token < tonumber(ARGV[1])", "if known[4] == 'finished'"):
         assert look in careless
         careless = careless.replace(look, "if false")
-    store._scripts._scripts["append"] = store._redis.register_script(careless)
+    store.connection._scripts["append"] = store.connection.client.register_script(careless)
 
 
 def test_streams_that_break_off_or_end_twice_are_found() -> None:

@@ -3,7 +3,7 @@
 import asyncio
 from dataclasses import replace
 
-from orchestrator.store.sessions import derived_session_id
+from orchestrator.store.record import derived_session_id
 from outrider.client import Speculation
 from outrider.errors import Fenced, SessionBusy
 from outrider.parameters import AcceptanceRule

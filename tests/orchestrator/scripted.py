@@ -24,12 +24,12 @@ NextToken = Callable[[list[int]], int]
 
 
 def counting(tokens: list[int]) -> int:
-    """The law of the scripted target: ids from 100 to 996, decided by position and last token, never a stop token."""
+    """The scripted target's next token, from 100 to 996: a function of position and last token, never a stop token."""
     return 100 + (7 * len(tokens) + 31 * tokens[-1]) % 897
 
 
 def continuation(tokens: list[int], num: int, next_token: NextToken = counting) -> list[int]:
-    """What plain decoding gives."""
+    """The output of plain decoding."""
     whole = list(tokens)
     for _ in range(num):
         whole.append(next_token(whole))
@@ -37,7 +37,7 @@ def continuation(tokens: list[int], num: int, next_token: NextToken = counting) 
 
 
 class ScriptedWorker(worker_pb2_grpc.WorkerServiceServicer):
-    """What both workers do: say who they are, and keep one outbox for each stream.
+    """The part that both workers share: GetInfo, and one outbox for each stream.
 
     Attributes:
         num_fetches: times that its tokenizer was asked for.
@@ -326,7 +326,7 @@ class ScriptedTarget(ScriptedWorker, target_pb2_grpc.TargetServiceServicer):
         if self.run_len is not None:
             self.run_len -= len(output)
         request.started = not finish
-        # Decided once for each round, and told by its verdict; what comes later counts from the next round on.
+        # Decided once for each round, and sent with its verdict; a later change counts from the next round on.
         request.waits = request.speculates > 0
         verdict = target_pb2.Verdict(
             base=tokens_pb2.Base(len=base, fencing_token=message.fencing_token),
@@ -356,7 +356,7 @@ class ScriptedTarget(ScriptedWorker, target_pb2_grpc.TargetServiceServicer):
 
 
 class ScriptedDraft(ScriptedWorker, draft_pb2_grpc.DraftServiceServicer):
-    """Proposes what `next_token` gives; the default is the target's own law, so everything is accepted.
+    """Proposes tokens of `next_token`; the default is the target's own, so everything is accepted.
 
     Attributes:
         is_silent: takes everything and answers `open` only.

@@ -13,7 +13,7 @@ from orchestrator.api.quotas import Quotas
 from orchestrator.api.servicer import GenerationServicer
 from orchestrator.api.tenants import Tenants
 from orchestrator.gauges import register_gauges
-from orchestrator.generation.generation import Services
+from orchestrator.generation.request import Services
 from orchestrator.metrics import OrchestratorMetrics
 from orchestrator.settings import OrchestratorSettings
 from orchestrator.store.store import SessionStore
@@ -96,18 +96,18 @@ async def orchestrating(
     replicas = Replicas(settings)
     await replicas.start()
     admission = Admission(settings.max_active_requests, settings.max_queued_requests, settings.max_queue_s)
-    tenants, quotas = Tenants(settings.tenants_file), Quotas(store, settings.session_ttl_s)
+    tenants, quotas = Tenants(settings.tenants_file), Quotas(store.connection, settings.session_ttl_s)
     registry = new_registry("orchestrator")
     metrics = OrchestratorMetrics(registry)
     register_gauges(registry, admission, replicas)
     services = Services(store, replicas, settings, metrics, window)
     servicer = GenerationServicer(services, admission, tenants, quotas)
-    watch = StoreWatch(store, period_s=0.05)
+    watch = StoreWatch(store.connection, period_s=0.05)
     server = Server(
         settings,
         name="orchestrator",
         drain=servicer.drain,
-        is_ready=lambda: watch.is_well,
+        is_ready=lambda: watch.takes_writes,
         registry=registry,
         authenticate=tenants.of,
     )
@@ -143,7 +143,7 @@ def asking(
     plain: bool = False,
     **parameters: object,
 ) -> pb.GenerateRequest:
-    """A request for a continuation of token ids, of 20 tokens unless said otherwise."""
+    """A request for a continuation of token ids, of 20 tokens by default."""
     request = pb.GenerateRequest(request_id=request_id, session_id=session_id, resume_offset=resume_offset)
     request.token_ids.token_ids.extend(PROMPT if prompt is None else prompt)
     request.speculation.disabled = plain

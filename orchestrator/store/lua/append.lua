@@ -9,11 +9,11 @@ if redis.call('EXISTS', KEYS[1]) == 0 then return {redis.call('EXISTS', KEYS[3])
 local token, length, expected, num = count(known[1]), count(known[2]), tonumber(ARGV[2]), #ARGV[3] / 4
 if not token or not length or not (known[4] == 'running' or known[4] == 'finished') then return {'data_loss', 0, '0'} end
 if token > tonumber(ARGV[1]) then return {'fenced', length, '0'} end
--- A token that is not on record was granted by writes that a failover lost.
+-- A failover has lost the writes that granted this lease's fencing token.
 if token < tonumber(ARGV[1]) then return {'data_loss', length, '0'} end
 if redis.call('STRLEN', KEYS[2]) ~= 4 * length then return {'data_loss', length, '0'} end
 if known[4] == 'finished' then
-  -- Ended by this lease, or cancelled while it had run out: the client may have seen the end, so nothing may follow it.
+  -- Ended by this lease, or cancelled after the lease had expired: the client may have seen the end, so nothing may follow.
   -- A repetition whose first reply was lost changes nothing.
   local same_end = ARGV[6] == '' or ARGV[6] == known[5]
   local same_log = num == 0 and length == expected or num > 0 and length == expected + num

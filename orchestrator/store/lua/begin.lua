@@ -1,12 +1,12 @@
--- Leases a session and begins a request on it, or goes on with the same request.
+-- Leases a session and begins a request on it, or continues the same request.
 -- KEYS[1] session hash  KEYS[2] token log  KEYS[3] mark of a deleted session
 -- ARGV: 1 tenant, 2 session_id, 3 model fingerprint, 4 tokenizer fingerprint, 5 request_id, 6 request fingerprint,
 --       7 owner (unique to the call, which may be repeated), 8 lease in microseconds, 9 TTL in milliseconds,
 --       10 parameters, 11 seed, 12 acceptance rule,
 --       13 prompt (4 bytes a token, little endian), 14 expected length or '', 15 '1' takes a live lease over,
---       16 '1' refuses a new request, 17 longest session
--- Returns {outcome, the log from the prompt on, fields and values of the hash ...}; the log is '' but for 'continued' and
--- 'finished'. Only 'new' and 'continued' lease.
+--       16 '1' refuses a new request, 17 longest session in tokens
+-- Returns {outcome, the log from the prompt on, fields and values of the hash ...}; the log is '' except for 'continued'
+-- and 'finished'. Only 'new' and 'continued' lease.
 local fields = {'tenant', 'model', 'tokenizer', 'request_id', 'request_fingerprint', 'state', 'deadline', 'fencing_token',
   'committed_len', 'owner', 'session_id', 'created', 'finish_reason', 'prompt_start'}
 
@@ -29,7 +29,7 @@ if exists then
   end
   local is_finished = known[6] == 'finished' and known[13] ~= ''
   if not is_finished and not (known[6] == 'running' and known[13] == '') then return {'data_loss'} end
-  -- The key is a hash of tenant and session: no record of another pair's can stand there.
+  -- The key is a hash of tenant and session: a record of another pair is damage.
   if known[1] ~= ARGV[1] or known[11] ~= ARGV[2] or not count(known[12]) then return {'data_loss'} end
   if known[2] ~= ARGV[3] or known[3] ~= ARGV[4] then return reply('other_model') end
   length, fencing_token = count(known[9]), count(known[8])
@@ -69,8 +69,8 @@ end
 if ARGV[14] ~= '' and tonumber(ARGV[14]) ~= length then return reply('other_length') end
 local prompt_len = length + #ARGV[13] / 4
 if prompt_len >= tonumber(ARGV[17]) then return reply('too_long') end
--- A log without its record (evicted, removed by hand) is not this session's. This is the first write on purpose: Redis
--- refuses for want of memory only the first one of a script, and only one that can grow.
+-- A log without its record (evicted, removed by hand) does not belong to this session. This is the first write on
+-- purpose: when memory is full, Redis refuses only the first write of a script, and only one that can grow.
 redis.call(exists and 'APPEND' or 'SET', KEYS[2], ARGV[13])
 if not exists then
   redis.call('DEL', KEYS[3])

@@ -1,10 +1,10 @@
--- Cancels a running request: at once where nobody holds a lease, else its owner ends it with its next commit.
+-- Cancels a running request: at once where no lease is live, else its owner ends it with its next commit.
 -- KEYS[1] session hash  KEYS[2] token log  KEYS[3] mark of a deleted session
--- ARGV: 1 tenant, 2 request_id or '' for whichever runs
+-- ARGV: 1 tenant, 2 request_id or '' for any
 -- Returns 'not_found', 'no_request', 'idle' (nothing was running), 'cancelled', 'data_loss'.
 local known = redis.call('HMGET', KEYS[1], 'tenant', 'request_id', 'state', 'deadline')
 if redis.call('EXISTS', KEYS[1]) == 0 then return 'not_found' end
--- The key is a hash of tenant and session: no record of another tenant's can stand there.
+-- The key is a hash of tenant and session: a record of another tenant is damage.
 local deadline = count(known[4])
 if known[1] ~= ARGV[1] or not known[2] or not deadline or not (known[3] == 'running' or known[3] == 'finished') then
   return 'data_loss'

@@ -1,13 +1,13 @@
--- Stands before every script: what another one wrote is checked before anything is done with it.
+-- Precedes every script: checks of values that other scripts wrote.
 
--- Returns a field's text as a whole number from 0 to 2^53; nil where it is none.
+-- Returns a field's text as a whole number from 0 to 2^53; nil for any other text.
 local function count(text)
   if not text or #text > 16 or not string.find(text, '^%d+$') then return nil end
   local number = tonumber(text)
   return number < 9007199254740992 and number or nil
 end
 
--- Deletes those keys that have another type than the one named for each.
+-- Deletes the keys that have another type than the given one.
 local function drop_others(kinds)
   for index, kind in ipairs(kinds) do
     local found = redis.call('TYPE', KEYS[index]).ok

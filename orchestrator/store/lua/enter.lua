@@ -1,11 +1,11 @@
--- Counts a request against its tenant's limits, or goes on counting one that was let in.
+-- Counts a request against its tenant's limits, or renews the count of one that was admitted.
 -- KEYS[1] streams (sorted set: id, deadline)  KEYS[2] sessions (sorted set: id, deadline)  KEYS[3] tokens (hash)
 -- ARGV: 1 stream id, 2 session id, 3 lease of a stream in microseconds, 4 TTL of a session in milliseconds,
---       5 streams at most, 6 sessions at most, 7 tokens a minute at most (each 0 for any), 8 '1' goes on
+--       5 streams at most, 6 sessions at most, 7 tokens a minute at most (each 0 for no limit), 8 '1' renews
 -- Returns {outcome, seconds to wait}; outcome: 'ok', 'streams', 'sessions', 'tokens'.
 local clock = redis.call('TIME')
 local now = tonumber(clock[1]) * 1000000 + tonumber(clock[2])
--- Counts that were damaged begin anew: no reason to refuse all that a tenant asks for.
+-- Damaged counts restart at zero: damage is no reason to refuse a tenant's requests.
 drop_others({'zset', 'zset', 'hash'})
 redis.call('ZREMRANGEBYSCORE', KEYS[1], '-inf', string.format('%.0f', now))
 redis.call('ZREMRANGEBYSCORE', KEYS[2], '-inf', string.format('%.0f', now))

@@ -1,4 +1,4 @@
--- Renews a lease, or ends it while the request stays resumable.
+-- Renews a lease, or releases it while the request stays resumable.
 -- KEYS[1] session hash  KEYS[2] token log  KEYS[3] mark of a deleted session
 -- ARGV: 1 fencing token, 2 lease in microseconds (0 releases), 3 TTL in milliseconds
 -- Returns {outcome, '1' when the request was cancelled}; outcome: 'ok', 'fenced', 'gone', 'deleted',
@@ -8,9 +8,9 @@ if redis.call('EXISTS', KEYS[1]) == 0 then return {redis.call('EXISTS', KEYS[3])
 local token = count(known[1])
 if not token then return {'data_loss', '0'} end
 if token > tonumber(ARGV[1]) then return {'fenced', '0'} end
--- A token that is not on record was granted by writes that a failover lost.
+-- A failover has lost the writes that granted this lease's fencing token.
 if token < tonumber(ARGV[1]) then return {'data_loss', '0'} end
--- A renewal that comes after the end must not keep the next request waiting for a lease that nobody needs.
+-- A renewal that comes after the end must not keep the next request waiting for this lease.
 if known[3] == 'finished' then return {'ok', known[2]} end
 local deadline = 0
 if tonumber(ARGV[2]) > 0 then

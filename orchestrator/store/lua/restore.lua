@@ -1,4 +1,4 @@
--- Writes a session again whose record or log the server has lost, for its live owner, who knows what was committed.
+-- Writes a session again whose record or log the server has lost, for its live owner, which holds the committed tokens.
 -- KEYS[1] session hash  KEYS[2] token log  KEYS[3] mark of a deleted session
 -- ARGV: 1 fencing token, 2 position of the first token, 3 tokens up to the committed length (4 bytes each, little endian),
 --       4 lease in microseconds, 5 TTL in milliseconds, 6 ... fields of the record and their values
@@ -7,14 +7,14 @@ if redis.call('EXISTS', KEYS[3]) == 1 then return 'deleted' end
 local known = redis.call('HMGET', KEYS[1], 'fencing_token', 'state')
 if redis.call('EXISTS', KEYS[1]) == 1 then
   local token = count(known[1])
-  -- Whether a newer lease was granted cannot be seen any more.
+  -- Without a fencing token, a newer lease cannot be ruled out.
   if not token then return 'data_loss' end
   if token > tonumber(ARGV[1]) then return 'fenced' end
   if token == tonumber(ARGV[1]) and known[2] == 'finished' then return 'fenced' end
 end
 local first, length, missing = 4 * tonumber(ARGV[2]), redis.call('STRLEN', KEYS[2]), #ARGV[3]
 if length < first or length > first + missing then return 'data_loss' end
--- What is still there must be what was committed.
+-- The part that is left must equal the committed tokens.
 if length > first and redis.call('GETRANGE', KEYS[2], first, -1) ~= string.sub(ARGV[3], 1, length - first) then
   return 'data_loss'
 end

@@ -1,9 +1,9 @@
--- Counts output tokens of a tenant in the present minute; a stream that ends, or a session that is gone, counts no more.
+-- Counts output tokens of a tenant in the present minute; uncounts a stream that has ended and a deleted session.
 -- KEYS[1] streams (sorted set)  KEYS[2] sessions (sorted set)  KEYS[3] tokens (hash)
--- ARGV: 1 tokens, 2 stream that has ended or '', 3 session that is gone or ''
+-- ARGV: 1 tokens, 2 stream that has ended or '', 3 session that was deleted or ''
 -- Returns the tokens of this minute.
 local minute = math.floor(tonumber(redis.call('TIME')[1]) / 60)
--- Counts that were damaged begin anew.
+-- Damaged counts restart at zero.
 drop_others({'zset', 'zset', 'hash'})
 local spent = redis.call('HMGET', KEYS[3], 'minute', 'tokens')
 if count(spent[1]) ~= minute or not count(spent[2]) then

@@ -12,6 +12,7 @@ import redis
 
 from orchestrator.api.quotas import Quotas
 from orchestrator.api.tenants import Tenant
+from orchestrator.store.connection import RedisConnection
 from orchestrator.store.store import SessionStore
 from outrider.errors import Overloaded
 from tests.orchestrator.stage import early_in_a_minute
@@ -29,7 +30,7 @@ def tenant(**limits: int) -> Tenant:
 
 
 async def test_streams_are_counted_over_all_orchestrators(store: SessionStore) -> None:
-    one, two, limited = Quotas(store, 100), Quotas(store, 100), tenant(max_streams=2)
+    one, two, limited = Quotas(store.connection, 100), Quotas(store.connection, 100), tenant(max_streams=2)
     async with one.stream(limited, "a"), two.stream(limited, "b"):
         with pytest.raises(Overloaded, match="2 requests generate at once") as caught:
             async with one.stream(limited, "c"):
@@ -42,7 +43,7 @@ async def test_streams_are_counted_over_all_orchestrators(store: SessionStore) -
 
 
 async def test_sessions_are_counted_until_they_are_gone(store: SessionStore) -> None:
-    quotas, limited = Quotas(store, 100), tenant(max_sessions=2)
+    quotas, limited = Quotas(store.connection, 100), tenant(max_sessions=2)
     for session_id in ("a", "b", "a"):
         async with quotas.stream(limited, session_id):
             pass
@@ -53,14 +54,14 @@ async def test_sessions_are_counted_until_they_are_gone(store: SessionStore) -> 
     async with quotas.stream(limited, "c"):
         pass
     short = tenant(max_sessions=1)
-    async with Quotas(store, 0.001).stream(short, "a"):
+    async with Quotas(store.connection, 0.001).stream(short, "a"):
         await asyncio.sleep(0.01)
     async with quotas.stream(short, "b"):
         pass
 
 
 async def test_attack_14_counts_that_were_damaged_begin_anew(store: SessionStore, session_store_url: str) -> None:
-    quotas, limited = Quotas(store, 100), tenant(max_streams=1, max_sessions=1, tokens_per_minute=5)
+    quotas, limited = Quotas(store.connection, 100), tenant(max_streams=1, max_sessions=1, tokens_per_minute=5)
     tag = hashlib.sha256(limited.name.encode()).hexdigest()
     with redis.Redis.from_url(session_store_url) as raw:
         for kind in ("streams", "sessions", "tokens"):
@@ -77,7 +78,7 @@ async def test_attack_14_counts_that_were_damaged_begin_anew(store: SessionStore
 
 async def test_tokens_of_a_minute(store: SessionStore) -> None:
     await early_in_a_minute()
-    quotas, limited = Quotas(store, 100), tenant(tokens_per_minute=50)
+    quotas, limited = Quotas(store.connection, 100), tenant(tokens_per_minute=50)
     async with quotas.stream(limited, "a") as usage:
         usage.add(30)
         # What runs is not stopped: the limit is looked at when a request begins.
@@ -92,7 +93,7 @@ async def test_tokens_of_a_minute(store: SessionStore) -> None:
 async def test_streams_of_an_orchestrator_that_ended_without_a_word_are_counted_for_a_while(
     store: SessionStore,
 ) -> None:
-    quotas, limited = Quotas(store, 100, lease_s=1.0), tenant(max_streams=1)
+    quotas, limited = Quotas(store.connection, 100, lease_s=1.0), tenant(max_streams=1)
     async with AsyncExitStack() as exits:
         await exits.enter_async_context(quotas.stream(limited, "a"))
         # Renewed while it runs.
@@ -114,6 +115,6 @@ async def test_streams_of_an_orchestrator_that_ended_without_a_word_are_counted_
 
 async def test_a_tenant_without_limits_costs_nothing(store: SessionStore) -> None:
     await store.close()
-    async with Quotas(SessionStore("redis://127.0.0.1:1/0"), 100).stream(tenant(), "a") as usage:
+    async with Quotas(RedisConnection("redis://127.0.0.1:1/0"), 100).stream(tenant(), "a") as usage:
         usage.add(1)
-    await Quotas(SessionStore("redis://127.0.0.1:1/0"), 100).forget(tenant(), "a")
+    await Quotas(RedisConnection("redis://127.0.0.1:1/0"), 100).forget(tenant(), "a")

@@ -1,4 +1,4 @@
-"""What clients can ask, and what they are told when they ask wrongly."""
+"""Requests of clients, and the errors for bad ones."""
 
 import asyncio
 import uuid
@@ -38,7 +38,7 @@ def tokenizer_files() -> dict[str, bytes]:
 
 
 def saying(text: str) -> Any:
-    """The law of a target that says a text over and over, whatever it is asked."""
+    """The next token of a target that repeats a text, whatever the prompt."""
     tokenizer = tokenizers.Tokenizer.from_str(tokenizer_files()["tokenizer.json"].decode())
     spoken = tokenizer.encode(text).ids
     return lambda tokens: spoken[(len(tokens) - len(PROMPT)) % len(spoken)]
@@ -52,7 +52,7 @@ async def orchestrator(session_store_url: str, target: ScriptedTarget) -> AsyncI
 
 @pytest.fixture
 async def speaker(session_store_url: str) -> AsyncIterator[Orchestrator]:
-    """An orchestrator whose target has a tokenizer and says one sentence."""
+    """An orchestrator whose target has a tokenizer and outputs one sentence."""
     async with ScriptedTarget(next_token=saying("one 🙂 two. END of it. ")) as target:
         target.files = tokenizer_files()
         async with orchestrating(session_store_url, (target,)) as running:

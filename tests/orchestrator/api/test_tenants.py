@@ -67,7 +67,7 @@ def test_without_a_file_everybody_is_the_default_tenant() -> None:
 
 
 def test_a_changed_file_is_read_anew_and_a_wrong_one_is_not(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tenants, "_LOOK_EVERY_S", 0.0)
+    monkeypatch.setattr(tenants, "_RELOAD_INTERVAL_S", 0.0)
     known = Tenants(path)
     write(path, {"acme": {"tokens": ["renewed-token"]}})
     os.utime(path, ns=(1, 1))

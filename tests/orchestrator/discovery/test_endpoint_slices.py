@@ -19,7 +19,7 @@ PLACE = KubernetesPlace(NAMESPACE, "target", "grpc")
 
 
 class Told:
-    """What discovery has told so far."""
+    """The endpoints that discovery has reported so far."""
 
     def __init__(self) -> None:
         self.endpoints: Sequence[Endpoint] | None = None
@@ -152,7 +152,7 @@ async def test_an_old_server_has_v1beta1_only(server: ApiServer, tmp_path: Path)
 
 async def test_no_cluster_is_one_clear_error(tmp_path: Path) -> None:
     for path in (None, tmp_path / "missing"):
-        with pytest.raises(InvalidArgument, match="no cluster to ask") as caught:
+        with pytest.raises(InvalidArgument, match="no cluster to connect to") as caught:
             await Cluster(path).api()
         assert caught.value.field == "kubeconfig"
 

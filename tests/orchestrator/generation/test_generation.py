@@ -188,19 +188,19 @@ async def test_a_result_says_whether_targets_of_other_numerics_took_part(session
 
 
 async def test_end_of_text_and_stop_ids_end_at_the_target(session_store_url: str) -> None:
-    def law(tokens: list[int]) -> int:
+    def next_token(tokens: list[int]) -> int:
         return EOS if len(tokens) == 8 else counting(tokens)
 
     async with (
-        ScriptedTarget(next_token=law) as target,
+        ScriptedTarget(next_token=next_token) as target,
         orchestrating(session_store_url, (target,)) as orchestrator,
     ):
         events = await orchestrator.events(asking())
-        assert tokens_of(events) == continuation(PROMPT, 6, law)
+        assert tokens_of(events) == continuation(PROMPT, 6, next_token)
         assert events[-1].finished.finish_reason == tokens_pb2.FINISH_REASON_STOP
         # Ignored, it is a token like others.
         events = await orchestrator.events(asking(ignore_eos=True))
-        assert tokens_of(events) == continuation(PROMPT, 20, law)
+        assert tokens_of(events) == continuation(PROMPT, 20, next_token)
         events = await orchestrator.events(asking(stop_token_ids=[WHOLE[2]]))
         assert tokens_of(events) == WHOLE[:3]
 
@@ -210,7 +210,7 @@ async def test_cancelling_gives_the_terminal_event(orchestrator: Orchestrator, t
     session_id = new_id()
     streaming = Streaming(orchestrator, asking(session_id=session_id))
     await streaming.until(5)
-    # The target is silent, so nothing but the call itself can tell the request.
+    # The target sends nothing, so only the call itself can end the request.
     answer = await orchestrator.stub.CancelGeneration(pb.CancelGenerationRequest(session_id=session_id))
     assert answer.cancelled
     events = await streaming.rest()
@@ -362,7 +362,7 @@ async def test_a_draft_that_refuses_or_misses_its_cache(
     draft.misses = 2
     await orchestrator.until_drafts(1)
     assert tokens_of(await orchestrator.events(asking(max_tokens=100))) == continuation(PROMPT, 100)
-    # One that never has its cache is given up, not asked for ever.
+    # A draft that misses its cache again and again is dropped.
     draft.misses = 1 << 30
     assert tokens_of(await orchestrator.events(asking(max_tokens=100))) == continuation(PROMPT, 100)
     assert draft.misses > (1 << 30) - 1000
@@ -558,7 +558,7 @@ async def test_an_evicted_cache_gets_an_earlier_span(orchestrator: Orchestrator,
 
 
 async def test_a_hung_target_is_noticed_by_its_silence(session_store_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("orchestrator.workers.links._CALL_TIMEOUT_S", 0.2)
+    monkeypatch.setattr("orchestrator.workers.load_polling._TIMEOUT_S", 0.2)
     async with (
         ScriptedTarget("a") as one,
         ScriptedTarget("b") as other,
@@ -577,7 +577,7 @@ async def test_a_hung_target_is_noticed_by_its_silence(session_store_url: str, m
 async def test_a_target_that_owes_a_verdict_for_too_long_is_replaced(
     session_store_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("orchestrator.generation.generation._STALL_S", 0.3)
+    monkeypatch.setattr("orchestrator.generation.worker_pair._STALL_S", 0.3)
     async with (
         ScriptedTarget("a") as one,
         ScriptedTarget("b") as other,
@@ -692,7 +692,7 @@ async def test_what_is_asked_of_drafts_and_targets_is_what_the_request_says(
 async def _drafted(
     orchestrator: Orchestrator, target: ScriptedTarget, draft: ScriptedDraft, request: pb.GenerateRequest
 ) -> list[pb.GenerateResponse]:
-    """Returns a request's events; its target, which takes no time at all, waits until the draft is asked."""
+    """Return a request's events; its target, which takes no time, waits until the draft has a request."""
     target.allow(1)
     running = asyncio.create_task(orchestrator.events(request))
     await draft.saw("advance")

@@ -1,4 +1,4 @@
-"""What is asked of Redis until a request's first frame leaves, and what is answered without any target."""
+"""Round trips to Redis until a request's first frame leaves, and answers without any target."""
 
 import asyncio
 import contextlib
@@ -153,7 +153,7 @@ async def test_two_round_trips_lead_to_the_first_frame(
     await gate.held(1)
     assert len(target.of("open")) == num_before
     gate.let_through()
-    # Redis answers nothing that is asked from here on.
+    # Redis answers no call from here on.
     await target.saw("open", num_before + 1)
     gate.open()
     assert tokens_of(await running) == expected

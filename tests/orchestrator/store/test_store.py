@@ -13,9 +13,11 @@ import pytest
 import redis
 
 from orchestrator.settings import OrchestratorSettings
-from orchestrator.store.scripts import Durability, DurabilityLevel
-from orchestrator.store.sessions import BeginOutcome, Begun, Lease, NewRequest, SessionEnd, derived_session_id
-from orchestrator.store.store import SessionLost, SessionStore
+from orchestrator.store.connection import Durability, DurabilityLevel
+from orchestrator.store.errors import SessionLost
+from orchestrator.store.record import derived_session_id
+from orchestrator.store.sessions import BeginOutcome, Begun, Lease, NewRequest, SessionEnd
+from orchestrator.store.store import SessionStore
 from outrider.errors import (
     DataLoss,
     DuplicateRequest,
@@ -95,23 +97,23 @@ async def test_a_session_from_begin_to_end(store: SessionStore) -> None:
 
 
 async def test_a_look_at_the_end_of_a_session(valkey: EmbeddedValkey, store: SessionStore) -> None:
-    assert await store.look("t", "s") == SessionEnd(None, None)
+    assert await store.read_end("t", "s") == SessionEnd(None, None)
     begun, lease = await leased(store)
-    assert await store.look("t", "s") == SessionEnd(begun.record, 3)
+    assert await store.read_end("t", "s") == SessionEnd(begun.record, 3)
     await store.append(lease, 3, [2**32 - 1], FinishReason.STOP)
-    end = await store.look("t", "s")
+    end = await store.read_end("t", "s")
     assert (end.length, end.last_token) == (4, 2**32 - 1)
     assert end.has_request("a") and not end.has_request("b")
     with raw(valkey) as other:
         (log,), (record,) = other.keys("*:log"), other.keys("*:session")
         other.delete(log)
-        assert (await store.look("t", "s")).last_token is None
+        assert (await store.read_end("t", "s")).last_token is None
         other.lpush(log, "no text")
         with pytest.raises(DataLoss, match="session s"):
-            await store.look("t", "s")
-        # Without a record it is no session's, and in nobody's way.
+            await store.read_end("t", "s")
+        # Without a record the log belongs to no session, and `begin` overwrites it.
         other.delete(record)
-        assert await store.look("t", "s") == SessionEnd(None, None)
+        assert await store.read_end("t", "s") == SessionEnd(None, None)
         await leased(store)
 
 
@@ -519,10 +521,11 @@ async def test_closing_leaves_no_connection_wherever_callers_left_their_calls(
         closing = SessionStore(f"{valkey.url}?client_name=closing")
         if is_connected:
             await asyncio.gather(
-                closing.check(), closing.get("t", "s"), closing.cancel("t", "s"), return_exceptions=True
+                closing.connection.check(), closing.get("t", "s"), closing.cancel("t", "s"), return_exceptions=True
             )
         callers = [
-            asyncio.create_task(call) for call in (closing.get("t", "s"), closing.check(), closing.begin(asked()))
+            asyncio.create_task(call)
+            for call in (closing.get("t", "s"), closing.connection.check(), closing.begin(asked()))
         ]
         for _ in range(num_steps):
             await asyncio.sleep(0)
@@ -532,7 +535,7 @@ async def test_closing_leaves_no_connection_wherever_callers_left_their_calls(
         await asyncio.gather(*callers, return_exceptions=True)
         # Referred to, so that no garbage collection closes what it left open.
         kept.append(closing)
-    for caller in (kept[0].check(), kept[0].begin(asked())):
+    for caller in (kept[0].connection.check(), kept[0].begin(asked())):
         with pytest.raises(Unavailable, match="closed"):
             await caller
     async with asyncio.timeout(5):

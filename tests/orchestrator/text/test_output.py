@@ -7,9 +7,8 @@ import pytest
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
 
-from orchestrator.text.output import OutputText
-from orchestrator.text.stop_strings import StopStrings
-from orchestrator.text.tokenizer import Tokenizer
+from orchestrator.text.output import Detokenizer, OutputText, StopStrings
+from orchestrator.text.tokenizer import Tokenizer, unsettled_tokens_of
 from outrider.errors import InvalidArgument
 from outrider.parameters import SamplingParameters
 
@@ -43,14 +42,14 @@ def test_pieces_make_the_whole_text_and_split_no_character() -> None:
     rng = random.Random(1)
     for _ in range(200):
         text = _random_text(rng)
-        detokenizer = TOKENIZER.detokenizer()
+        detokenizer = Detokenizer(TOKENIZER.backend, TOKENIZER.unsettled_tokens)
         pieces = [detokenizer.push(token_id) for token_id in TOKENIZER.encode(text, ROOM)]
         assert "\ufffd" not in "".join(pieces)
         assert "".join(pieces) + detokenizer.flush() == text
 
 
 def test_an_end_within_a_character_is_shown_as_such() -> None:
-    detokenizer = TOKENIZER.detokenizer()
+    detokenizer = Detokenizer(TOKENIZER.backend, TOKENIZER.unsettled_tokens)
     pieces = [detokenizer.push(token_id) for token_id in TOKENIZER.encode("a🙂", ROOM)[:-1]]
     assert "".join(pieces) == "a"
     assert set(detokenizer.flush()) == {"\ufffd"}
@@ -153,3 +152,81 @@ def test_chats_that_cannot_be_rendered(tokenizer: Tokenizer, messages: list[tupl
         tokenizer.encode_chat(messages, continues=False, last_token=None, max_tokens=ROOM)
     assert caught.value.field == field
     assert json.dumps(caught.value.metadata)
+
+
+WORDS = ("▁", "a", "b", "é", "▁the", "🙂", "»", "\ufffd", "日")
+
+
+def byte_fallback() -> tokenizers.Tokenizer:
+    """As Llama 2's: words, and a token for each byte that no word covers."""
+    names = ["<unk>", *(f"<0x{byte:02X}>" for byte in range(256)), *WORDS]
+    tokenizer = tokenizers.Tokenizer(
+        models.BPE({name: number for number, name in enumerate(names)}, [], byte_fallback=True, unk_token="<unk>")
+    )
+    tokenizer.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    tokenizer.add_special_tokens(["<|end|>"])
+    return tokenizer
+
+
+def byte_level() -> tokenizers.Tokenizer:
+    """As GPT-2's: every token is a run of bytes."""
+    names = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = tokenizers.Tokenizer(models.BPE({name: number for number, name in enumerate(names)}, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(["<|end|>"])
+    return tokenizer
+
+
+def pieces_of(tokenizer: tokenizers.Tokenizer, token_ids: list[int]) -> list[str]:
+    """The piece of each token, and the one of the end."""
+    detokenizer = Detokenizer(tokenizer, unsettled_tokens_of(tokenizer))
+    return [*(detokenizer.push(token_id) for token_id in token_ids), detokenizer.flush()]
+
+
+@pytest.mark.parametrize("tokenizer", [byte_fallback(), byte_level()], ids=["byte_fallback", "byte_level"])
+def test_pieces_of_any_tokens_make_the_whole_text(tokenizer: tokenizers.Tokenizer) -> None:
+    rng = random.Random(5)
+    size = tokenizer.get_vocab_size()
+    for _ in range(2000):
+        few = rng.sample(range(size), 6)
+        token_ids = [rng.choice(few) if rng.random() < 0.5 else rng.randrange(size) for _ in range(rng.randrange(30))]
+        whole = tokenizer.decode(token_ids, skip_special_tokens=True)
+        assert "".join(pieces_of(tokenizer, token_ids)) == whole
+
+
+@pytest.mark.parametrize("tokenizer", [byte_fallback(), byte_level()], ids=["byte_fallback", "byte_level"])
+def test_no_piece_holds_half_a_character(tokenizer: tokenizers.Tokenizer) -> None:
+    rng = random.Random(6)
+    for _ in range(300):
+        text = "".join(rng.choice("ab é日🙂»") for _ in range(rng.randrange(1, 15)))
+        if tokenizer.model.byte_fallback:  # a prefix space would be stripped
+            token_ids = [1 + byte for byte in text.encode()]
+        else:
+            token_ids = tokenizer.encode(text).ids
+        pieces = pieces_of(tokenizer, token_ids)
+        assert "".join(pieces) == tokenizer.decode(token_ids)
+        assert not any("\ufffd" in piece for piece in pieces)
+
+
+def test_a_special_token_does_not_swallow_the_space_behind_it() -> None:
+    tokenizer = byte_fallback()
+    a, the, end = (tokenizer.token_to_id(name) for name in ("a", "▁the", "<|end|>"))
+    assert pieces_of(tokenizer, [a, end, the])[:3] == ["a", "", " the"]
+
+
+def test_text_that_never_becomes_certain_is_not_held_for_ever() -> None:
+    tokenizer = byte_fallback()
+    pieces = pieces_of(tokenizer, [1 + 0x80] * 600)
+    assert max(map(len, pieces)) <= 257
+    assert len("".join(pieces)) == 600
+
+
+def test_a_replay_gives_the_same_pieces() -> None:
+    tokenizer = byte_level()
+    rng = random.Random(7)
+    token_ids = [rng.randrange(257) for _ in range(400)]
+    assert pieces_of(tokenizer, token_ids) == pieces_of(tokenizer, token_ids)
+    assert pieces_of(tokenizer, token_ids[:150])[:150] == pieces_of(tokenizer, token_ids)[:150]

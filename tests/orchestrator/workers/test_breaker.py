@@ -44,17 +44,17 @@ def test_a_trial_without_an_outcome_does_not_block_others_for_ever() -> None:
     assert breaker.permits
 
 
-def test_rests_double_up_to_a_limit_and_begin_anew_after_a_success() -> None:
+def test_open_times_double_up_to_a_limit_and_restart_after_a_success() -> None:
     clock = Clock()
     breaker = Breaker(1.0, clock)
-    rests = []
+    open_times = []
     for _ in range(7):
         breaker.fail()
         began = clock.now
         while breaker.is_open:
             clock.now += 0.5
-        rests.append(clock.now - began)
-    assert rests == [1, 2, 4, 8, 16, 16, 16]
+        open_times.append(clock.now - began)
+    assert open_times == [1, 2, 4, 8, 16, 16, 16]
     breaker.succeed()
     breaker.fail()
     clock.now += 1.0

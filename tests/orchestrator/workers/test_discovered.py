@@ -26,7 +26,7 @@ async def orchestrator(server: ApiServer, session_store_url: str, tmp_path: Path
 
 
 def finding(kubeconfig: Path, redis_url: str) -> AbstractAsyncContextManager[Orchestrator]:
-    """Runs an orchestrator that asks a cluster for its workers."""
+    """Run an orchestrator that finds its workers in a cluster."""
     return orchestrating(
         redis_url,
         (),
@@ -37,7 +37,7 @@ def finding(kubeconfig: Path, redis_url: str) -> AbstractAsyncContextManager[Orc
 
 
 async def list_target(server: ApiServer, target: ScriptedTarget, **conditions: bool) -> None:
-    """Has the API server list a target, or say something new of it."""
+    """Make the API server list a target, or change it."""
     host, _, port = target.address.rpartition(":")
     await server.put(target.info.replica, pod(target.info.replica, host, **conditions), port=int(port))
 

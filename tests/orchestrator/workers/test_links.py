@@ -118,7 +118,7 @@ async def test_a_frame_without_sense_costs_one_session_and_no_stream(target: Scr
 
 
 async def test_a_worker_that_hangs_is_given_up(target: ScriptedTarget, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("orchestrator.workers.links._CALL_TIMEOUT_S", 0.1)
+    monkeypatch.setattr("orchestrator.workers.load_polling._TIMEOUT_S", 0.1)
     async with linked(target) as link:
         receiving = Receiving()
         link.open(receiving)
@@ -165,7 +165,7 @@ async def test_a_worker_whose_load_cannot_even_be_asked_for_is_given_up(
 
 
 class Raising(Receiving):
-    """Raises whatever it is told."""
+    """Raises the given error."""
 
     def on_lost(self, error: OutriderError) -> None:
         super().on_lost(error)

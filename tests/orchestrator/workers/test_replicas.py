@@ -66,7 +66,7 @@ async def test_a_target_with_another_model_is_out() -> None:
 async def test_the_model_is_what_every_target_can_take_and_is_remembered() -> None:
     replicas = await replicas_of()
     assert replicas.past_model is None
-    replicas._tokenizers["t"] = None  # fetched before
+    replicas._tokenizers._tokenizers["t"] = None  # fetched before
     one, other, third = replicas.targets
     come_up(one, "a", max_session_len=20, vocabulary_size=5, eos_token_ids=[3, 1])
     come_up(other, "b", max_session_len=10, vocabulary_size=5, eos_token_ids=[3, 1])
@@ -120,7 +120,7 @@ async def test_a_draft_with_another_tokenizer_is_out_and_both_fingerprints_are_n
     [
         ({"target_fingerprint": "other"}, "made for target other, not for w"),
         ({"feature_layers": [1, 2], "hidden_size": 32}, "takes features of 32 numbers, the target's have 16"),
-        ({"feature_layers": [1, 9], "hidden_size": 16}, "asks for layer 9, the target has 4"),
+        ({"feature_layers": [1, 9], "hidden_size": 16}, "needs layer 9, the target has 4"),
     ],
 )
 async def test_a_draft_that_does_not_fit_the_target_is_out(draft: dict[str, object], problem: str) -> None:
@@ -133,18 +133,18 @@ async def test_a_draft_that_does_not_fit_the_target_is_out(draft: dict[str, obje
     assert problem in reason
 
 
-async def test_a_draft_that_failed_rests_and_is_tried_by_one_session() -> None:
+async def test_the_circuit_of_a_draft_that_failed_opens_and_one_session_tries_it() -> None:
     replicas = await replicas_of(drafts=("d:1",), draft_retry_s=0.2)
     (draft,) = replicas.drafts
     come_up(draft, "d")
     assert replicas.draft("", COUPLED) is draft
-    replicas.failed(draft)
+    replicas.record_failure(draft)
     assert replicas.draft("", COUPLED) is None
-    assert "rests" in replicas.draft_problem(draft)
+    assert "circuit open" in replicas.draft_problem(draft)
     while replicas.draft_problem(draft):
         time.sleep(0.01)
     assert replicas.draft("", COUPLED) is draft
     assert replicas.draft("", COUPLED) is None
-    replicas.proved(draft)
+    replicas.record_success(draft)
     assert replicas.draft("", COUPLED) is draft
     assert replicas.draft("", COUPLED) is draft

@@ -5,8 +5,7 @@ from typing import Any
 
 import pytest
 
-from orchestrator.speculation import SpeculationChoice
-from orchestrator.workers.draft_session import DraftSession
+from orchestrator.workers.draft_session import DraftSession, SpeculationChoice
 from orchestrator.workers.links import DRAFT
 from orchestrator.workers.target_session import TargetSession
 from outrider.errors import OutriderError

@@ -4,8 +4,9 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from orchestrator.generation.session_tokens import SessionTokens
-from orchestrator.store.sessions import NewRequest, SessionRecord
+from orchestrator.generation.request import SessionTokens
+from orchestrator.store.record import SessionRecord
+from orchestrator.store.sessions import NewRequest
 from orchestrator.store.store import SessionStore
 from outrider.errors import Unavailable
 from outrider.parameters import AcceptanceRule, SamplingParameters

@@ -1,0 +1,157 @@
+"""A running request: its session, lease and tokens, and the messages that open it on workers."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from opentelemetry.trace import Span
+
+from orchestrator.metrics import OrchestratorMetrics
+from orchestrator.settings import OrchestratorSettings
+from orchestrator.store.record import SessionRecord
+from orchestrator.store.sessions import Lease
+from orchestrator.store.store import SessionStore
+from orchestrator.workers.draft_session import SpeculationChoice
+from orchestrator.workers.replicas import Replicas
+from outrider import wire
+from outrider.errors import Unavailable
+from outrider.serving.spans import log_fields, traceparent_of
+from outrider.tokens import TokenSpan
+from outrider.v1 import draft_pb2, target_pb2, worker_pb2
+
+# More tokens than a target decides while a commit is on its way to Redis and back, so that no pass waits for one; not
+# more, because tokens that are not committed are recomputed after a failover.
+_WINDOW: Final = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Services:
+    """The parts of the process that all requests share.
+
+    Attributes:
+        store: the session store.
+        replicas: all workers.
+        settings: of the process.
+        metrics: of the process.
+        window: maximum number of uncommitted tokens of a session at the target, at least 1.
+    """
+
+    store: SessionStore
+    replicas: Replicas
+    settings: OrchestratorSettings
+    metrics: OrchestratorMetrics
+    window: int = _WINDOW
+
+
+class SessionTokens:
+    """A session's tokens from some position on; earlier ones are read from the log on demand.
+
+    Args:
+        store: has the log.
+        record: the session.
+        start: position of the first of `token_ids`.
+        token_ids: tokens up to the session's end.
+    """
+
+    def __init__(self, store: SessionStore, record: SessionRecord, start: int, token_ids: list[int]) -> None:
+        self._store = store
+        self._record = record
+        self._start = start
+        self._token_ids = token_ids
+
+    @property
+    def end(self) -> int:
+        """The session's length, uncommitted tokens included."""
+        return self._start + len(self._token_ids)
+
+    def append(self, token_ids: list[int]) -> None:
+        """Add output."""
+        self._token_ids += token_ids
+
+    def since(self, start: int) -> TokenSpan:
+        """Return the tokens in memory from a position on; the span begins later where earlier tokens are not there."""
+        start = max(start, self._start)
+        return TokenSpan(start, tuple(self._token_ids[start - self._start :]))
+
+    def until(self, end: int) -> TokenSpan:
+        """Return the tokens in memory before a position."""
+        return TokenSpan(self._start, tuple(self._token_ids[: max(0, end - self._start)]))
+
+    async def read_from(self, start: int) -> tuple[int, ...]:
+        """Return all tokens from a position on."""
+        missing = self._start
+        if start < missing:
+            record = self._record
+            earlier = await self._store.read_tokens(record.tenant, record.session_id, start, missing)
+            if len(earlier) != missing - start:
+                raise Unavailable("the token log could not be read")
+            # Another reader may have fetched some or all of it meanwhile.
+            if start < self._start:
+                self._token_ids = earlier[: self._start - start] + self._token_ids
+                self._start = start
+        return tuple(self._token_ids[start - self._start :])
+
+
+@dataclass(frozen=True, slots=True)
+class RunningRequest:
+    """A request under its lease.
+
+    Attributes:
+        record: the session, as it was when the lease was granted.
+        lease: the lease.
+        tokens: the session's tokens, the prompt included.
+        choice: how it speculates.
+        stop_token_ids: token ids at which it ends.
+        span: of its trace.
+    """
+
+    record: SessionRecord
+    lease: Lease
+    tokens: SessionTokens
+    choice: SpeculationChoice
+    stop_token_ids: tuple[int, ...]
+    span: Span
+
+    @property
+    def log_fields(self) -> dict[str, str]:
+        """Fields for log records of tasks that read a worker's stream, which do not have the request's context."""
+        record = self.record
+        ids = {"request_id": record.request_id, "session_id": record.session_id, "tenant": record.tenant}
+        return {**ids, **log_fields(self.span)}
+
+    def verify_open(
+        self, speculation: target_pb2.SpeculationSettings, window: int, feature_layers: Sequence[int]
+    ) -> target_pb2.VerifyOpen:
+        """Return the message that opens it on a target."""
+        return target_pb2.VerifyOpen(
+            session_id=self.record.worker_key,
+            fencing_token=self.lease.fencing_token,
+            parameters=wire.parameters_to_message(self.record.parameters),
+            acceptance_rule=wire.rule_to_number(self.record.rule),
+            prompt_len=self.record.prompt_len,
+            committed_len=self.tokens.end,
+            stop_token_ids=self.stop_token_ids,
+            speculation=speculation,
+            window_end=self.tokens.end + window,
+            cache_salt=self.record.cache_salt,
+            feature_layers=feature_layers,
+            request_id=self.record.request_id,
+            traceparent=traceparent_of(self.span),
+        )
+
+    def draft_open(self, target: worker_pb2.GetInfoResponse | None) -> draft_pb2.DraftOpen:
+        """Return the message that opens it on a draft; `target` is the target that verifies."""
+        return draft_pb2.DraftOpen(
+            session_id=self.record.worker_key,
+            fencing_token=self.lease.fencing_token,
+            parameters=wire.parameters_to_message(self.record.parameters),
+            acceptance_rule=wire.rule_to_number(self.record.rule),
+            prompt_len=self.record.prompt_len,
+            tokenizer_fingerprint=target.tokenizer_fingerprint if target else "",
+            target_fingerprint=target.weights_fingerprint if target else "",
+            stop_token_ids=self.stop_token_ids,
+            cache_salt=self.record.cache_salt,
+            draft_p_min=self.choice.draft_p_min,
+            request_id=self.record.request_id,
+            traceparent=traceparent_of(self.span),
+        )
