@@ -1,3 +1,3 @@
-"""Measurements that anyone can run: `outrider bench`."""
+"""The benchmarks of `outrider bench`."""
 
-import outrider.lm  # noqa: F401  # before transformers, which it keeps quiet
+import outrider.lm  # noqa: F401  # before transformers: it reduces the logging of transformers' optional libraries

@@ -1,7 +1,4 @@
-"""As much of a Kubernetes API server as discovery sees of one, and its ways to fail.
-
-For machines without a cluster.
-"""
+"""A stub of a Kubernetes API server for service discovery, with injectable failures, for machines without a cluster."""
 
 import asyncio
 import itertools
@@ -15,16 +12,16 @@ NAMESPACE: Final = "models"
 
 
 class ApiServer:
-    """Keeps EndpointSlices in memory, under versions that grow with each change.
+    """A server that lists and watches EndpointSlices, kept in memory with versions that grow with each change.
 
     Attributes:
-        versions: of EndpointSlices that are offered.
-        list_delay_s: seconds that each list takes.
-        is_silent: whether watches tell nothing, and never end.
-        num_lists: lists of EndpointSlices so far.
-        num_watches: watches of them so far.
-        refusal: HTTP status of all answers; 0 answers properly.
-        num_refused: answers with it so far.
+        versions: API versions of EndpointSlices that are served.
+        list_delay_s: seconds before each list is answered.
+        is_silent: whether watches send no events and never end.
+        num_lists: number of lists of EndpointSlices.
+        num_watches: number of watches of EndpointSlices.
+        refusal: HTTP status that all requests are refused with; 0 for none.
+        num_refused: number of refused requests.
     """
 
     def __init__(self) -> None:
@@ -38,13 +35,13 @@ class ApiServer:
         self._version = next(self._numbers)
         self._events: list[tuple[int, dict[str, Any]]] = []
         self._compacted = 0
-        self._news = asyncio.Condition()
+        self._changed = asyncio.Condition()
         self._watches: set[asyncio.Task[Any]] = set()
         self._runner: web.AppRunner | None = None
         self._port = 0
 
     async def start(self) -> None:
-        """Listens, on the same port as before."""
+        """Start to listen, on the same port at each start."""
         app = web.Application(middlewares=[self._refuse])
         app.router.add_get("/apis/discovery.k8s.io/", self._group)
         app.router.add_get("/apis/discovery.k8s.io/{version}/namespaces/{namespace}/endpointslices", self._slices_of)
@@ -55,14 +52,14 @@ class ApiServer:
         self._port = self._runner.addresses[0][1]
 
     async def stop(self) -> None:
-        """Ends all connections, and listens no more."""
+        """Close all connections and stop to listen."""
         self.end_watches()
         if self._runner is not None:
             await self._runner.cleanup()
             self._runner = None
 
     def kubeconfig(self, folder: Path) -> Path:
-        """Writes a kubeconfig file for this server; returns its path."""
+        """Write a kubeconfig file for this server and return its path."""
         path = folder / "kubeconfig"
         config = {
             "apiVersion": "v1",
@@ -76,7 +73,7 @@ class ApiServer:
         return path
 
     async def put(self, name: str, *endpoints: dict[str, Any], service: str = "target", port: int = 50051) -> None:
-        """Makes or changes a slice of a service."""
+        """Create or change a slice of a service."""
         kind = "MODIFIED" if name in self._slices else "ADDED"
         item = {
             "apiVersion": "discovery.k8s.io/v1",
@@ -87,50 +84,50 @@ class ApiServer:
             "ports": [{"name": "grpc", "port": port, "protocol": "TCP"}],
         }
         self._slices[name] = item
-        await self._tell(kind, item)
+        await self._publish(kind, item)
 
     async def remove(self, name: str) -> None:
-        """Takes a slice away."""
-        await self._tell("DELETED", self._slices.pop(name))
+        """Delete a slice."""
+        await self._publish("DELETED", self._slices.pop(name))
 
     async def bookmark(self) -> None:
-        """Tells all watches the present version, as servers do now and then."""
+        """Send a bookmark with the current version to all watches, as API servers do periodically."""
         item = {"kind": "EndpointSlice", "apiVersion": "discovery.k8s.io/v1", "metadata": {}}
-        await self._tell("BOOKMARK", item)
+        await self._publish("BOOKMARK", item)
 
     def compact(self) -> None:
-        """Forgets all versions but the present one."""
+        """Make all versions but the current one expired."""
         self._compacted = self._version
 
     def end_watches(self) -> None:
-        """Cuts the connections of all watches."""
+        """Abort the connections of all watches."""
         for task in list(self._watches):
             task.cancel()
 
     async def until(self, *, num_watches: int = 0, num_lists: int = 0, num_refused: int = 0) -> None:
-        """Returns once there were so many watches, lists and refusals."""
+        """Wait until at least so many watches, lists and refused requests have arrived; at most 20 s."""
         wanted = (num_watches, num_lists, num_refused)
-        async with self._news, asyncio.timeout(20):
-            await self._news.wait_for(
+        async with self._changed, asyncio.timeout(20):
+            await self._changed.wait_for(
                 lambda: all(
                     num >= least
                     for num, least in zip((self.num_watches, self.num_lists, self.num_refused), wanted, strict=True)
                 )
             )
 
-    async def _tell(self, kind: str, item: dict[str, Any]) -> None:
+    async def _publish(self, kind: str, item: dict[str, Any]) -> None:
         self._version = next(self._numbers)
         item["metadata"] = {**item["metadata"], "resourceVersion": str(self._version)}
-        async with self._news:
+        async with self._changed:
             self._events.append((self._version, json.loads(json.dumps({"type": kind, "object": item}))))
-            self._news.notify_all()
+            self._changed.notify_all()
 
     @web.middleware
     async def _refuse(self, request: web.Request, handler: Any) -> web.StreamResponse:
         if self.refusal:
-            async with self._news:
+            async with self._changed:
                 self.num_refused += 1
-                self._news.notify_all()
+                self._changed.notify_all()
             return _status(self.refusal, "refused")
         response: web.StreamResponse = await handler(request)
         return response
@@ -141,14 +138,14 @@ class ApiServer:
 
     async def _slices_of(self, request: web.Request) -> web.StreamResponse:
         if request.match_info["version"] not in self.versions or request.match_info["namespace"] != NAMESPACE:
-            return _status(404, "no such thing")
+            return _status(404, "not found")
         service = request.query["labelSelector"].removeprefix("kubernetes.io/service-name=")
         return await (self._watch(request, service) if "watch" in request.query else self._list(service))
 
     async def _list(self, service: str) -> web.Response:
-        async with self._news:
+        async with self._changed:
             self.num_lists += 1
-            self._news.notify_all()
+            self._changed.notify_all()
         await asyncio.sleep(self.list_delay_s)
         items = [item for item in self._slices.values() if _service(item) == service]
         return web.json_response({"metadata": {"resourceVersion": str(self._version)}, "items": items})
@@ -158,9 +155,9 @@ class ApiServer:
         response = web.StreamResponse()
         response.content_type = "application/json"
         await response.prepare(request)
-        async with self._news:
+        async with self._changed:
             self.num_watches += 1
-            self._news.notify_all()
+            self._changed.notify_all()
         if version < self._compacted:
             gone = {"type": "ERROR", "object": {"kind": "Status", "code": 410, "reason": "Expired", "message": "old"}}
             await response.write(json.dumps(gone).encode() + b"\n")
@@ -182,12 +179,12 @@ class ApiServer:
         try:
             async with asyncio.timeout(timeout_s):
                 while True:
-                    async with self._news:
+                    async with self._changed:
                         while self._version <= version:
-                            await self._news.wait()
-                        news = [event for number, event in self._events if number > version]
+                            await self._changed.wait()
+                        events = [event for number, event in self._events if number > version]
                         version = self._version
-                    for event in news:
+                    for event in events:
                         if event["type"] == "BOOKMARK" or _service(event["object"]) == service:
                             await response.write(json.dumps(event).encode() + b"\n")
         except TimeoutError:
@@ -197,7 +194,7 @@ class ApiServer:
 def pod(
     name: str, address: str, *, ready: bool | None = True, terminating: bool | None = None, uid: str = ""
 ) -> dict[str, Any]:
-    """Returns an endpoint of a slice."""
+    """Return an endpoint of a slice."""
     conditions = {"ready": ready, "terminating": terminating}
     return {
         "addresses": [address],

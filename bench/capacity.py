@@ -1,8 +1,8 @@
-"""How many sessions a target serves at a rate, with the draft in its own process and with drafts of their own.
+"""The number of sessions that a target serves at a given rate, with a colocated draft and with separate drafts.
 
-A target that drafts for itself spends K steps of the draft on every pass; drafts beside it take those from it, as long
-as they keep up. So one target should serve about 1 + K t_draft / t_verify times as many sessions. Four drafts and a
-target do not fit a small machine: passes here only take the time of real ones, everything else is real.
+A target with a colocated draft runs K draft steps per pass; separate drafts take over these steps, as long as they keep
+up. So one target should serve about 1 + K t_draft / t_verify times as many sessions. Four drafts and a target do not
+fit on a small machine: model passes are simulated by waiting, everything else is real.
 """
 
 import math
@@ -11,11 +11,11 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from bench.models import planted_pair
+from bench.models import synthetic_pair
 from bench.number_lists import numbers
 from bench.progress import Step, progress
 from bench.result import BenchResult, machine, median
-from bench.traffic import Ask, Prompts, Trace, run_wave
+from bench.traffic import Prompts, RequestTemplate, Trace, run_wave
 from outrider.client import DraftOptions, LocalStack, OutriderClient, StackOptions
 from outrider.errors import InvalidArgument
 from outrider.lm.markov import MarkovModel
@@ -28,19 +28,19 @@ COLOCATED: Final = "colocated"
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """What is measured.
+    """Options of the benchmark.
 
     Attributes:
-        rate: tokens a second that every session must get.
-        sessions: numbers of sessions that are tried, with commas between them, rising.
-        drafts: numbers of draft processes, with commas between them.
-        num_tokens: output tokens of each session.
-        num_repeats: measurements of each load, of which the median counts.
-        num_speculative_tokens: K, longest main line of a round.
-        lookahead: nodes that a draft may hold ahead of a session's text; 0 has it wait for verdicts.
+        rate: required output tokens per second of each session.
+        sessions: numbers of concurrent sessions, comma-separated, ascending.
+        drafts: numbers of draft processes, comma-separated.
+        num_tokens: output tokens per session.
+        num_repeats: measurements per load, of which the median is reported.
+        num_speculative_tokens: K, drafted tokens per round along one path.
+        lookahead: nodes that a draft may hold ahead of verdicts; with 0 it waits for each verdict.
         acceptance: probability that the target outputs the draft's first choice.
-        model: whose passes the target takes the time of.
-        draft: whose passes the draft takes the time of; its vocabulary is as large.
+        model: Markov model whose pass times the target simulates.
+        draft: Markov model whose pass times the draft simulates, with a vocabulary of the same size.
     """
 
     rate: float = 12.0
@@ -56,10 +56,10 @@ class Options:
 
 
 async def measure(options: Options) -> BenchResult:
-    """Raises the load of each deployment until sessions get less than the rate."""
+    """Increase the load of each deployment until sessions get less than the rate."""
     loads = numbers("sessions", options.sessions, int, 1)
     if list(loads) != sorted(set(loads)):
-        raise InvalidArgument(f"sessions is {options.sessions!r}, must rise", "sessions")
+        raise InvalidArgument(f"sessions is {options.sessions!r}, must ascend", "sessions")
     deployments = (0, *numbers("drafts", options.drafts, int, 1))
     rows: list[dict[str, Any]] = []
     with progress(len(deployments) * len(loads)) as step:
@@ -71,7 +71,7 @@ async def measure(options: Options) -> BenchResult:
 
 
 def _stack(options: Options, num_drafts: int) -> StackOptions:
-    target, draft = planted_pair(options.model, options.draft, options.acceptance)
+    target, draft = synthetic_pair(options.model, options.draft, options.acceptance)
     own = {"OUTRIDER_COLOCATED_DRAFTER": "model", "OUTRIDER_COLOCATED_MODEL": draft}
     return StackOptions(
         model=target,
@@ -88,14 +88,14 @@ async def _raise_load(
     options: Options, client: OutriderClient, num_drafts: int, loads: Sequence[int], step: Step
 ) -> list[dict[str, Any]]:
     prompts = Prompts(MarkovModel.from_name(options.model.replace(";", ",")).info.vocabulary_size, num_drafts)
-    await run_wave(client, [prompts.draw(_PROMPT_LEN)], Ask(_WARM_TOKENS, speculates=True))
+    await run_wave(client, [prompts.draw(_PROMPT_LEN)], RequestTemplate(_WARM_TOKENS, speculates=True))
     rows: list[dict[str, Any]] = []
     for num_sessions in loads:
         step(f"{num_drafts or 'no'} drafts, {num_sessions} sessions")
         rates, traces = [], []
         for _ in range(options.num_repeats):
-            ask = Ask(options.num_tokens, speculates=True, timeout_s=_TIMEOUT_S)
-            wave = await run_wave(client, [prompts.draw(_PROMPT_LEN) for _ in range(num_sessions)], ask)
+            template = RequestTemplate(options.num_tokens, speculates=True, timeout_s=_TIMEOUT_S)
+            wave = await run_wave(client, [prompts.draw(_PROMPT_LEN) for _ in range(num_sessions)], template)
             rates.append(median(trace.statistics.tokens_per_second for trace in wave))
             traces += wave
         rows.append(_row(num_drafts, num_sessions, median(rates), traces))
@@ -119,7 +119,7 @@ def _row(num_drafts: int, num_sessions: int, rate: float, traces: list[Trace]) -
 
 
 def _expected_gain(options: Options) -> float:
-    """Returns 1 + K t_draft / t_verify for one session."""
+    """Return 1 + K t_draft / t_verify of one session."""
     target, draft = (MarkovModel.from_name(name.replace(";", ",")).options for name in (options.model, options.draft))
     verify_s = target.step_s + (1 + options.num_speculative_tokens) * target.row_s
     return 1 + options.num_speculative_tokens * (draft.step_s + draft.row_s) / verify_s
@@ -139,11 +139,11 @@ def _figures(rows: list[dict[str, Any]], rate: float, expected: float) -> dict[s
 
 
 def capacity(points: list[tuple[int, float]], rate: float) -> float:
-    """Returns the sessions that get a rate, on a logarithmic scale between two loads; 0 where not even the first does.
+    """Return the number of sessions that get a rate, interpolated logarithmically; 0 if the first load does not.
 
     Args:
-        points: loads, rising, with what a session got.
-        rate: that each must get.
+        points: (number of sessions, tokens per second of a session), by ascending number.
+        rate: required tokens per second of a session.
     """
     found = 0.0
     for place, (sessions, got) in enumerate(points):
@@ -159,7 +159,7 @@ def capacity(points: list[tuple[int, float]], rate: float) -> float:
 
 
 def plot(result: BenchResult, path: Path) -> None:
-    """Draws what a session gets over the number of sessions, for each deployment."""
+    """Plot the rate per session over the number of sessions, for each deployment."""
     from bench.pictures import lines
 
     kinds = list(dict.fromkeys(row["deployment"] for row in result.rows))

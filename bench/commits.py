@@ -1,4 +1,4 @@
-"""What the session store costs: a commit of a round, thousands of open sessions, a session that nobody uses."""
+"""The cost of the session store: latency of a round's commit, and memory per open and per idle session."""
 
 import asyncio
 import time
@@ -27,12 +27,12 @@ _LEASE_S: Final = 600.0
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """How much to measure.
+    """Options of the benchmark.
 
     Attributes:
-        num_sessions: sessions open in one server.
-        num_rounds: commits that are timed, for each number of streams.
-        prompt_len: tokens of each session's prompt.
+        num_sessions: open sessions in one Redis server.
+        num_rounds: timed commits for each number of streams.
+        prompt_len: prompt tokens per session.
     """
 
     num_sessions: int = 5000
@@ -41,7 +41,7 @@ class Options:
 
 
 async def measure(options: Options) -> BenchResult:
-    """Opens the sessions, commits to some of them, and has an orchestrator serve as many and forget them."""
+    """Open the sessions, commit to some of them, and serve as many through an orchestrator."""
     with progress(4) as step, EmbeddedValkey() as server:
         store = SessionStore(server.url, lease_s=_LEASE_S)
         step("opening sessions")
@@ -71,7 +71,7 @@ async def measure(options: Options) -> BenchResult:
 
 
 def plot(result: BenchResult, path: Path) -> None:
-    """Draws p50 and p99 against the number of streams."""
+    """Plot p50 and p99 over the number of streams."""
     from bench.pictures import bars
 
     series = {name: [row[f"{name}_s"] * 1e3 for row in result.rows] for name in ("p50", "p99")}
@@ -84,7 +84,7 @@ async def _memory(url: str) -> int:
 
 
 async def _opened(store: SessionStore, options: Options) -> list[Lease]:
-    """Begins a request on each of so many sessions."""
+    """Begin a request on each session and return the leases."""
     prompt = tuple(range(options.prompt_len))
 
     async def begin() -> Lease:
@@ -116,7 +116,7 @@ async def _opened(store: SessionStore, options: Options) -> list[Lease]:
 
 
 async def _commits(store: SessionStore, leases: Sequence[Lease], num_rounds: int, start: int) -> list[float]:
-    """Returns the seconds of each commit, streams committing side by side."""
+    """Return the seconds of each commit, with all streams committing concurrently."""
     times: list[float] = []
 
     async def stream(lease: Lease) -> None:
@@ -131,7 +131,7 @@ async def _commits(store: SessionStore, leases: Sequence[Lease], num_rounds: int
 
 
 async def _idle_bytes(options: Options) -> float:
-    """Returns what an orchestrator's memory grows by for a session that it has served."""
+    """Return the growth of an orchestrator's memory per served session, in bytes."""
 
     def request() -> GenerationRequest:
         parameters = SamplingParameters(max_tokens=1, seed=1)
@@ -149,6 +149,6 @@ async def _idle_bytes(options: Options) -> float:
                 await asyncio.gather(*(client.complete(request()) for _ in range(min(_NUM_AT_ONCE, num - start))))
             return worker.resident_bytes()
 
-        # What every process takes once, it takes with the first few hundred.
+        # One-time allocations happen with the first few hundred sessions.
         before = await serve(min(500, options.num_sessions))
         return max(0.0, (await serve(options.num_sessions) - before) / options.num_sessions)

@@ -1,6 +1,6 @@
-"""Time per token, and KV cache per token, against the length of the context; on the model alone, without services.
+"""Time per token and KV cache per token over the context length, of the model alone, without services.
 
-One session grows to each length in turn; there, tokens are decoded one at a time, and the median pass counts.
+One session grows to each length in turn; there, tokens are decoded one at a time, and the median pass is reported.
 """
 
 import time
@@ -24,15 +24,15 @@ _KV_BUDGET_BYTES: Final = 4 << 30
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """How much to measure.
+    """Options of the benchmark.
 
     Attributes:
-        lengths: context lengths in tokens, ascending, with commas between them.
-        num_steps: tokens decoded at each length.
-        chunk_len: tokens of a prompt that are run in one pass.
-        model: any model's name, or `shape:8b` and the like.
+        lengths: context lengths, in tokens, comma-separated, ascending.
+        num_steps: decoded tokens at each length.
+        chunk_len: prompt tokens per pass (chunked prefill).
+        model: model name, or a shape such as `shape:8b`.
         device: auto, cpu, cuda, ...
-        compiles: `yes` compiles the model's layers, as the target does, `no` does not.
+        compiles: `yes` to compile the model's layers, as the target does; `no` not to.
     """
 
     lengths: str = "128,256,512,1024,2048,4096,8000"
@@ -44,18 +44,18 @@ class Options:
 
     @property
     def points(self) -> list[int]:
-        """The lengths; raises `InvalidArgument` where they are none."""
+        """The lengths; raises `InvalidArgument` if they are invalid."""
         try:
             points = [int(part) for part in self.lengths.split(",")]
         except ValueError as error:
-            raise InvalidArgument(f"lengths is {self.lengths!r}, must be numbers with commas", "lengths") from error
+            raise InvalidArgument(f"lengths is {self.lengths!r}, must be comma-separated numbers", "lengths") from error
         if points != sorted(set(points)) or points[0] < 1:
             raise InvalidArgument("lengths must be positive and ascend", "lengths")
         return points
 
 
 async def measure(options: Options) -> BenchResult:
-    """Loads the model into this process and lets one session grow."""
+    """Load the model into this process and grow one session."""
     points = options.points
     with progress(len(points) + 1) as step:
         step("loading")
@@ -70,7 +70,7 @@ def _grow(model: LanguageModel, points: Sequence[int], options: Options, step: S
     if points[-1] + options.num_steps > model.info.max_session_len:
         raise InvalidArgument(f"the model's longest session is {model.info.max_session_len} tokens", "lengths")
     token_ids = Prompts(model.info.vocabulary_size).draw(points[-1] + options.num_steps)
-    # Nothing is done for the first time by the session that is measured.
+    # A warm-up session, so that the measured one does not include one-time work.
     _run(model, model.new_cache(), token_ids[:: options.num_steps], len(token_ids[:: options.num_steps]), options)
     cache = model.new_cache()
     rows = []
@@ -85,7 +85,7 @@ def _grow(model: LanguageModel, points: Sequence[int], options: Options, step: S
 
 
 def _run(model: LanguageModel, cache: KVCache, token_ids: Sequence[int], end: int, options: Options) -> None:
-    """Runs the tokens up to a position, in chunks."""
+    """Run the tokens up to a position, in chunks."""
     while cache.cached_len < end:
         start = cache.cached_len
         span = TokenSpan(start, tuple(token_ids[start : min(end, start + options.chunk_len)]))
@@ -93,7 +93,7 @@ def _run(model: LanguageModel, cache: KVCache, token_ids: Sequence[int], end: in
 
 
 def _decode(model: LanguageModel, cache: KVCache, token_ids: Sequence[int], options: Options) -> float:
-    """Returns the median seconds of a pass over one token, whose result is waited for; goes back to where it began."""
+    """Return the median seconds of a pass over one token, synchronised; truncate the cache to its length before."""
     length = cache.cached_len
     seconds = []
     for position in range(length, length + options.num_steps):
@@ -117,7 +117,7 @@ def _row(length: int, token_s: float, cache: KVCache, model: LanguageModel, rate
 
 
 def _figures(rows: Sequence[dict[str, Any]]) -> dict[str, float]:
-    """Returns the figures of the longest context against those of the shortest, by whose lengths they are named."""
+    """Return ratios of the longest context to the shortest, named after their lengths."""
     first, last = rows[0], rows[-1]
     return {
         "kv_bytes_over_formula": last["kv_over_formula"],
@@ -126,7 +126,7 @@ def _figures(rows: Sequence[dict[str, Any]]) -> dict[str, float]:
 
 
 def plot(result: BenchResult, path: Path) -> None:
-    """Draws milliseconds per token over the context's length."""
+    """Plot milliseconds per token over the context length."""
     from bench.pictures import lines
 
     points = [(row["context"], row["time_per_token_s"] * 1e3) for row in result.rows]

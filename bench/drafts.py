@@ -1,8 +1,8 @@
-"""What a draft is worth: its acceptance on forty prompts of four kinds, and its speed over plain decoding.
+"""The quality of a draft: its acceptance on forty prompts of four kinds, and the speedup over plain decoding.
 
-Both for chains and for trees, as far as the drafter makes any. Acceptance is measured where every round waits for a
-whole proposal; speed as served, where the policy may do without. With a draft that transformers can run too, its
-assisted generation with the same draft is measured beside it.
+Both are measured for chains, and for trees if the drafter supports them. For acceptance every round waits for a whole
+proposal; for speed the policy may skip speculation, as in service. If transformers can run the draft, its assisted
+generation with the same draft is measured for comparison.
 """
 
 import asyncio
@@ -33,23 +33,23 @@ from outrider.statistics import SpeculationStatistics
 _GREEDY: Final = 0.0
 _TREES: Final = ("model", "eagle3", "medusa")
 _PATIENT: Final = {"OUTRIDER_DRAFT_MAX_WAIT_S": "30"}
-_NEVER_GIVES_UP: Final = {"OUTRIDER_ADAPTIVE_SPECULATION": "false"}
+_ALWAYS_SPECULATES: Final = {"OUTRIDER_ADAPTIVE_SPECULATION": "false"}
 
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """What is measured.
+    """Options of the benchmark.
 
     Attributes:
         drafter: ngram, model, layers, eagle3 or medusa.
-        draft: the draft's model or folder, where it has one; for eagle3 the shipped one if empty.
-        num_layers: layers of the target, for `layers`.
-        model: the target.
-        num_prompts: prompts of each kind.
-        num_tokens: output tokens of a generation, at most.
-        num_speculative_tokens: tokens drafted per round from the base to a leaf.
-        max_nodes: nodes of a tree.
-        assisted: 1 where transformers' assisted generation is measured too, for a `model` in a folder; 0 where not.
+        draft: model or folder of the draft, if the drafter has one; empty with eagle3 for the shipped head.
+        num_layers: number of target layers of a `layers` draft.
+        model: target model.
+        num_prompts: prompts per kind.
+        num_tokens: maximum output tokens per generation.
+        num_speculative_tokens: drafted tokens per round along one path.
+        max_nodes: maximum nodes of a tree.
+        assisted: 1 to measure transformers' assisted generation too, for a `model` draft in a folder; 0 not to.
     """
 
     drafter: str = "eagle3"
@@ -64,7 +64,7 @@ class Options:
 
 
 async def measure(options: Options) -> BenchResult:
-    """Measures acceptance (`pos k`, mean acceptance `length`), then speed in tokens a second."""
+    """Measure acceptance (`pos k`, mean acceptance `length`), then speed in tokens per second."""
     drafted = await _drafted(options)
     speeds = await _speeds(options)
     depth = options.num_speculative_tokens
@@ -75,7 +75,7 @@ async def measure(options: Options) -> BenchResult:
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """A kind of prompt, a temperature, and a shape of proposals."""
+    """A kind of prompt, a temperature, and a proposal shape."""
 
     kind: str
     temperature: float
@@ -83,7 +83,7 @@ class Case:
 
 
 def _shapes(options: Options) -> dict[str, Speculation]:
-    """Returns how each shape of proposals is asked for."""
+    """Return the speculation parameters of each proposal shape."""
     depth = options.num_speculative_tokens
     shapes = {"chain": Speculation(num_speculative_tokens=depth, max_nodes=depth, lookahead=0)}
     if options.drafter in _TREES and options.max_nodes > depth:
@@ -92,7 +92,7 @@ def _shapes(options: Options) -> dict[str, Speculation]:
 
 
 async def _drafted(options: Options) -> dict[Case, SpeculationStatistics]:
-    """Returns what speculation gave."""
+    """Return the speculation statistics of each case."""
     found: dict[Case, SpeculationStatistics] = {}
     async with _stack(options, patient=True) as stack, stack.client() as client:
         for temperature, (shape, speculation) in product((_GREEDY, 1.0), _shapes(options).items()):
@@ -105,7 +105,7 @@ async def _drafted(options: Options) -> dict[Case, SpeculationStatistics]:
 
 
 async def _speeds(options: Options) -> dict[str, dict[str, list[float]]]:
-    """Returns tokens a second, greedy, by mode and kind of prompt."""
+    """Return tokens per second, greedy, by mode and kind of prompt."""
     modes = {"plain": Speculation(disabled=True), **_shapes(options)}
     speeds: dict[str, dict[str, list[float]]] = {mode: {} for mode in modes}
     compares = options.drafter == "model" and options.assisted and Path(options.draft).is_dir()
@@ -134,7 +134,7 @@ def _stack(options: Options, *, patient: bool) -> LocalStack:
         StackOptions(
             model=served_name(options.model),
             drafts=(draft,),
-            target_environment=_NEVER_GIVES_UP if patient else {},
+            target_environment=_ALWAYS_SPECULATES if patient else {},
             orchestrator_environment={**environment, **(_PATIENT if patient else {})},
         )
     )
@@ -177,7 +177,7 @@ def _row(
 
 
 def _figures(drafted: dict[Case, SpeculationStatistics], speeds: dict[str, dict[str, list[float]]]) -> dict[str, float]:
-    """Returns the figures of trees, where there are any, and beside them those of chains."""
+    """Return the figures of trees, if there are any, and of chains."""
     shapes = [mode for mode in ("tree", "chain") if mode in speeds]
     figures: dict[str, float] = {}
     for shape in shapes:
@@ -199,7 +199,7 @@ def _figures(drafted: dict[Case, SpeculationStatistics], speeds: dict[str, dict[
 
 
 def _over(some: dict[str, list[float]], others: dict[str, list[float]]) -> float:
-    """Returns the geometric mean over all prompts of one speed over the other."""
+    """Return the geometric mean, over all prompts, of the ratio of two speeds."""
     ratios = [one / other for kind in some for one, other in zip(some[kind], others[kind], strict=True)]
     product = 1.0
     for ratio in ratios:
@@ -208,7 +208,7 @@ def _over(some: dict[str, list[float]], others: dict[str, list[float]]) -> float
 
 
 def plot(result: BenchResult, path: Path) -> None:
-    """Draws acceptance at each position for each kind of prompt."""
+    """Plot the acceptance rate at each position for each kind of prompt."""
     from bench.pictures import bars
 
     labels = [f"{row['kind']}, {row['proposal']}, T={row['temperature']:g}" for row in result.rows]

@@ -1,11 +1,11 @@
-"""What the engine makes of the machine: one session against transformers and the roofline, shared prefixes, memory.
+"""The target engine's performance: one session compared with transformers and the roofline, shared prefixes, memory.
 
-The parts run on stacks of their own, and are chosen by `part`:
+The parts run on separate stacks, and are chosen by `part`:
 
-- `speed`: one session, plain decoding through the whole stack, against transformers' `generate` in interleaved rounds;
-  and the share of the roofline, the rate at which all weights can be read from memory once for each token.
+- `speed`: one session, plain decoding through the whole stack, compared with transformers' `generate` in interleaved
+  rounds; and the share of the roofline, the token rate at which reading all weights saturates the memory bandwidth.
 - `prefix`: many sessions with one long system prompt; see `bench.prefix`.
-- `memory`: thousands of sessions that come and go; see `bench.memory`.
+- `memory`: thousands of short sessions; see `bench.memory`.
 """
 
 from collections.abc import Sequence
@@ -19,7 +19,7 @@ from bench.peer import TransformersPeer
 from bench.prefix import PrefixOptions, measure_prefix
 from bench.progress import Step, progress
 from bench.result import BenchResult, machine, median
-from bench.traffic import Ask, Prompts, run_wave
+from bench.traffic import Prompts, RequestTemplate, run_wave
 from bench.worker import Worker
 from outrider.client import LocalStack, OutriderClient, StackOptions
 from outrider.errors import InvalidArgument
@@ -29,19 +29,19 @@ _PARTS = ("speed", "prefix", "memory")
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """How much to measure.
+    """Options of the benchmark.
 
     Attributes:
-        part: of speed, prefix and memory, with commas between them.
-        model: of speed and prefix: any model's name, or `shape:8b` and the like.
-        num_rounds: interleaved runs, of which the median counts.
-        num_tokens: output tokens of each run.
-        prompt_len: tokens of each run's prompt.
-        num_sharing: sessions with one system prompt.
+        part: parts to run, of speed, prefix and memory, comma-separated.
+        model: model of speed and prefix: a model name, or a shape such as `shape:8b`.
+        num_rounds: interleaved runs, of which the median is reported.
+        num_tokens: output tokens per run.
+        prompt_len: prompt tokens per run.
+        num_sharing: sessions that share a system prompt.
         prefix_len: tokens of the system prompt.
-        memory_model: of memory, where only the number of sessions matters.
-        num_sessions: sessions opened, used and left.
-        num_warm: sessions before that, after which memory should grow no more.
+        memory_model: model of memory, where only the number of sessions matters.
+        num_sessions: measured sessions of memory.
+        num_warm: sessions before these, after which memory should not grow.
     """
 
     part: str = "speed,prefix"
@@ -57,16 +57,16 @@ class Options:
 
     @property
     def parts(self) -> tuple[str, ...]:
-        """The parts to run; raises `InvalidArgument` for one that there is not."""
+        """The parts to run; raises `InvalidArgument` for an unknown part."""
         chosen = tuple(self.part.split(","))
         if unknown := [part for part in chosen if part not in _PARTS]:
-            raise InvalidArgument(f"{unknown[0]!r} is no part; there are: {', '.join(_PARTS)}", "part")
+            raise InvalidArgument(f"{unknown[0]!r} is not a part; the parts are {', '.join(_PARTS)}", "part")
         return chosen
 
 
 @dataclass(frozen=True, slots=True)
 class _Rates:
-    """Output tokens per second of one round; bytes per second that memory can be read at."""
+    """The output tokens per second of one round, and the memory bandwidth in bytes per second."""
 
     plain: float
     decode: float
@@ -75,7 +75,7 @@ class _Rates:
 
 
 async def measure(options: Options) -> BenchResult:
-    """Runs the chosen parts, one after another."""
+    """Run the chosen parts, one after another."""
     rows: list[dict[str, Any]] = []
     figures: dict[str, float] = {}
     parts = options.parts
@@ -83,19 +83,19 @@ async def measure(options: Options) -> BenchResult:
         if "speed" in parts:
             rows, figures = await _measure_speed(options, step)
         if "prefix" in parts:
-            step("a shared prefix")
+            step("shared prefix")
             figures |= await measure_prefix(
                 PrefixOptions(served_name(options.model), options.num_sharing, options.prefix_len)
             )
         if "memory" in parts:
-            step("sessions that come and go, as a warm-up")
+            step("short sessions, warm-up")
             memory = MemoryOptions(served_name(options.memory_model), options.num_sessions, options.num_warm)
             figures |= await measure_memory(memory, step)
     return BenchResult("engine", {**machine(), **asdict(options)}, rows, figures)
 
 
 async def _measure_speed(options: Options, step: Step) -> tuple[list[dict[str, Any]], dict[str, float]]:
-    """Runs one session and transformers in turns; returns a row for each round, and the figures."""
+    """Run one session and transformers in turn; return a row per round, and the figures."""
     step("loading")
     async with (
         LocalStack(StackOptions(model=served_name(options.model), drafts=())) as stack,
@@ -114,9 +114,9 @@ async def _measure_speed(options: Options, step: Step) -> tuple[list[dict[str, A
 
 
 async def _round(client: OutriderClient, peer: TransformersPeer, prompt: tuple[int, ...], options: Options) -> _Rates:
-    (trace,) = await run_wave(client, [prompt], Ask(options.num_tokens))
+    (trace,) = await run_wave(client, [prompt], RequestTemplate(options.num_tokens))
     seconds = trace.times_s[-1] - trace.started_s
-    # The first delta is the prompt's work.
+    # The time to the first delta is prefill.
     decode_s = trace.times_s[-1] - trace.times_s[0]
     return _Rates(
         plain=trace.num_tokens / seconds,
@@ -141,7 +141,7 @@ def _speed_figures(rounds: Sequence[_Rates], weight_bytes: int) -> dict[str, flo
 
 
 def plot(result: BenchResult, path: Path) -> None:
-    """Draws tokens per second of each round, if speed was measured."""
+    """Plot tokens per second of each round, if speed was measured."""
     from bench.pictures import bars
 
     names = ("plain", "decode", "transformers")

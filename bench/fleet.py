@@ -1,11 +1,11 @@
-"""What a round costs, in processor time and in operations of Redis, with one orchestrator and with several.
+"""The cost of a round in CPU time and Redis operations, with one orchestrator and with several.
 
-Eight targets and eight drafts of zero model time, every orchestrator with a stream to each. Sessions go at a steady
-pace, so many for each orchestrator. Orchestrators share no state but Redis, and no operation of theirs touches more
-than one session; so what a round costs should not depend on how many there are.
+There are eight stub targets and eight stub drafts without models, and each orchestrator has a stream to each. Sessions
+run at a constant rate, with a constant number per orchestrator. Orchestrators share no state except Redis, and no
+operation affects more than one session; so the cost of a round should not depend on the number of orchestrators.
 
-Processes that share a core make each other slower, whatever they do. So there are always as many: four fleets of one
-orchestrator, each with workers and a Redis of its own, are held against two fleets of two, and one of four.
+Processes that share a core slow each other down. So the total number of orchestrators is constant: four fleets of one
+orchestrator, each with its own workers and Redis, are compared with two fleets of two, and one of four.
 """
 
 import asyncio
@@ -19,11 +19,11 @@ from typing import Any, Final
 
 import redis.asyncio
 
-from bench.idle import IdleTarget, idle_workers
 from bench.number_lists import numbers
-from bench.orchestrator import generate_for_ever, processor_s, spare_core, until_all_run
+from bench.orchestrator import generate_forever, processor_s, spare_core, until_all_run
 from bench.progress import progress
 from bench.result import BenchResult, machine, median
+from bench.stub_workers import StubTarget, stub_workers
 from outrider.client import OutriderClient
 from outrider.errors import InvalidArgument
 from outrider.local.process import ProcessSpec, ServiceProcess
@@ -35,15 +35,15 @@ _WARM_UP_S: Final = 2.0
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """How much to measure.
+    """Options of the benchmark.
 
     Attributes:
-        orchestrators: numbers of them in a fleet, with commas between them; each divides the largest.
-        num_workers: targets, and drafts.
-        sessions_each: sessions of each orchestrator.
-        rate: rounds a second of a session.
-        duration_s: seconds of a measurement.
-        num_repeats: measurements of each number, in turn, of which the median counts.
+        orchestrators: numbers of orchestrators per fleet, comma-separated; each divides the largest.
+        num_workers: number of targets, and of drafts.
+        sessions_each: sessions per orchestrator.
+        rate: rounds per second of a session.
+        duration_s: duration of a measurement, in seconds.
+        num_repeats: measurements per number, in turn, of which the median is reported.
     """
 
     orchestrators: str = "1,2,4"
@@ -56,18 +56,18 @@ class Options:
 
 @dataclass(frozen=True, slots=True)
 class _Fleet:
-    """Orchestrators, the targets that they share, and their Redis."""
+    """Orchestrators with shared targets and Redis."""
 
     orchestrators: list[ServiceProcess]
-    targets: list[IdleTarget]
+    targets: list[StubTarget]
     redis_url: str
 
 
 @dataclass(frozen=True, slots=True)
 class _Cost:
-    """Rounds a second; and for each round, processor seconds, and operations, bytes and processor seconds of Redis.
+    """Rounds per second; and per round: CPU seconds, and operations, bytes and CPU seconds of Redis.
 
-    Operations within scripts count too: a commit is one script, of several.
+    Operations within scripts are counted too: a commit is one script with several operations.
     """
 
     rounds_per_s: float
@@ -78,7 +78,7 @@ class _Cost:
 
 
 async def measure(options: Options) -> BenchResult:
-    """Measures each number of orchestrators in turn."""
+    """Measure each number of orchestrators in turn."""
     found: dict[int, list[_Cost]] = {num: [] for num in numbers("orchestrators", options.orchestrators, int, 1)}
     if any(max(found) % num for num in found):
         raise InvalidArgument(
@@ -108,9 +108,9 @@ async def _stage(options: Options, num: int, num_fleets: int) -> AsyncIterator[l
 async def _fleet(
     options: Options, num: int, place: int, folder: Path, core: int | None, open_ones: AsyncExitStack
 ) -> _Fleet:
-    """Starts a fleet, whose orchestrators are not ready yet, and whose end is that of the stack."""
+    """Start a fleet, which ends with the exit stack, without waiting until its orchestrators are ready."""
     server = open_ones.enter_context(EmbeddedValkey())
-    workers = [await open_ones.enter_async_context(idle_workers()) for _ in range(options.num_workers)]
+    workers = [await open_ones.enter_async_context(stub_workers()) for _ in range(options.num_workers)]
     targets = [target for target, _, _ in workers]
     for target in targets:
         target.pace_s = 1 / options.rate
@@ -138,7 +138,7 @@ async def _run(options: Options, fleets: list[_Fleet]) -> _Cost:
                 client = await open_ones.enter_async_context(OutriderClient(process.address))
                 first = place * options.sessions_each
                 sessions += [
-                    asyncio.create_task(generate_for_ever(client, None, first + number, []))
+                    asyncio.create_task(generate_forever(client, None, first + number, []))
                     for number in range(options.sessions_each)
                 ]
         stores = [
@@ -160,7 +160,7 @@ async def _run(options: Options, fleets: list[_Fleet]) -> _Cost:
 
 
 async def _counts(fleets: list[_Fleet], stores: list[redis.asyncio.Redis]) -> tuple[float, ...]:
-    """Returns rounds and the costs of `_Cost`, since the start; a few of Redis for the asking."""
+    """Return the total rounds and costs (see `_Cost`) since the start; those of Redis include these queries."""
     num = sum(target.num_rounds for fleet in fleets for target in fleet.targets)
     busy_s = sum(processor_s(process.pid) for fleet in fleets for process in fleet.orchestrators)
     found: list[dict[str, Any]] = [await store.info("stats") for store in stores]
@@ -184,7 +184,7 @@ def _row(num: int, costs: list[_Cost]) -> dict[str, Any]:
 
 
 def _figures(rows: list[dict[str, Any]]) -> dict[str, float]:
-    """Returns how far the costs of a round lie apart: the largest over the smallest."""
+    """Return the spread of each cost per round over the numbers of orchestrators: the largest over the smallest."""
     spreads = {
         "processor_time_spread": "processor ms/round",
         "redis_operations_spread": "redis operations/round",

@@ -1,4 +1,4 @@
-"""Forty prompts of four kinds, which no draft was trained on: code, chat, creative writing, technical documentation."""
+"""Forty prompts of four kinds that no draft was trained on: code, chat, creative writing, technical documentation."""
 
 from typing import Final
 

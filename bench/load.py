@@ -1,9 +1,9 @@
-"""Many sessions at once, through the whole stack: total tokens per second, time to first token, gaps between deltas.
+"""Concurrent sessions through the whole stack: throughput, time to first token, inter-token latency.
 
-The target and its draft are a planted pair (`outrider.lm.planted`): both do the work of real models, and the draft is
-as good as the options say. Every load is measured without and with speculation, one after the other, and compared with
-transformers in a process of its own: `generate` for one session, continuous batching (`generate_batch`) for many.
-Rates count output tokens over the whole time from the first request to the last token, prompts included.
+Target and draft are a synthetic pair (`outrider.lm.synthetic`): both run the passes of real models, and the draft has a
+chosen acceptance rate. Every load is measured without and with speculation, and compared with transformers in a process
+of its own: `generate` for one session, continuous batching (`generate_batch`) for many. Throughput is the number of
+output tokens divided by the time from the first request to the last token, prefill included.
 """
 
 from collections.abc import Mapping, Sequence
@@ -11,17 +11,17 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from bench.models import planted_pair, transformers_name
+from bench.models import synthetic_pair, transformers_name
 from bench.number_lists import numbers
 from bench.peer import TransformersPeer
 from bench.progress import Step, progress
 from bench.result import BenchResult, machine, median, quantile
 from bench.stall import Stall, StallOptions, measure_stall
-from bench.traffic import Ask, Prompts, Trace, run_wave
+from bench.traffic import Prompts, RequestTemplate, Trace, run_wave
 from bench.worker import Worker
 from outrider.client import DraftOptions, LocalStack, OutriderClient, StackOptions
 from outrider.errors import OutriderError
-from outrider.lm.planted import NEXT_CHOICES
+from outrider.lm.synthetic import NEXT_CHOICES
 
 PLAIN: Final = "plain"
 SPECULATION: Final = "speculation"
@@ -33,21 +33,21 @@ _WAVE_S: Final = 300.0
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """How much to measure.
+    """Options of the benchmark.
 
     Attributes:
-        sessions: numbers of sessions at once, with commas between them; the figures are those of 1 and 16.
-        prompt_lens: tokens of the prompts, given to the sessions in turn, with commas between them.
-        num_tokens: output tokens of each session.
-        num_rounds: measurements of each load, of which the median counts.
-        model: whose passes the target runs: any model's name, or `shape:8b` and the like.
-        draft: whose passes the draft runs; its vocabulary is as large.
-        draft_layers: first layers of the draft that are run; 0 for all.
+        sessions: numbers of concurrent sessions, comma-separated; the figures are of 1 and 16.
+        prompt_lens: prompt lengths, in tokens, assigned to the sessions in turn, comma-separated.
+        num_tokens: output tokens per session.
+        num_rounds: measurements per load, of which the median is reported.
+        model: base model of the target: a model name, or a shape such as `shape:8b`.
+        draft: base model of the draft, with a vocabulary of the same size.
+        draft_layers: number of first layers of the draft to run; 0 for all.
         acceptance: probability that the target outputs the draft's first choice.
-        num_speculative_tokens: tokens drafted per round.
-        prefill_len: tokens of the long prompt that must not hold others up; 0 leaves that out.
-        batch: `yes` compares with transformers' continuous batching, `no` leaves that out.
-        temperature: of the served sessions; 0 is greedy.
+        num_speculative_tokens: drafted tokens per round along one path.
+        prefill_len: tokens of the long prompt whose effect on other sessions is measured; 0 to skip that.
+        batch: `yes` to compare with transformers' continuous batching, `no` not to.
+        temperature: sampling temperature of the served sessions; 0 is greedy.
     """
 
     sessions: str = "1,2,4,8,16,32"
@@ -65,11 +65,11 @@ class Options:
 
     @property
     def loads(self) -> tuple[int, ...]:
-        """Numbers of sessions at once."""
+        """Numbers of concurrent sessions."""
         return numbers("sessions", self.sessions, int, 1)
 
     def lengths(self, num_sessions: int) -> list[list[int]]:
-        """Returns the prompt lengths of each wave of so many sessions; waves follow until all lengths have been."""
+        """Return the prompt lengths of waves of `num_sessions` sessions; together the waves have all lengths."""
         known = numbers("prompt_lens", self.prompt_lens, int, 1)
         num_waves = -(-len(known) // num_sessions)
         lengths = [known[index % len(known)] for index in range(num_waves * num_sessions)]
@@ -77,8 +77,8 @@ class Options:
 
 
 async def measure(options: Options) -> BenchResult:
-    """Starts a stack with a planted pair, and transformers beside it, and runs every load."""
-    target, draft = planted_pair(options.model, options.draft, options.acceptance, options.draft_layers)
+    """Start a stack with a synthetic pair, and transformers for comparison, and run every load."""
+    target, draft = synthetic_pair(options.model, options.draft, options.acceptance, options.draft_layers)
     stack_options = StackOptions(
         model=target,
         drafts=(DraftOptions(drafter="model", model=draft),),
@@ -97,7 +97,7 @@ async def measure(options: Options) -> BenchResult:
 
 
 class _Load:
-    """All measurements over one stack."""
+    """The measurements on one stack."""
 
     def __init__(
         self, options: Options, client: OutriderClient, peer: TransformersPeer, prompts: Prompts, step: Step
@@ -122,11 +122,13 @@ class _Load:
     async def _warm_up(self) -> None:
         self._step("warming up")
         for speculates in (False, True):
-            ask = Ask(min(16, self._options.num_tokens), speculates, self._options.temperature, _WAVE_S)
-            await run_wave(self._client, self._draw([16] * 2), ask)
+            template = RequestTemplate(
+                min(16, self._options.num_tokens), speculates, self._options.temperature, _WAVE_S
+            )
+            await run_wave(self._client, self._draw([16] * 2), template)
 
     async def _generate(self) -> dict[str, Any]:
-        """Measures transformers with one session: all prompt lengths, one after another."""
+        """Measure transformers with one session at a time, over all prompt lengths."""
         self._step(GENERATE)
         prompts = self._draw([length for wave in self._options.lengths(1) for length in wave])
         await self._peer.generate(prompts[0], 2)
@@ -137,7 +139,7 @@ class _Load:
         return _row(1, GENERATE, median(rates))
 
     async def _compare(self, num_sessions: int) -> list[dict[str, Any]]:
-        """Measures a load without and with speculation, in turns."""
+        """Measure a load without and with speculation, in turn."""
         measured: dict[str, list[dict[str, Any]]] = {PLAIN: [], SPECULATION: []}
         for _ in range(self._options.num_rounds):
             for mode in measured:
@@ -149,17 +151,17 @@ class _Load:
 
     async def _served(self, num_sessions: int, mode: str) -> dict[str, Any]:
         options = self._options
-        ask = Ask(options.num_tokens, mode == SPECULATION, options.temperature, _WAVE_S)
-        waves = [await run_wave(self._client, self._draw(lens), ask) for lens in options.lengths(num_sessions)]
+        template = RequestTemplate(options.num_tokens, mode == SPECULATION, options.temperature, _WAVE_S)
+        waves = [await run_wave(self._client, self._draw(lens), template) for lens in options.lengths(num_sessions)]
         seconds = sum(max(trace.times_s[-1] for trace in wave) - wave[0].started_s for wave in waves)
         traces = [trace for wave in waves for trace in wave]
         return _row(num_sessions, mode, sum(trace.num_tokens for trace in traces) / seconds, traces)
 
     async def _batch(self) -> tuple[list[dict[str, Any]], str]:
-        """Measures continuous batching with the most sessions of which there is a figure; or says why not."""
+        """Measure continuous batching; return its row, or the reason why it was skipped."""
         self._step(BATCH)
         if self._options.batch != "yes":
-            return [], "left out"
+            return [], "not measured"
         num_sessions = _MANY if _MANY in self._options.loads else max(self._options.loads)
         prompts = self._draw(self._options.lengths(num_sessions)[0])
         try:
@@ -169,7 +171,7 @@ class _Load:
         return [_row(num_sessions, BATCH, rate)], ""
 
     async def _stall(self) -> Stall | None:
-        self._step("a long prompt beside decoding sessions")
+        self._step("long prompt during decoding")
         if not self._options.prefill_len:
             return None
         return await measure_stall(self._client, self._prompts, StallOptions(prefill_len=self._options.prefill_len))
@@ -195,7 +197,7 @@ def _row(num_sessions: int, mode: str, rate: float, traces: Sequence[Trace] = ()
 
 
 def _acceptance(traces: Sequence[Trace]) -> float | None:
-    """Returns the share of proposals whose first token was kept, which is what a planted draft's options name."""
+    """Return the acceptance rate at the first position, which the options of the synthetic pair set; None for none."""
     num_drafts = sum(trace.statistics.num_drafts for trace in traces)
     kept = sum(sum(trace.statistics.num_accepted_tokens_per_pos[:1]) for trace in traces)
     return kept / num_drafts if num_drafts else None
@@ -207,13 +209,13 @@ def _tokens_per_pass(traces: Sequence[Trace]) -> float | None:
 
 
 def _median_row(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Returns the row of the median rate."""
+    """Return the row of the median rate."""
     rate = median(row["tokens/s"] for row in rows)
     return next(row for row in rows if row["tokens/s"] == rate)
 
 
 def _figures(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-    """Returns the figures whose rows there are."""
+    """Return the figures that the rows allow."""
     rates = {(row["sessions"], row["mode"]): row["tokens/s"] for row in rows}
     many, figures = (_MANY, PLAIN), {}
     for name, other in (
@@ -242,11 +244,11 @@ def _num_steps(options: Options) -> int:
 
 
 def plot(result: BenchResult, path: Path) -> None:
-    """Draws tokens per second over the number of sessions, without and with speculation."""
+    """Plot tokens per second over the number of sessions, without and with speculation."""
     from bench.pictures import lines
 
     modes = list(dict.fromkeys(row["mode"] for row in result.rows))
     series = {
         mode: [(row["sessions"], row["tokens/s"]) for row in result.rows if row["mode"] == mode] for mode in modes
     }
-    lines(path, series, "sessions at once", "tokens per second, all sessions together")
+    lines(path, series, "concurrent sessions", "tokens per second, all sessions together")

@@ -1,38 +1,38 @@
-"""What benches call a model: any name that a target takes, or `shape:8b` for random weights of a known shape."""
+"""Model names of benchmarks: any name that a target loads, or `shape:8b` for random weights of a known shape."""
 
 from typing import Final
 
 from bench.shapes import ensure_shape
 from outrider.lm import embedded
-from outrider.lm.planted import PlantedOptions
+from outrider.lm.synthetic import SyntheticOptions
 
 _SHAPE: Final = "shape:"
 
 
 def served_name(name: str) -> str:
-    """Returns the name under which a service loads the model; random weights are written first where needed.
+    """Return the name by which a service loads the model; write random weights first if needed.
 
     Raises:
-        InvalidArgument: no shape has this name.
+        InvalidArgument: there is no shape with this name.
     """
     return str(ensure_shape(name.removeprefix(_SHAPE))) if name.startswith(_SHAPE) else name
 
 
 def transformers_name(name: str) -> str:
-    """Returns the name under which transformers loads the model."""
+    """Return the name by which transformers loads the model."""
     return str(embedded.ensure_embedded()) if name == embedded.NAME else served_name(name)
 
 
-def planted_pair(target: str, draft: str, acceptance: float, draft_layers: int = 0) -> tuple[str, str]:
-    """Returns the names of a planted target and its draft; see `outrider.lm.planted`.
+def synthetic_pair(target: str, draft: str, acceptance: float, draft_layers: int = 0) -> tuple[str, str]:
+    """Return the names of a synthetic target and its draft; see `outrider.lm.synthetic`.
 
     Args:
-        target: model whose passes the target runs.
-        draft: model whose passes the draft runs; its vocabulary is as large.
+        target: base model of the target.
+        draft: base model of the draft, with a vocabulary of the same size.
         acceptance: probability that the target outputs the draft's first choice, in [0, 1].
-        draft_layers: first layers of the draft that are run; 0 for all.
+        draft_layers: number of first layers of the draft to run; 0 for all.
     """
     names = served_name(target), served_name(draft)
-    options = PlantedOptions(base=names[0], role="target", acceptance=acceptance, seed=7)
-    other = PlantedOptions(base=names[1], role="draft", acceptance=acceptance, seed=7, num_layers=draft_layers)
+    options = SyntheticOptions(base=names[0], role="target", acceptance=acceptance, seed=7)
+    other = SyntheticOptions(base=names[1], role="draft", acceptance=acceptance, seed=7, num_layers=draft_layers)
     return options.name, other.name

@@ -1,4 +1,4 @@
-"""Lists of numbers as a bench's options give them: with commas between them."""
+"""Comma-separated lists of numbers in the options of benchmarks."""
 
 from collections.abc import Callable
 from typing import TypeVar
@@ -9,21 +9,21 @@ _Number = TypeVar("_Number", bound=float)
 
 
 def numbers(name: str, text: str, kind: Callable[[str], _Number], least: _Number) -> tuple[_Number, ...]:
-    """Returns the numbers of an option.
+    """Return the numbers of a comma-separated list.
 
     Args:
-        name: of the option.
-        text: its value.
-        kind: reads one.
-        least: that one may be.
+        name: name of the option.
+        text: value of the option.
+        kind: parses one number.
+        least: smallest allowed number.
 
     Raises:
-        InvalidArgument: something else stands there, or a number is too small.
+        InvalidArgument: a part is not a number, or a number is too small.
     """
     try:
         found = tuple(kind(part) for part in text.split(","))
     except ValueError as error:
-        raise InvalidArgument(f"{name} is {text!r}, must be numbers with commas between them", name) from error
+        raise InvalidArgument(f"{name} is {text!r}, must be comma-separated numbers", name) from error
     if min(found) < least:
         raise InvalidArgument(f"{name} has {min(found)}, must be at least {least}", name)
     return found

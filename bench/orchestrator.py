@@ -1,8 +1,8 @@
-"""What an orchestrator's own work comes to: workers of zero model time, and one orchestrator process between them.
+"""The throughput and latency of one orchestrator, with stub workers without models.
 
-Every round makes the whole way: verdict, draft, proposal, verification, commit, delta. The orchestrator has a core to
-itself where there are two; workers, client and Redis share the rest. They do more for a round than the orchestrator
-does, so what it sustains on its core is the rounds divided by the seconds of processor time that it took for them.
+Every round has all steps: verdict, draft, proposal, verification, commit, delta. The orchestrator has a core of its own
+if there are two; workers, client and Redis share the others. They do more work per round than the orchestrator, so that
+the orchestrator's sustained throughput is computed as rounds divided by its CPU time.
 """
 
 import asyncio
@@ -15,9 +15,9 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
-from bench.idle import NUM_SPECULATIVE_TOKENS, IdleTarget, idle_workers
 from bench.progress import progress
 from bench.result import BenchResult, machine, quantile
+from bench.stub_workers import NUM_SPECULATIVE_TOKENS, StubTarget, stub_workers
 from outrider.client import Delta, GenerationRequest, OutriderClient, Speculation
 from outrider.errors import InvalidArgument
 from outrider.local.process import ProcessSpec, ServiceProcess
@@ -28,16 +28,16 @@ _WARM_UP_S: Final = 1.0
 _READY_S: Final = 60.0
 _MAX_TOKENS: Final = 1 << 16
 _RATE: Final = 10.0
-"""Rounds a second of a session: 40 tokens a second, at four tokens a round."""
+"""Rounds per second of a session: 40 tokens per second at four tokens per round."""
 
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """How much to measure.
+    """Options of the benchmark.
 
     Attributes:
-        sessions: numbers of sessions at once, with commas between them.
-        duration_s: seconds that each is measured for.
+        sessions: numbers of concurrent sessions, comma-separated.
+        duration_s: duration of each measurement, in seconds.
     """
 
     sessions: str = "1,8,64,256"
@@ -45,11 +45,13 @@ class Options:
 
     @property
     def numbers(self) -> list[int]:
-        """The numbers of sessions."""
+        """The numbers of concurrent sessions; raises `InvalidArgument` if they are invalid."""
         try:
             numbers = [int(number) for number in self.sessions.split(",")]
         except ValueError as error:
-            raise InvalidArgument(f"sessions is {self.sessions!r}, must be numbers with commas", "sessions") from error
+            raise InvalidArgument(
+                f"sessions is {self.sessions!r}, must be comma-separated numbers", "sessions"
+            ) from error
         if min(numbers) < 1:
             raise InvalidArgument("sessions must be positive", "sessions")
         return numbers
@@ -57,13 +59,13 @@ class Options:
 
 @dataclass(slots=True)
 class _Measured:
-    """What came of a number of sessions.
+    """The measurements of one number of sessions.
 
     Attributes:
-        rounds_per_s: that were made.
-        processor_s: of the orchestrator, for a round.
-        waits_s: from a verdict to the proposal behind it, at the target.
-        delays_s: from a verdict to its tokens at the client, committed.
+        rounds_per_s: rounds per second.
+        processor_s: CPU seconds of the orchestrator per round.
+        waits_s: seconds from a verdict to the next proposal, at the target.
+        delays_s: seconds from a verdict to its committed tokens at the client.
     """
 
     rounds_per_s: float = 0.0
@@ -73,15 +75,15 @@ class _Measured:
 
     @property
     def sustained(self) -> float:
-        """Rounds a second for which a core suffices."""
+        """Rounds per second that one core sustains."""
         return 1 / self.processor_s if self.processor_s else 0.0
 
 
 async def measure(options: Options) -> BenchResult:
-    """Runs sessions as fast as they go; then with their rounds spread over time, all and half of what it sustains.
+    """Run sessions at full speed; then with rounds spread over time, at the full and at half of the sustained rate.
 
-    As fast as they go, verdicts come together, as those of a target's pass do, and travel and are committed together.
-    Spread over time each travels by itself.
+    At full speed verdicts arrive together, as those of a target pass do, and are sent and committed together. Spread
+    over time, each is sent and committed alone.
     """
     numbers = options.numbers
     rows: list[dict[str, Any]] = []
@@ -115,18 +117,18 @@ async def measure(options: Options) -> BenchResult:
 
 
 def plot(result: BenchResult, path: Path) -> None:
-    """Draws what a core sustains against the number of sessions."""
+    """Plot the rounds per second that one core sustains over the number of sessions."""
     from bench.pictures import bars
 
-    rows = [row for row in result.rows if row["asked rounds/s"] == "any"]
+    rows = [row for row in result.rows if row["requested rounds/s"] == "any"]
     series = {"one core sustains": [row["a core sustains"] for row in rows]}
     bars(path, [f"{row['sessions']} sessions" for row in rows], series, "rounds per second")
 
 
-def _row(number: int, asked: str, measured: _Measured) -> dict[str, Any]:
+def _row(number: int, requested: str, measured: _Measured) -> dict[str, Any]:
     return {
         "sessions": number,
-        "asked rounds/s": asked,
+        "requested rounds/s": requested,
         "rounds/s": measured.rounds_per_s,
         "a core sustains": measured.sustained,
         "added p50 s": quantile(measured.waits_s, 0.5),
@@ -136,14 +138,14 @@ def _row(number: int, asked: str, measured: _Measured) -> dict[str, Any]:
 
 
 @asynccontextmanager
-async def _stage() -> AsyncIterator[tuple[IdleTarget, ServiceProcess]]:
-    """Workers in this process, and an orchestrator on a core of its own."""
+async def _stage() -> AsyncIterator[tuple[StubTarget, ServiceProcess]]:
+    """Run stub workers in this process, and an orchestrator on a core of its own."""
     with (
         spare_core() as core,
         tempfile.TemporaryDirectory(prefix="outrider-bench-") as folder,
         EmbeddedValkey() as server,
     ):
-        async with idle_workers() as (target, target_address, draft_address):
+        async with stub_workers() as (target, target_address, draft_address):
             settings = {
                 "OUTRIDER_ADDRESS": "127.0.0.1:0",
                 "OUTRIDER_REDIS_URL": server.url,
@@ -164,7 +166,7 @@ async def _stage() -> AsyncIterator[tuple[IdleTarget, ServiceProcess]]:
 
 @contextmanager
 def spare_core() -> Iterator[int | None]:
-    """Leaves a core to another process: yields it, and keeps this one, and what it starts, away from it."""
+    """Exclude one core from this process and its children, and yield it; yield None if there is only one core."""
     known = os.sched_getaffinity(0)
     if len(known) < 2:
         yield None
@@ -177,15 +179,15 @@ def spare_core() -> Iterator[int | None]:
         os.sched_setaffinity(0, known)
 
 
-async def _run(target: IdleTarget, process: ServiceProcess, number: int, duration_s: float) -> _Measured:
+async def _run(target: StubTarget, process: ServiceProcess, number: int, duration_s: float) -> _Measured:
     delays_s: list[float] = []
     async with OutriderClient(process.address) as client:
-        sessions = [asyncio.create_task(generate_for_ever(client, target, index, delays_s)) for index in range(number)]
+        sessions = [asyncio.create_task(generate_forever(client, target, index, delays_s)) for index in range(number)]
         try:
             await until_all_run(sessions, [target], number)
             await asyncio.sleep(_WARM_UP_S)
             target.waits_s, target.num_rounds = [], 0
-            target.said_s.clear()
+            target.verdict_times_s.clear()
             delays_s.clear()
             began_s, began_processor_s = time.perf_counter(), processor_s(process.pid)
             await asyncio.sleep(duration_s)
@@ -198,8 +200,8 @@ async def _run(target: IdleTarget, process: ServiceProcess, number: int, duratio
             await asyncio.gather(*sessions, return_exceptions=True)
 
 
-async def until_all_run(sessions: Sequence["asyncio.Task[None]"], targets: Sequence[IdleTarget], number: int) -> None:
-    """Returns when so many sessions speculate at these targets; raises the error of one that has failed."""
+async def until_all_run(sessions: Sequence["asyncio.Task[None]"], targets: Sequence[StubTarget], number: int) -> None:
+    """Wait until so many sessions speculate at these targets; raise the error of a session that has failed."""
     async with asyncio.timeout(_READY_S):
         while sum(target.num_speculating for target in targets) < number:
             for session in sessions:
@@ -208,10 +210,10 @@ async def until_all_run(sessions: Sequence["asyncio.Task[None]"], targets: Seque
             await asyncio.sleep(0.01)
 
 
-async def generate_for_ever(
-    client: OutriderClient, target: IdleTarget | None, number: int, delays_s: list[float]
+async def generate_forever(
+    client: OutriderClient, target: StubTarget | None, number: int, delays_s: list[float]
 ) -> None:
-    """Has one session generate for ever; notes how long each verdict of a target took to come here as tokens."""
+    """Generate in one session without end; record the delay from each verdict to its tokens at the client."""
     prompt = (number, 1, 2, 3)
     parameters = SamplingParameters(max_tokens=_MAX_TOKENS, temperature=0)
     speculation = Speculation(num_speculative_tokens=NUM_SPECULATIVE_TOKENS)
@@ -221,13 +223,13 @@ async def generate_for_ever(
             async for event in events:
                 if not isinstance(event, Delta) or target is None:
                     continue
-                # A delta may have the tokens of several verdicts; the last one's time is asked for.
+                # A delta may have the tokens of several verdicts; the delay is that of the last one.
                 with suppress(KeyError):
-                    said_s = target.said_s.pop((number, len(prompt) + event.offset + len(event.token_ids)))
-                    delays_s.append(time.perf_counter() - said_s)
+                    sent_s = target.verdict_times_s.pop((number, len(prompt) + event.offset + len(event.token_ids)))
+                    delays_s.append(time.perf_counter() - sent_s)
 
 
 def processor_s(pid: int) -> float:
-    """Returns the processor time of a process, in seconds."""
+    """Return the CPU time of a process, in seconds."""
     fields = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")

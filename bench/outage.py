@@ -1,8 +1,8 @@
-"""What a stream loses when its draft is killed, stopped or suddenly slow: nothing, but what speculation gave it.
+"""The effect of a draft that is killed, stopped or suddenly slow on a stream: no more than the loss of speculation.
 
-In the middle of a stream whose draft runs ahead, the draft is struck. The text must be plain decoding's, and from then
-on the rate must be plain decoding's too, whatever the target waits for, and finds out, about the draft. Passes of the
-models only take the time of real ones.
+A fault of the draft is injected in the middle of a stream whose draft runs ahead. The text must equal that of plain
+decoding, and after the fault the rate must be at least about that of plain decoding. Model passes are simulated by
+waiting.
 """
 
 import itertools
@@ -17,7 +17,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
-from bench.models import planted_pair
+from bench.models import synthetic_pair
 from bench.progress import progress
 from bench.proxy import Proxy
 from bench.remote_draft import remote_draft
@@ -34,17 +34,17 @@ _PROMPT: Final = tuple(range(200, 232))
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """What is measured.
+    """Options of the benchmark.
 
     Attributes:
-        num_tokens: output tokens of each stream.
-        num_before: tokens after which the draft is struck.
-        num_repeats: measurements of each case, of which the median counts.
-        num_speculative_tokens: longest main line of a round.
-        lookahead: nodes that the draft may hold ahead of the text.
+        num_tokens: output tokens per stream.
+        num_before: output tokens before the fault.
+        num_repeats: measurements per case, of which the median is reported.
+        num_speculative_tokens: drafted tokens per round along one path.
+        lookahead: nodes that the draft may hold ahead of verdicts.
         acceptance: probability that the target outputs the draft's first choice.
-        model: whose passes the target takes the time of.
-        draft: whose passes the draft takes the time of; its vocabulary is as large.
+        model: Markov model whose pass times the target simulates.
+        draft: Markov model whose pass times the draft simulates, with a vocabulary of the same size.
     """
 
     num_tokens: int = 240
@@ -59,43 +59,43 @@ class Options:
 
 @dataclass(slots=True)
 class _Stream:
-    """One stream as its client saw it.
+    """One stream, as received by its client.
 
     Attributes:
-        token_ids: its output.
-        struck_s: when the draft was struck.
-        deltas: when each delta came since, and how many tokens it had.
+        token_ids: output token ids.
+        fault_s: time of the fault.
+        deltas: (arrival time, number of tokens) of each delta after the fault.
     """
 
     token_ids: list[int] = field(default_factory=list)
-    struck_s: float = 0.0
+    fault_s: float = 0.0
     deltas: list[tuple[float, int]] = field(default_factory=list)
 
     @property
     def rate(self) -> float:
-        """Tokens a second since then."""
-        return sum(num for _, num in self.deltas) / (self.deltas[-1][0] - self.struck_s)
+        """Tokens per second after the fault."""
+        return sum(num for _, num in self.deltas) / (self.deltas[-1][0] - self.fault_s)
 
     @property
     def longest_gap_s(self) -> float:
-        """Longest time without a token since then, in seconds."""
-        times = [self.struck_s, *(time_s for time_s, _ in self.deltas)]
+        """Longest time between deltas after the fault, in seconds."""
+        times = [self.fault_s, *(time_s for time_s, _ in self.deltas)]
         return max(after - before for before, after in itertools.pairwise(times))
 
 
 async def measure(options: Options) -> BenchResult:
-    """Strikes a new draft in each way, as often as the options say, with plain decoding measured beside each."""
+    """Inject each fault into a new draft, `num_repeats` times, and measure plain decoding for comparison."""
     streams: defaultdict[str, list[tuple[_Stream, _Stream]]] = defaultdict(list)
-    with progress(options.num_repeats * len(_STRIKES)) as step:
+    with progress(options.num_repeats * len(_FAULTS)) as step:
         for _ in range(options.num_repeats):
-            for name, strike in _STRIKES.items():
+            for name, inject in _FAULTS.items():
                 step(name)
                 async with _site(options) as (client, draft, proxy):
                     plain = await _follow(client, _request(options, speculates=False), options, lambda: None)
-                    struck = await _follow(
-                        client, _request(options, speculates=True), options, partial(strike, draft, proxy)
+                    faulty = await _follow(
+                        client, _request(options, speculates=True), options, partial(inject, draft, proxy)
                     )
-                streams[name].append((struck, plain))
+                streams[name].append((faulty, plain))
     rows = [_row(name, pairs) for name, pairs in streams.items()]
     return BenchResult("outage", {**machine(), **asdict(options)}, rows, _figures(rows))
 
@@ -112,7 +112,7 @@ def _slow_down(_: ServiceProcess, proxy: Proxy) -> None:
     proxy.down.latency_s = _SLOW_S
 
 
-_STRIKES: Final[dict[str, Callable[[ServiceProcess, Proxy], None]]] = {
+_FAULTS: Final[dict[str, Callable[[ServiceProcess, Proxy], None]]] = {
     NOTHING: lambda draft, proxy: None,
     "killed": _kill,
     "stopped": _stop,
@@ -122,7 +122,7 @@ _STRIKES: Final[dict[str, Callable[[ServiceProcess, Proxy], None]]] = {
 
 @asynccontextmanager
 async def _site(options: Options) -> AsyncIterator[tuple[OutriderClient, ServiceProcess, Proxy]]:
-    target, draft_model = planted_pair(options.model, options.draft, options.acceptance)
+    target, draft_model = synthetic_pair(options.model, options.draft, options.acceptance)
     async with remote_draft(draft_model) as draft:
         proxy = Proxy(draft.address)
         try:
@@ -145,7 +145,7 @@ def _request(options: Options, *, speculates: bool) -> GenerationRequest:
 
 
 async def _follow(
-    client: OutriderClient, request: GenerationRequest, options: Options, strike: Callable[[], None]
+    client: OutriderClient, request: GenerationRequest, options: Options, inject: Callable[[], None]
 ) -> _Stream:
     stream = _Stream()
     async with aclosing(client.generate(request, timeout_s=_TIMEOUT_S)) as events:
@@ -153,22 +153,22 @@ async def _follow(
             if not isinstance(event, Delta):
                 continue
             stream.token_ids += event.token_ids
-            if stream.struck_s:
+            if stream.fault_s:
                 stream.deltas.append((time.perf_counter(), len(event.token_ids)))
             elif len(stream.token_ids) >= options.num_before:
-                strike()
-                stream.struck_s = time.perf_counter()
+                inject()
+                stream.fault_s = time.perf_counter()
     return stream
 
 
 def _row(name: str, pairs: list[tuple[_Stream, _Stream]]) -> dict[str, Any]:
     return {
         "draft": name,
-        "tokens_per_s": median(struck.rate for struck, _ in pairs),
+        "tokens_per_s": median(faulty.rate for faulty, _ in pairs),
         "plain_tokens_per_s": median(plain.rate for _, plain in pairs),
-        "over_plain": median(struck.rate / plain.rate for struck, plain in pairs),
-        "longest_gap_s": max(struck.longest_gap_s for struck, _ in pairs),
-        "same_text": all(struck.token_ids == plain.token_ids for struck, plain in pairs),
+        "over_plain": median(faulty.rate / plain.rate for faulty, plain in pairs),
+        "longest_gap_s": max(faulty.longest_gap_s for faulty, _ in pairs),
+        "same_text": all(faulty.token_ids == plain.token_ids for faulty, plain in pairs),
     }
 
 
@@ -178,11 +178,11 @@ def _figures(rows: list[dict[str, Any]]) -> dict[str, float]:
 
 
 def plot(result: BenchResult, path: Path) -> None:
-    """Draws the rates after each strike beside plain decoding's."""
+    """Plot the rate after each fault, and that of plain decoding."""
     from bench.pictures import bars
 
     series = {
         "with the draft": [row["tokens_per_s"] for row in result.rows],
         "plain": [row["plain_tokens_per_s"] for row in result.rows],
     }
-    bars(path, [row["draft"] for row in result.rows], series, "tokens per second after the draft was struck")
+    bars(path, [row["draft"] for row in result.rows], series, "tokens per second after the fault")

@@ -1,8 +1,8 @@
 """Time per round outside the two models: gRPC, Redis, scheduling.
 
-The models are trivial: a table, decoded greedily, whose text soon runs in a circle, and prompt lookup, which sees that.
-The target waits for every proposal, so that each round makes the whole way: verdict, draft, proposal, verification,
-commit, delta. A round lasts from one delta at the client to the next, less the time inside the target's passes.
+The models are trivial: a greedy Markov model, whose text soon repeats, and prompt lookup, which predicts repetitions.
+The target waits for every proposal, so that each round has all steps: verdict, draft, proposal, verification, commit,
+delta. The time of a round is that between two deltas at the client, minus the time of the target's passes.
 """
 
 import itertools
@@ -27,12 +27,12 @@ MODEL = "markov:vocabulary=16"
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """How much to measure.
+    """Options of the benchmark.
 
     Attributes:
-        num_requests: generations, one after another.
-        num_tokens: output tokens of each.
-        num_speculative_tokens: tokens drafted per round.
+        num_requests: number of sequential requests.
+        num_tokens: output tokens per request.
+        num_speculative_tokens: drafted tokens per round.
     """
 
     num_requests: int = 10
@@ -41,7 +41,7 @@ class Options:
 
 
 async def measure(options: Options) -> BenchResult:
-    """Runs generations over a whole local stack with models that take no time."""
+    """Run generations on a whole local stack with trivial models."""
     stack_options = StackOptions(
         model=MODEL,
         drafts=(DraftOptions(drafter="ngram"),),
@@ -68,7 +68,7 @@ async def measure(options: Options) -> BenchResult:
 
 
 async def _rounds(client: OutriderClient, options: Options, seed: int) -> list[float]:
-    """Returns the seconds of each round of one generation, less its mean model time."""
+    """Return the seconds of each round of one generation, minus its mean model time."""
     request = GenerationRequest(
         token_ids=(1, 2, seed % 16), parameters=SamplingParameters(temperature=0, max_tokens=options.num_tokens)
     )
@@ -79,12 +79,12 @@ async def _rounds(client: OutriderClient, options: Options, seed: int) -> list[f
                 times.append(time.perf_counter())
             case Finished():
                 model_s = event.statistics.target_time_s / event.statistics.num_target_passes
-    # The first gaps are those of a draft that is still opening the session.
+    # During the first rounds the draft is still opening the session.
     return [later - earlier - model_s for earlier, later in itertools.pairwise(times[3:])]
 
 
 def plot(result: BenchResult, path: Path) -> None:
-    """Draws p50 and p99 of each request."""
+    """Plot p50 and p99 of each request."""
     from bench.pictures import bars
 
     series = {name: [row[f"{name}_s"] * 1e3 for row in result.rows] for name in ("p50", "p99")}

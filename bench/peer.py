@@ -1,4 +1,4 @@
-"""The process with transformers alone, as benches see it; see `bench.transformers_peer`."""
+"""A client of the transformers process of `bench.transformers_peer`."""
 
 import asyncio
 import json
@@ -15,14 +15,14 @@ _MAX_LINE_BYTES: Final = 1 << 22
 
 
 class TransformersPeer:
-    """transformers in a process of its own: a line of JSON in, a line of JSON out, every wait bounded.
+    """A transformers process with a protocol of JSON lines; every wait has a timeout.
 
     Attributes:
-        weight_bytes: bytes of weights that decoding a token reads.
+        weight_bytes: bytes of weights that decoding one token reads.
 
     Args:
         name: folder or hub id of the model.
-        dtype: of the weights; empty for the checkpoint's.
+        dtype: dtype of the weights; empty for the checkpoint's.
     """
 
     def __init__(self, name: str, dtype: str = "") -> None:
@@ -55,30 +55,30 @@ class TransformersPeer:
         await self._process.wait()
 
     async def chat(self, text: str, num_tokens: int, num_speculative_tokens: int) -> dict[str, Any]:
-        """Returns `token_ids` and `seconds`; speculates by prompt lookup where the number is not 0."""
-        return await self._ask("chat", text=text, num_tokens=num_tokens, num_speculative_tokens=num_speculative_tokens)
+        """Return `token_ids` and `seconds`; speculate by prompt lookup if `num_speculative_tokens` is not 0."""
+        return await self._call("chat", text=text, num_tokens=num_tokens, num_speculative_tokens=num_speculative_tokens)
 
     async def assist(self, text: str, num_tokens: int, draft: str) -> dict[str, Any]:
-        """Returns `token_ids` and `seconds` of assisted generation with the model in a folder as draft."""
-        return await self._ask("assist", text=text, num_tokens=num_tokens, draft=draft)
+        """Return `token_ids` and `seconds` of assisted generation with the draft model in a folder."""
+        return await self._call("assist", text=text, num_tokens=num_tokens, draft=draft)
 
     async def generate(self, token_ids: Sequence[int], num_tokens: int) -> float:
-        """Returns the seconds that one session takes for exactly so many tokens."""
-        return float((await self._ask("generate", token_ids=list(token_ids), num_tokens=num_tokens))["seconds"])
+        """Return the seconds that one session takes for exactly `num_tokens` tokens."""
+        return float((await self._call("generate", token_ids=list(token_ids), num_tokens=num_tokens))["seconds"])
 
     async def batch(self, prompts: Sequence[Sequence[int]], num_tokens: int, timeout_s: float) -> float:
-        """Returns output tokens a second of all prompts at once, by continuous batching."""
+        """Return the output tokens per second of all prompts together, by continuous batching."""
         lists = [list(prompt) for prompt in prompts]
-        # Twice: for the first pass, which warms it up.
-        answer = await self._ask("batch", 2 * timeout_s, prompts=lists, num_tokens=num_tokens, timeout_s=timeout_s)
+        # Twice, because the first pass warms up.
+        answer = await self._call("batch", 2 * timeout_s, prompts=lists, num_tokens=num_tokens, timeout_s=timeout_s)
         return float(answer["num_tokens"] / answer["seconds"])
 
     async def bandwidth(self) -> float:
-        """Returns the bytes a second at which its device reads memory."""
-        return float((await self._ask("bandwidth"))["bytes_per_second"])
+        """Return the memory bandwidth of the device, in bytes per second."""
+        return float((await self._call("bandwidth"))["bytes_per_second"])
 
-    async def _ask(self, operation: str, within_s: float = _ANSWER_S, **arguments: Any) -> dict[str, Any]:
-        """Returns the answer; raises `OutriderError` where there is none."""
+    async def _call(self, operation: str, within_s: float = _ANSWER_S, **arguments: Any) -> dict[str, Any]:
+        """Return the answer of an operation; raise `OutriderError` on an error or timeout."""
         stdin = self._process.stdin
         if stdin is None:
             raise RuntimeError("the peer has no pipes")
@@ -92,11 +92,11 @@ class TransformersPeer:
         try:
             line = await asyncio.wait_for(stdout.readline(), within_s)
         except TimeoutError:
-            # What it would answer later would be taken for another answer.
+            # A late answer would be taken for that of a later call.
             self._process.kill()
-            raise OutriderError(f"transformers gave no answer within {within_s:g} s") from None
+            raise OutriderError(f"transformers did not answer within {within_s:g} s") from None
         if not line:
-            raise OutriderError("the process with transformers ended")
+            raise OutriderError("the transformers process ended")
         answer: dict[str, Any] = json.loads(line)
         if "error" in answer:
             raise OutriderError(f"transformers: {answer['error']}")

@@ -1,4 +1,4 @@
-"""Pictures of results."""
+"""Plots of results."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -9,7 +9,7 @@ matplotlib.use("agg")
 
 
 def bars(path: Path, labels: Sequence[str], series: Mapping[str, Sequence[float]], title: str) -> None:
-    """Writes grouped bars to a PNG file: one group for each label, one bar for each series."""
+    """Write grouped bars to a PNG file: one group per label, one bar per series."""
     from matplotlib import pyplot
 
     figure, axes = pyplot.subplots(figsize=(max(6.0, 0.9 * len(labels)), 4.0), layout="constrained")
@@ -19,14 +19,14 @@ def bars(path: Path, labels: Sequence[str], series: Mapping[str, Sequence[float]
         axes.bar(places, values, width, label=name)
     axes.set_xticks(range(len(labels)), labels, rotation=30, ha="right")
     axes.set_title(title)
-    # Beside the bars, which it would cover.
+    # Outside of the axes, where it does not cover bars.
     figure.legend(loc="outside lower center", ncols=min(3, len(series)))
     figure.savefig(path, dpi=120)
     pyplot.close(figure)
 
 
 def lines(path: Path, series: Mapping[str, Sequence[tuple[float, float]]], label: str, title: str) -> None:
-    """Writes lines through points to a PNG file, over an axis with this label that doubles from mark to mark."""
+    """Write line plots to a PNG file, with a base-2 logarithmic x axis with this label."""
     from matplotlib import pyplot
 
     figure, axes = pyplot.subplots(figsize=(7.0, 4.0), layout="constrained")

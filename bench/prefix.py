@@ -1,27 +1,27 @@
-"""What a common prefix costs: many sessions that begin with one system prompt, against one session alone."""
+"""The cost of a shared prefix: many sessions with one system prompt, compared with a single session."""
 
 from dataclasses import dataclass
 from typing import Final
 
-from bench.held import hold
-from bench.traffic import Ask, Prompts, Trace
+from bench.background import background_sessions
+from bench.traffic import Prompts, RequestTemplate, Trace
 from bench.worker import Worker
 from outrider.client import LocalStack, StackOptions
 
-# Longer than the whole takes: KV cache is counted while all sessions generate.
+# More than are generated in time, because the KV cache is measured while all sessions generate.
 _NUM_TOKENS: Final = 2000
 _WARM_UP_TOKENS: Final = 100
 
 
 @dataclass(frozen=True, slots=True)
 class PrefixOptions:
-    """What is measured.
+    """Options of the measurement.
 
     Attributes:
-        model: as the target loads it.
-        num_sessions: sessions with the prefix, at least 2.
-        prefix_len: tokens that all have in common.
-        tail_len: tokens that follow, different in each session.
+        model: model name, as the target loads it.
+        num_sessions: sessions that share the prefix, at least 2.
+        prefix_len: tokens of the shared prefix.
+        tail_len: tokens after the prefix, different in each session.
     """
 
     model: str
@@ -31,11 +31,11 @@ class PrefixOptions:
 
 
 async def measure_prefix(options: PrefixOptions) -> dict[str, float]:
-    """Runs one session with a prefix, then, while that one goes on, all the others with it at once.
+    """Run one session with a prefix, then, while it generates, all other sessions with the prefix concurrently.
 
     Returns:
-        KV cache that all sessions hold together over that of the first; the seconds until each had its first token
-        (the first session's, then those of the others) over the first session's; and both values of one session.
+        The KV cache of all sessions divided by that of the first; the seconds to first token of the first session plus
+        those until all others have theirs, divided by those of the first; and both values of the first session.
     """
     async with (
         LocalStack(StackOptions(model=options.model, drafts=())) as stack,
@@ -43,15 +43,17 @@ async def measure_prefix(options: PrefixOptions) -> dict[str, float]:
         Worker(stack.targets[0]) as worker,
     ):
         prompts = Prompts((await worker.info()).vocabulary_size)
-        ask = Ask(_NUM_TOKENS)
-        # Another prefix, as long as what follows, so that nothing is done for the first time there.
-        async with hold(client, [prompts.draw(options.prefix_len)] * 2, ask, num_deltas=_WARM_UP_TOKENS):
+        template = RequestTemplate(_NUM_TOKENS)
+        # A warm-up with another prefix of the same length.
+        async with background_sessions(
+            client, [prompts.draw(options.prefix_len)] * 2, template, num_deltas=_WARM_UP_TOKENS
+        ):
             pass
         prefix = prompts.draw(options.prefix_len)
-        asked = [prefix + prompts.draw(options.tail_len) for _ in range(options.num_sessions)]
-        async with hold(client, asked[:1], ask) as first:
+        sessions = [prefix + prompts.draw(options.tail_len) for _ in range(options.num_sessions)]
+        async with background_sessions(client, sessions[:1], template) as first:
             one_bytes = (await worker.load()).kv_used_bytes
-            async with hold(client, asked[1:], ask) as others:
+            async with background_sessions(client, sessions[1:], template) as others:
                 all_bytes = (await worker.load()).kv_used_bytes
     one_s = _prefill_s(first)
     return {
@@ -63,5 +65,5 @@ async def measure_prefix(options: PrefixOptions) -> dict[str, float]:
 
 
 def _prefill_s(traces: list[Trace]) -> float:
-    """Returns the seconds until each session had its first token."""
+    """Return the seconds until all sessions have their first token."""
     return max(trace.times_s[0] for trace in traces) - traces[0].started_s

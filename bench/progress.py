@@ -1,4 +1,4 @@
-"""How far a bench is, on standard error, so that results on standard output stay clean."""
+"""The progress of a benchmark on standard error, separate from results on standard output."""
 
 import sys
 import time
@@ -10,14 +10,14 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 Step = Callable[[str], None]
-"""Says what begins now; what began before is done."""
+"""Called with the name of the step that begins; the previous step is done."""
 
 _LINE_PERIOD_S: Final = 30.0
 
 
 @contextmanager
 def progress(num_steps: int) -> Iterator[Step]:
-    """Shows how many of so many steps are done: a bar on a terminal, elsewhere a line now and then."""
+    """Show the progress over `num_steps` steps: a bar on a terminal, otherwise a line at most every 30 s."""
     console = Console(stderr=True)
     if not console.is_terminal:
         yield _lines(num_steps)
@@ -25,13 +25,13 @@ def progress(num_steps: int) -> Iterator[Step]:
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=console, transient=True) as bar:
         task = bar.add_task("starting", total=num_steps)
-        # The first step ends nothing.
+        # The first call completes no step.
         num_begun = iter(range(num_steps + 1))
         yield lambda name: bar.update(task, completed=next(num_begun, num_steps), description=name)
 
 
 def _lines(num_steps: int) -> Step:
-    """Returns a step that writes a line where the last one is some time ago: a log of hours stays short."""
+    """Return a step function that writes a line at most every 30 s."""
     start_s = time.monotonic()
     last_s = start_s
     num_done = 0

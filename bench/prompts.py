@@ -1,4 +1,4 @@
-"""Prompts for measurements and equality tests: thirty varied ones, and ten whose answers copy from the prompt."""
+"""Prompts for benchmarks and equality tests: thirty varied ones, and ten whose answers copy from the prompt."""
 
 _REPORT = (
     "The harbour office opened in 1921 on the north quay. It kept the tide tables, the pilot roster and the weights of "
@@ -73,7 +73,7 @@ VARIED: tuple[str, ...] = (
     "Write a bash script that counts the lines of all .txt files in a folder.",
     "Tell me about the history of chess in a few sentences.",
 )
-"""Ten each of talk, explanation and code or form, as they come."""
+"""About ten each of chat, explanations, and code or structured text, mixed."""
 
 COPYING: tuple[str, ...] = (
     f"Summarise this report, quoting its key sentences word for word:\n\n{_REPORT}",
@@ -87,4 +87,4 @@ COPYING: tuple[str, ...] = (
     f"Print the lines of this log again, in the same order, as a quotation:\n\n{_LOG}",
     f"Which job failed? First repeat the log, then answer:\n\n{_LOG}",
 )
-"""Summaries with quotes, edits of code, copies with small changes."""
+"""Summaries with quotes, code edits, and copies with small changes."""

@@ -1,7 +1,7 @@
-"""A TCP proxy that makes a link slow, or breaks it: for benches over distance, and for tests of what goes wrong.
+"""A TCP proxy with injected latency, bandwidth limits and faults, for benchmarks and fault tests.
 
-Each direction has its latency, jitter and bandwidth, and can swallow everything; all of it can be changed while
-connections are open. Connections can be reset, also in the middle of a message.
+Each direction has its own latency, jitter and bandwidth, and can be a blackhole; all can be changed while connections
+are open. Connections can be reset, also in the middle of a message.
 """
 
 import asyncio
@@ -15,20 +15,20 @@ from typing import Final
 
 _READ_BYTES: Final = 64 << 10
 _MAX_PARTS: Final = 256
-"""Parts on their way in one direction of a connection: 16 MiB, then the sender has to wait."""
+"""Maximum parts in flight per direction of a connection: 16 MiB; then the sender is blocked."""
 _ABORT: Final = struct.pack("ii", 1, 0)
 
 
 @dataclass(slots=True)
 class Link:
-    """One direction.
+    """The settings of one direction.
 
     Attributes:
-        latency_s: seconds that everything takes.
-        jitter_s: seconds that it may take longer, evenly distributed; nothing overtakes what was sent before.
-        bytes_per_s: bandwidth of each connection; 0 for any.
-        is_blackhole: whether nothing arrives. What is sent meanwhile arrives once it is over, as TCP sees to.
-        close_delay_s: seconds after which an end of the stream arrives.
+        latency_s: one-way latency, in seconds.
+        jitter_s: maximum additional latency, in seconds, uniformly distributed; the order of data is kept.
+        bytes_per_s: bandwidth of each connection, in bytes per second; 0 for unlimited.
+        is_blackhole: whether data is held back; it arrives when the blackhole ends, as TCP retransmits it.
+        close_delay_s: additional latency of the end of a stream, in seconds.
     """
 
     latency_s: float = 0.0
@@ -39,17 +39,17 @@ class Link:
 
 
 class Proxy:
-    """Forwards connections to a server; see the module.
+    """A proxy in front of a server; see the module.
 
     Args:
-        server: host:port.
-        seed: of the jitter.
+        server: address of the server, host:port.
+        seed: seed of the jitter.
 
     Attributes:
-        up: from clients to the server.
-        down: from the server to clients.
+        up: direction from clients to the server.
+        down: direction from the server to clients.
         is_refusing: whether new connections are closed at once.
-        num_accepted: connections so far.
+        num_accepted: number of accepted connections.
     """
 
     def __init__(self, server: str, seed: int = 0) -> None:
@@ -68,17 +68,17 @@ class Proxy:
 
     @property
     def num_open(self) -> int:
-        """Connections that are open now."""
+        """Number of open connections."""
         return len(self._pairs)
 
     async def start(self) -> str:
-        """Listens on a free loopback port; returns the address."""
+        """Start to listen on a free loopback port; return the address."""
         self._listener = await asyncio.start_server(self._accept, "127.0.0.1", 0, limit=_READ_BYTES)
         self.address = f"127.0.0.1:{self._listener.sockets[0].getsockname()[1]}"
         return self.address
 
     async def close(self) -> None:
-        """Ends all connections, and listens no more."""
+        """Close all connections and stop to listen."""
         if self._listener is not None:
             self._listener.close()
         self.reset()
@@ -87,12 +87,12 @@ class Proxy:
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
     def reset(self) -> None:
-        """Resets all connections, as a node that vanishes and comes back does."""
+        """Reset all connections, as after a restart of a node."""
         for pair in list(self._pairs):
             pair.abort()
 
     def reset_after(self, num_bytes: int) -> None:
-        """Resets each open connection once so many more bytes have come from the server: within a message."""
+        """Reset each open connection after `num_bytes` more bytes from the server, possibly within a message."""
         for pair in self._pairs:
             pair.bytes_left = num_bytes
 
@@ -105,7 +105,7 @@ class Proxy:
             if self.is_refusing:
                 _abort(writer)
                 return
-            # A task that ends as cancelled makes asyncio's streams complain.
+            # asyncio's streams log an error for a connection task that ends as cancelled.
             with suppress(OSError, asyncio.CancelledError):
                 await self._join(reader, writer)
         finally:
@@ -118,28 +118,28 @@ class Proxy:
         self._pairs.add(pair)
         try:
             async with asyncio.TaskGroup() as group:
-                group.create_task(self._carry(reader, far_writer, lambda: self.up, None))
-                group.create_task(self._carry(far_reader, writer, lambda: self.down, pair))
+                group.create_task(self._forward(reader, far_writer, lambda: self.up, None))
+                group.create_task(self._forward(far_reader, writer, lambda: self.down, pair))
         except* (OSError, asyncio.IncompleteReadError):
             pair.abort()
         finally:
             self._pairs.discard(pair)
             far_writer.close()
 
-    async def _carry(
+    async def _forward(
         self,
         reader: asyncio.StreamReader,
         writer: asyncio.StreamWriter,
         link: Callable[[], Link],
         counted: "_Pair | None",
     ) -> None:
-        """Carries one direction of a connection; `counted` is reset when its bytes are used up."""
+        """Forward one direction of a connection; reset `counted` when its bytes are used up."""
         parts: asyncio.Queue[tuple[float, bytes]] = asyncio.Queue(_MAX_PARTS)
         async with asyncio.TaskGroup() as group:
-            group.create_task(self._take(reader, parts, link))
-            group.create_task(self._give(writer, parts, link, counted))
+            group.create_task(self._receive(reader, parts, link))
+            group.create_task(self._send(writer, parts, link, counted))
 
-    async def _take(
+    async def _receive(
         self, reader: asyncio.StreamReader, parts: asyncio.Queue[tuple[float, bytes]], link: Callable[[], Link]
     ) -> None:
         loop = asyncio.get_running_loop()
@@ -148,13 +148,13 @@ class Proxy:
             data = await reader.read(_READ_BYTES)
             now, is_now = loop.time(), link()
             free_at = max(free_at, now) + (len(data) / is_now.bytes_per_s if is_now.bytes_per_s else 0.0)
-            # Never before what was sent before.
+            # Not before data that was sent earlier.
             due = max(due, free_at + is_now.latency_s + self._random.uniform(0.0, is_now.jitter_s))
             await parts.put((due if data else due + is_now.close_delay_s, data))
             if not data:
                 return
 
-    async def _give(
+    async def _send(
         self,
         writer: asyncio.StreamWriter,
         parts: asyncio.Queue[tuple[float, bytes]],
@@ -182,7 +182,7 @@ class Proxy:
                 return
 
     async def set_blackhole(self, *, up: bool | None = None, down: bool | None = None) -> None:
-        """Begins or ends a partition; None leaves a direction as it is."""
+        """Begin or end a partition; None leaves a direction unchanged."""
         async with self._changed:
             self.up.is_blackhole = self.up.is_blackhole if up is None else up
             self.down.is_blackhole = self.down.is_blackhole if down is None else down
@@ -190,7 +190,7 @@ class Proxy:
 
 
 class _Pair:
-    """Both ends of a connection."""
+    """The client's and the server's end of a connection."""
 
     def __init__(self, near: asyncio.StreamWriter, far: asyncio.StreamWriter) -> None:
         self._writers = (near, far)
@@ -202,7 +202,7 @@ class _Pair:
 
 
 def _abort(writer: asyncio.StreamWriter) -> None:
-    """Closes a connection by a reset: whatever is still on its way is lost."""
+    """Close a connection by a TCP reset; data in flight is lost."""
     connection = writer.get_extra_info("socket")
     with suppress(OSError):
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _ABORT)
@@ -211,7 +211,7 @@ def _abort(writer: asyncio.StreamWriter) -> None:
 
 @asynccontextmanager
 async def proxied(server: str, seed: int = 0) -> AsyncIterator[Proxy]:
-    """A `Proxy` that runs as long as the context."""
+    """Run a `Proxy` for the duration of the context."""
     proxy = Proxy(server, seed)
     await proxy.start()
     try:

@@ -1,4 +1,4 @@
-"""The benches by name, and how one is run; `outrider bench` is their door."""
+"""The benchmarks by name, and how they are run by `outrider bench`."""
 
 import asyncio
 import importlib
@@ -32,17 +32,17 @@ _MODULES = {
 
 
 def names() -> tuple[str, ...]:
-    """Returns the names of all benches."""
+    """Return the names of all benchmarks."""
     return tuple(_MODULES)
 
 
 def run(name: str, *, arguments: Mapping[str, str], plot: Path | None = None) -> dict[str, Any]:
-    """Runs a bench and returns its result as plain values; see `BenchResult`.
+    """Run a benchmark and return its result as JSON values; see `BenchResult`.
 
     Args:
         name: one of `names()`.
-        arguments: the bench's own options as text.
-        plot: file for a picture, where the bench has one.
+        arguments: options of the benchmark as text, by name.
+        plot: PNG file for a plot of the result, if any.
 
     Raises:
         InvalidArgument: an option is unknown or its value wrong.
@@ -50,7 +50,7 @@ def run(name: str, *, arguments: Mapping[str, str], plot: Path | None = None) ->
     module = importlib.import_module(_MODULES[name])
     options = _options(module.Options, arguments)
     if plot is not None:
-        # What a picture needs is missed before the bench runs, not after it.
+        # Missing plot libraries are reported before the benchmark runs.
         importlib.import_module("bench.pictures")
     result: BenchResult = asyncio.run(module.measure(options))
     if plot is not None:
@@ -63,7 +63,9 @@ def _options(kind: type[Any], arguments: Mapping[str, str]) -> Any:
     given: dict[str, Any] = {}
     for name, value in arguments.items():
         if name not in known:
-            raise InvalidArgument(f"{name} is no option of this bench; there are: {', '.join(known)}", name)
+            raise InvalidArgument(
+                f"{name} is not an option of this benchmark; the options are {', '.join(known)}", name
+            )
         try:
             given[name] = known[name](value)
         except ValueError as error:

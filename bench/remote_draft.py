@@ -1,4 +1,4 @@
-"""A draft of its own, beside a stack that knows only the address of the proxy in between."""
+"""A draft process outside of a local stack, which connects to it through a proxy."""
 
 import tempfile
 from collections.abc import AsyncIterator
@@ -13,11 +13,11 @@ _TIMEOUT_S: Final = 900.0
 
 @asynccontextmanager
 async def remote_draft(model: str, drafter: str = "model") -> AsyncIterator[ServiceProcess]:
-    """Starts a draft that runs on one thread; ends it, whatever has become of it, at the end.
+    """Start a draft with one thread; kill it at the end of the context.
 
     Args:
-        model: that it drafts with; empty for what comes with the drafter.
-        drafter: how it drafts.
+        model: model of the draft; empty for the drafter's default.
+        drafter: kind of drafter.
     """
     with tempfile.TemporaryDirectory() as folder:
         settings = {

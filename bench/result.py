@@ -1,4 +1,4 @@
-"""What a bench returns."""
+"""Results of benchmarks."""
 
 import os
 import platform
@@ -11,13 +11,13 @@ import outrider
 
 @dataclass(frozen=True, slots=True)
 class BenchResult:
-    """A bench's rows, and its figures by the names that the documentation uses.
+    """The result of a benchmark: its rows, and its figures by the names used in the documentation.
 
     Attributes:
-        bench: its name.
-        config: what was measured on what.
-        rows: the measurements.
-        figures: the numbers that sum them up.
+        bench: name of the benchmark.
+        config: options and machine.
+        rows: measurements.
+        figures: summary numbers.
     """
 
     bench: str
@@ -26,22 +26,22 @@ class BenchResult:
     figures: dict[str, float] = field(default_factory=dict)
 
     def as_dict(self) -> dict[str, Any]:
-        """Returns plain values."""
+        """Return the result as JSON values."""
         return asdict(self)
 
 
 def machine() -> dict[str, Any]:
-    """Returns what a result needs to be read later: versions, cores."""
+    """Return versions and number of cores, for the result."""
     return {"outrider": outrider.__version__, "python": platform.python_version(), "cores": os.cpu_count()}
 
 
 def median(values: Iterable[float]) -> float:
-    """Returns the median; the lower of the two in the middle."""
+    """Return the median; of an even number of values, the lower of the middle two."""
     ordered = sorted(values)
     return ordered[(len(ordered) - 1) // 2]
 
 
 def quantile(values: Iterable[float], share: float) -> float:
-    """Returns the value below which that share of the values lies."""
+    """Return the quantile of a share in [0, 1]: the value below which this share of the values lies."""
     ordered = sorted(values)
     return ordered[min(len(ordered) - 1, int(share * len(ordered)))]

@@ -1,55 +1,53 @@
-"""A rolling update under load: every process of a stack is replaced while clients stream, and nothing may be lost.
+"""A rolling update under load: every process of a stack is replaced while clients stream, and no token may be lost.
 
-Workers are found as pods of a cluster are, by the EndpointSlices of an API server (`bench.api_server`). One after
-another each target and each draft gets a successor, which is listed when it serves; the old one is then marked as
-terminating, told to end, and taken from the list when it has. Orchestrators are ended and started again at their
-addresses, as clients know no others. Meanwhile each client asks for the same text again and again, in a new session
-each time, and holds what comes against what came before the update.
+Workers are discovered like pods of a cluster, by the EndpointSlices of an API server (`bench.api_server`). One after
+another, each target and each draft gets a successor, which is listed when it is ready; the old process is then marked
+as terminating, receives SIGTERM, and is removed from the list when it has exited. Orchestrators are restarted at their
+addresses, which clients keep. Meanwhile each client repeats the same request, in a new session each time, and compares
+the text with that before the update.
 """
 
 import asyncio
 import itertools
 import tempfile
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, aclosing, asynccontextmanager
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
-from bench.api_server import NAMESPACE, ApiServer, pod
+from bench.api_server import NAMESPACE, ApiServer
 from bench.models import served_name
 from bench.progress import progress
+from bench.replaceable_service import READY_S, ReplaceableService
 from bench.result import BenchResult, machine, median, quantile
-from bench.traffic import Ask, Prompts
+from bench.traffic import Prompts, RequestTemplate
 from bench.worker import Worker
 from outrider.client import Delta, Finished, GenerationRequest, OutriderClient, StackOptions
 from outrider.errors import OutriderError
-from outrider.local.process import ProcessSpec, ServiceProcess
+from outrider.local.process import ServiceProcess
 from outrider.local.stack_options import DraftOptions
 from outrider.local.valkey import EmbeddedValkey
 
-_READY_S: Final = 300.0
 _REQUEST_S: Final = 300.0
-_TAKES_S: Final = 60.0
-_POLL_S: Final = 0.02
 _STORE_BYTES: Final = 1 << 30
 _VOCABULARY_SIZE: Final = 512
 
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """What is replaced under which load.
+    """Options of the benchmark.
 
     Attributes:
-        num_clients: streams at once.
-        num_tokens: output tokens of each request.
-        prompt_len: tokens of each client's prompt.
-        num_targets: targets.
-        num_drafts: drafts.
-        num_orchestrators: orchestrators.
-        drain_budget_s: of each process; a target hands its sessions over after half of it.
-        model: as a target loads it; its vocabulary has 512 tokens at least.
+        num_clients: number of concurrent streams.
+        num_tokens: output tokens per request.
+        prompt_len: prompt tokens per client.
+        num_targets: number of targets.
+        num_drafts: number of drafts.
+        num_orchestrators: number of orchestrators.
+        drain_budget_s: drain time of each process, in seconds; a target hands over its sessions after half of it.
+        model: model name, as a target loads it, with at least 512 tokens in the vocabulary.
     """
 
     num_clients: int = 50
@@ -64,17 +62,17 @@ class Options:
 
 @dataclass(slots=True)
 class _Client:
-    """What one client got.
+    """The results of one client.
 
     Attributes:
-        prompt: that it asks with.
-        expected: what came before the update.
-        num_requests: that ended since.
-        num_failed: of these, with an error.
-        num_lost: tokens that did not come, or were others.
-        num_recomputed: output tokens that were computed again.
-        gaps_s: longest time without a token, of each request.
-        problems: the errors that there were.
+        prompt: prompt of all its requests.
+        expected: output token ids before the update.
+        num_requests: number of requests during the update.
+        num_failed: number of these that failed.
+        num_lost: number of missing or different tokens.
+        num_recomputed: number of output tokens that were recomputed.
+        gaps_s: longest time between deltas of each request, in seconds.
+        problems: errors of failed requests.
     """
 
     prompt: tuple[int, ...]
@@ -88,14 +86,14 @@ class _Client:
 
 
 async def measure(options: Options) -> BenchResult:
-    """Replaces every process once, targets first, then drafts, then orchestrators."""
+    """Replace every process once: targets, then drafts, then orchestrators."""
     rows: list[dict[str, Any]] = []
     num_steps = 1 + options.num_targets + options.num_drafts + options.num_orchestrators
     with progress(num_steps) as step:
         async with _site(options) as site, OutriderClient(site.addresses) as client:
-            step("what comes without an update")
+            step("before the update")
             clients = await _before(client, options)
-            async with _asking(client, clients, options):
+            async with _repeated_requests(client, clients, options):
                 for service in (site.targets, site.drafts):
                     for old in list(service.processes):
                         step(old.spec.name)
@@ -104,84 +102,21 @@ async def measure(options: Options) -> BenchResult:
                     step(old.spec.name)
                     rows.append(await _restart(old))
                 num_restored = sum([await _num_restored(target) for target in site.targets.processes])
-    rows += [{"process": "a client", "problem": problem} for item in clients for problem in item.problems]
+    rows += [{"process": "client", "problem": problem} for item in clients for problem in item.problems]
     return BenchResult("rollout", {**machine(), **asdict(options)}, rows, _figures(rows, clients, num_restored))
-
-
-class _Service:
-    """The processes of one service, as an API server lists them.
-
-    Args:
-        name: of the service.
-        api: where they are listed.
-        specs: how to start each of the first ones; their successors are started likewise.
-        folder: for logs.
-    """
-
-    def __init__(self, name: str, api: ApiServer, specs: Iterator[ProcessSpec], folder: Path) -> None:
-        self.processes = [ServiceProcess(spec, folder) for spec in specs]
-        self._name = name
-        self._api = api
-        self._folder = folder
-        self._num_made = len(self.processes)
-
-    async def start(self) -> None:
-        """Starts the first ones, and lists them."""
-        for process in self.processes:
-            process.start()
-        for process in self.processes:
-            await process.wait_ready(_READY_S)
-            await self._list(process)
-
-    async def replace(self, old: ServiceProcess) -> dict[str, Any]:
-        """Starts a successor, lists it, waits until it has a session, ends the old one; returns how long it took."""
-        began = time.perf_counter()
-        spec = replace(old.spec, name=f"{self._name}-{self._num_made}")
-        self._num_made += 1
-        new = ServiceProcess(spec, self._folder)
-        new.start()
-        self.processes.append(new)
-        await new.wait_ready(_READY_S)
-        ready = time.perf_counter()
-        await self._list(new)
-        await _until_taken(new)
-        taken = time.perf_counter()
-        await self._list(old, terminating=True)
-        old.terminate()
-        await old.wait_ended()
-        await self._api.remove(old.spec.name)
-        self.processes.remove(old)
-        return {
-            "process": old.spec.name,
-            "starts_s": ready - began,
-            "takes_session_s": taken - ready,
-            "drains_s": time.perf_counter() - taken,
-            "exit_code": old.exit_code,
-        }
-
-    async def close(self) -> None:
-        """Ends all."""
-        for process in self.processes:
-            process.kill()
-
-    async def _list(self, process: ServiceProcess, *, terminating: bool = False) -> None:
-        host, _, port = process.address.rpartition(":")
-        name = process.spec.name
-        endpoint = pod(name, host, ready=not terminating, terminating=terminating)
-        await self._api.put(name, endpoint, service=self._name, port=int(port))
 
 
 @dataclass(frozen=True, slots=True)
 class _Site:
-    """A stack whose workers are found by an API server."""
+    """A stack whose workers are discovered through an API server."""
 
-    targets: _Service
-    drafts: _Service
+    targets: ReplaceableService
+    drafts: ReplaceableService
     orchestrators: list[ServiceProcess]
 
     @property
     def addresses(self) -> tuple[str, ...]:
-        """Where clients call."""
+        """Addresses of the orchestrators."""
         return tuple(process.address for process in self.orchestrators)
 
 
@@ -195,9 +130,9 @@ async def _site(options: Options) -> AsyncIterator[_Site]:
         await api.start()
         open_ones.push_async_callback(api.stop)
         stack = _stack(options, sessions.url)
-        targets = _Service("target", api, stack.target_specs(blocks.url), folder)
+        targets = ReplaceableService("target", api, stack.target_specs(blocks.url), folder)
         open_ones.push_async_callback(targets.close)
-        drafts = _Service("draft", api, stack.draft_specs(), folder)
+        drafts = ReplaceableService("draft", api, stack.draft_specs(), folder)
         open_ones.push_async_callback(drafts.close)
         await asyncio.gather(targets.start(), drafts.start())
         places = {
@@ -211,7 +146,7 @@ async def _site(options: Options) -> AsyncIterator[_Site]:
             open_ones.callback(process.kill)
             process.start()
         for process in orchestrators:
-            await process.wait_ready(_READY_S)
+            await process.wait_ready(READY_S)
         yield _Site(targets, drafts, orchestrators)
 
 
@@ -223,14 +158,14 @@ def _stack(options: Options, redis_url: str) -> StackOptions:
         num_targets=options.num_targets,
         num_orchestrators=options.num_orchestrators,
         target_threads=1,
-        # Blocks are small here, and would be computed as fast; in a cluster they are gigabytes.
+        # Blocks are small here, so that recomputing would be as fast; in a cluster they are gigabytes.
         target_environment={"OUTRIDER_KV_BLOCKS": "always", "OUTRIDER_COMPILE": "false"},
         drain_budget_s=options.drain_budget_s,
     )
 
 
 async def _before(client: OutriderClient, options: Options) -> list[_Client]:
-    """Returns the clients, with what each gets while nothing is replaced."""
+    """Return the clients with their output before the update."""
     prompts = Prompts(_VOCABULARY_SIZE)
     clients = [_Client(prompts.draw(options.prompt_len)) for _ in range(options.num_clients)]
     results = await asyncio.gather(*(client.complete(_request(item, options)) for item in clients))
@@ -240,19 +175,19 @@ async def _before(client: OutriderClient, options: Options) -> list[_Client]:
 
 
 @asynccontextmanager
-async def _asking(client: OutriderClient, clients: list[_Client], options: Options) -> AsyncIterator[None]:
-    """Has all clients ask again and again; in the end each finishes the request that it is at."""
+async def _repeated_requests(client: OutriderClient, clients: list[_Client], options: Options) -> AsyncIterator[None]:
+    """Repeat the requests of all clients; at the end of the context, wait for the running ones."""
     is_over = asyncio.Event()
     async with asyncio.TaskGroup() as group:
         for item in clients:
-            group.create_task(_ask_until(is_over.is_set, client, item, options))
+            group.create_task(_request_until(is_over.is_set, client, item, options))
         try:
             yield
         finally:
             is_over.set()
 
 
-async def _ask_until(is_over: Callable[[], bool], client: OutriderClient, item: _Client, options: Options) -> None:
+async def _request_until(is_over: Callable[[], bool], client: OutriderClient, item: _Client, options: Options) -> None:
     while not is_over():
         token_ids: list[int] = []
         times = [time.perf_counter()]
@@ -274,7 +209,7 @@ async def _ask_until(is_over: Callable[[], bool], client: OutriderClient, item: 
 
 
 def _request(item: _Client, options: Options) -> GenerationRequest:
-    return Ask(options.num_tokens, speculates=True).request(item.prompt)
+    return RequestTemplate(options.num_tokens, speculates=True).request(item.prompt)
 
 
 def _num_lost(token_ids: list[int], expected: list[int]) -> int:
@@ -282,21 +217,14 @@ def _num_lost(token_ids: list[int], expected: list[int]) -> int:
     return max(len(expected), len(token_ids)) - same
 
 
-async def _until_taken(process: ServiceProcess) -> None:
-    """Returns when a worker has a session."""
-    async with Worker(process) as worker, asyncio.timeout(_TAKES_S):
-        while not (await worker.load()).num_active_sessions:
-            await asyncio.sleep(_POLL_S)
-
-
 async def _restart(process: ServiceProcess) -> dict[str, Any]:
-    """Ends an orchestrator and starts it again at its address; returns how long that took."""
+    """Restart an orchestrator at its address; return the times."""
     began = time.perf_counter()
     process.terminate()
     await process.wait_ended()
     ended, exit_code = time.perf_counter(), process.exit_code
     process.restart()
-    await process.wait_ready(_READY_S)
+    await process.wait_ready(READY_S)
     return {
         "process": process.spec.name,
         "starts_s": time.perf_counter() - ended,

@@ -1,4 +1,4 @@
-"""Random weights in the shape of known models: what a pass costs does not depend on what the weights say."""
+"""Random weights in the shapes of known models: the cost of a pass does not depend on the values of the weights."""
 
 import shutil
 import sys
@@ -54,7 +54,7 @@ SHAPES: Final[Mapping[str, Mapping[str, Any]]] = {
         "head_dim": 64,
         "tie_word_embeddings": True,
     },
-    # A tenth of `1b`, with its vocabulary: what a pass reads is a tenth too.
+    # A tenth of `1b`, with its vocabulary: a pass reads a tenth of the bytes.
     "1b-draft": {**_LLAMA_3}
     | {
         "hidden_size": 512,
@@ -65,7 +65,7 @@ SHAPES: Final[Mapping[str, Mapping[str, Any]]] = {
         "head_dim": 64,
         "tie_word_embeddings": True,
     },
-    # A tenth of the embedded model, with its vocabulary: most of it is the head.
+    # A tenth of the embedded model, with its vocabulary: most of it is the output layer.
     "13m": {**_TINY}
     | {
         "vocab_size": 49152,
@@ -75,7 +75,7 @@ SHAPES: Final[Mapping[str, Mapping[str, Any]]] = {
     },
     "tiny": _TINY,
 }
-"""Llama configurations by name; those with the vocabulary of a larger one make its draft."""
+"""Llama configurations by name; one with the vocabulary of a larger one can be its draft."""
 
 _FORMAT: Final = 1
 _NOISE_LEN: Final = (1 << 22) + 3
@@ -83,18 +83,18 @@ _SCALE: Final = 0.02
 
 
 def ensure_shape(name: str) -> Path:
-    """Returns a folder with bfloat16 random weights of a shape, which is written first where needed.
+    """Return a folder with bfloat16 random weights of a shape; write it first if needed.
 
-    It has no tokenizer. Writing takes as long as the disk does: 16 GB for `8b`.
+    It has no tokenizer. The weights of `8b` have 16 GB.
 
     Raises:
-        InvalidArgument: no shape has this name.
+        InvalidArgument: there is no shape with this name.
     """
     if name not in SHAPES:
-        raise InvalidArgument(f"no shape is named {name!r}; there are: {', '.join(SHAPES)}", "model")
+        raise InvalidArgument(f"{name!r} is not a shape; the shapes are {', '.join(SHAPES)}", "model")
     folder = cache_dir() / "shapes" / f"{name}-{_FORMAT}"
     if not folder.is_dir():
-        print(f"writing random weights of shape {name}, once, to {folder}", file=sys.stderr, flush=True)
+        print(f"writing random weights of shape {name} (once) to {folder}", file=sys.stderr, flush=True)
         _write(LlamaConfig(**SHAPES[name]), folder)
     return folder
 
@@ -104,7 +104,7 @@ def _write(config: LlamaConfig, folder: Path) -> None:
     scratch = Path(tempfile.mkdtemp(dir=folder.parent))
     try:
         random_model(config).save_pretrained(scratch)
-        # A rename is atomic: whoever finds the folder finds it whole. Somebody else's is as good as this one.
+        # A rename is atomic: other processes see a complete folder or none. If one exists, it has equal content.
         if not folder.is_dir():
             scratch.rename(folder)
     finally:
@@ -112,13 +112,13 @@ def _write(config: LlamaConfig, folder: Path) -> None:
 
 
 def random_model(config: LlamaConfig) -> PreTrainedModel:
-    """Returns a bfloat16 model of this shape; its norms are neutral, so that values neither vanish nor explode."""
+    """Return a random bfloat16 model of this shape; norm weights are 1, so that activations stay bounded."""
     factory: Any = AutoModelForCausalLM
     with torch.device("meta"):
         model: PreTrainedModel = factory.from_config(config, dtype=torch.bfloat16)
     model.to_empty(device="cpu")
     model.tie_weights()
-    # Drawing every weight by itself would take minutes at 8 billion.
+    # Sampling 8 billion weights individually would take minutes.
     noise = (torch.randn(_NOISE_LEN, generator=torch.Generator().manual_seed(0)) * _SCALE).bfloat16()
     with torch.no_grad():
         for parameter in model.parameters():

@@ -1,8 +1,8 @@
-"""Speed on the embedded target: plain decoding and speculation through the whole stack against in-process transformers.
+"""Speed of the embedded target: plain decoding and speculation through the whole stack, compared with transformers.
 
-Everything runs on the same weights, one thing at a time, in interleaved rounds, so that a noisy machine touches all
-alike; the figures are ratios of medians over the rounds. In-process transformers runs in a process of its own
-(`bench.transformers_peer`), since the threads of a second model in this one would disturb both.
+All modes run the same weights, one at a time, in interleaved rounds, so that noise of the machine affects all equally;
+the figures are ratios of medians over the rounds. transformers runs in a process of its own
+(`bench.transformers_peer`), because the threads of two models in one process would disturb each other.
 """
 
 import asyncio
@@ -36,14 +36,14 @@ _NGRAM_LEN: Final = 8
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """How much to measure.
+    """Options of the benchmark.
 
     Attributes:
-        num_rounds: interleaved runs, of which the median counts.
-        num_tokens: output tokens of a generation, at most.
-        num_varied: prompts whose answers do not copy.
-        num_copying: prompts whose answers copy from the prompt.
-        num_speculative_tokens: tokens drafted per round, here and in transformers' prompt lookup.
+        num_rounds: interleaved runs, of which the median is reported.
+        num_tokens: maximum output tokens per generation.
+        num_varied: number of prompts whose answers do not copy.
+        num_copying: number of prompts whose answers copy from the prompt.
+        num_speculative_tokens: drafted tokens per round, also in transformers' prompt lookup.
     """
 
     num_rounds: int = 5
@@ -55,7 +55,7 @@ class Options:
 
 @dataclass(frozen=True, slots=True)
 class _Run:
-    """One generation: output tokens per second of the whole call, and what speculation did."""
+    """One generation: output tokens per second of the whole call, and speculation statistics."""
 
     tokens_per_second: float
     token_ids: tuple[int, ...]
@@ -64,7 +64,7 @@ class _Run:
 
 
 async def measure(options: Options) -> BenchResult:
-    """Runs all modes over all prompts, round after round."""
+    """Run all modes over all prompts, round after round."""
     prompts = [("varied", text) for text in VARIED[: options.num_varied]]
     prompts += [("copying", text) for text in COPYING[: options.num_copying]]
     runs: dict[tuple[str, int], list[_Run]] = {}
@@ -127,9 +127,9 @@ def _row(kind: str, index: int, mode: str, runs: Sequence[_Run]) -> dict[str, An
 
 
 def repeated_share(token_ids: Sequence[int]) -> float:
-    """Returns the share of tokens at which an n-gram of `_NGRAM_LEN` tokens ends that stood in the text before.
+    """Return the share of tokens at which an n-gram of `_NGRAM_LEN` tokens ends that occurred before in the text.
 
-    Small models loop under greedy decoding, which flatters prompt lookup; this tells by how much.
+    Small models repeat themselves under greedy decoding, which favours prompt lookup; this measures by how much.
     """
     seen: set[tuple[int, ...]] = set()
     num_repeated = 0
@@ -157,7 +157,7 @@ def _figures(rows: Sequence[dict[str, Any]]) -> dict[str, float]:
 
 
 def _mean(ratios: Sequence[float]) -> float:
-    """Returns the geometric mean, the one that suits ratios."""
+    """Return the geometric mean of ratios."""
     product = 1.0
     for value in ratios:
         product *= value
@@ -165,7 +165,7 @@ def _mean(ratios: Sequence[float]) -> float:
 
 
 def plot(result: BenchResult, path: Path) -> None:
-    """Draws tokens per second of every mode for each prompt."""
+    """Plot tokens per second of every mode for each prompt."""
     from bench.pictures import bars
 
     prompts = list(dict.fromkeys(row["prompt"] for row in result.rows))

@@ -1,8 +1,8 @@
-"""What the controller makes of load: tokens a second of a target from one session to many.
+"""The speculation controller under load: tokens per second of a target from one session to many.
 
-Speculation pays while a pass has room for more rows, and costs where it is full. Each load is measured with the
-controller, with speculation always on (every round waits for its whole proposal and verifies all of it), and always
-off, in turn, so that a machine that slows down slows all three. Passes of the models only take the time of real ones;
+Speculation increases throughput while a pass has room for more rows, and decreases it when passes are full. Each load
+is measured with the controller, with speculation always on (every round waits for its whole proposal and verifies all
+of it), and always off, in turn, so that a slow machine affects all three. Model passes are simulated by waiting;
 everything else is real.
 """
 
@@ -13,11 +13,11 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from bench.models import planted_pair
+from bench.models import synthetic_pair
 from bench.number_lists import numbers
 from bench.progress import progress
 from bench.result import BenchResult, machine, median
-from bench.traffic import Ask, Prompts, Trace, run_wave
+from bench.traffic import Prompts, RequestTemplate, Trace, run_wave
 from outrider.client import DraftOptions, LocalStack, OutriderClient, StackOptions
 from outrider.lm.markov import MarkovModel
 
@@ -31,17 +31,17 @@ _WARM_TOKENS: Final = 48
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """What is measured.
+    """Options of the benchmark.
 
     Attributes:
-        sessions: numbers of sessions at once, with commas between them.
-        num_tokens: output tokens of each session.
-        num_repeats: measurements of each load, of which the median counts.
-        num_speculative_tokens: longest main line of a round.
-        lookahead: nodes that a draft may hold ahead of a session's text; 0 has it wait for verdicts.
+        sessions: numbers of concurrent sessions, comma-separated.
+        num_tokens: output tokens per session.
+        num_repeats: measurements per load, of which the median is reported.
+        num_speculative_tokens: drafted tokens per round along one path.
+        lookahead: nodes that a draft may hold ahead of verdicts; with 0 it waits for each verdict.
         acceptance: probability that the target outputs the draft's first choice.
-        model: whose passes the target takes the time of.
-        draft: whose passes the draft takes the time of; its vocabulary is as large.
+        model: Markov model whose pass times the target simulates.
+        draft: Markov model whose pass times the draft simulates, with a vocabulary of the same size.
     """
 
     sessions: str = "1,2,4,8,16,32,64"
@@ -55,7 +55,7 @@ class Options:
 
 
 async def measure(options: Options) -> BenchResult:
-    """Measures each load in each mode, one after the other, as often as the options say."""
+    """Measure each load in each mode in turn, `num_repeats` times."""
     loads = numbers("sessions", options.sessions, int, 1)
     vocabulary_size = MarkovModel.from_name(options.model.replace(";", ",")).info.vocabulary_size
     prompts = Prompts(vocabulary_size)
@@ -67,21 +67,23 @@ async def measure(options: Options) -> BenchResult:
         }
         clients[NEVER] = clients[CONTROLLER]
         for mode, client in clients.items():
-            await run_wave(client, [prompts.draw(_PROMPT_LEN)], Ask(_WARM_TOKENS, speculates=mode != NEVER))
+            await run_wave(client, [prompts.draw(_PROMPT_LEN)], RequestTemplate(_WARM_TOKENS, speculates=mode != NEVER))
         with progress(options.num_repeats * len(loads) * len(clients)) as step:
             for _ in range(options.num_repeats):
                 for num_sessions in loads:
                     for mode, client in clients.items():
                         step(f"{num_sessions} sessions, {mode}")
-                        ask = Ask(options.num_tokens, speculates=mode != NEVER, timeout_s=_TIMEOUT_S)
-                        wave = await run_wave(client, [prompts.draw(_PROMPT_LEN) for _ in range(num_sessions)], ask)
+                        template = RequestTemplate(options.num_tokens, speculates=mode != NEVER, timeout_s=_TIMEOUT_S)
+                        wave = await run_wave(
+                            client, [prompts.draw(_PROMPT_LEN) for _ in range(num_sessions)], template
+                        )
                         traces[num_sessions, mode].append(wave)
     rows = [_row(num_sessions, mode, waves) for (num_sessions, mode), waves in traces.items()]
     return BenchResult("sweep", {**machine(), **asdict(options)}, rows, _figures(rows))
 
 
 async def _client(stacks: AsyncExitStack, options: Options, settings: Mapping[str, str]) -> OutriderClient:
-    target, draft = planted_pair(options.model, options.draft, options.acceptance)
+    target, draft = synthetic_pair(options.model, options.draft, options.acceptance)
     stack_options = StackOptions(
         model=target,
         drafts=(DraftOptions(drafter="model", model=draft),),
@@ -125,7 +127,7 @@ def _figures(rows: list[dict[str, Any]]) -> dict[str, float]:
 
 
 def plot(result: BenchResult, path: Path) -> None:
-    """Draws tokens a second over the number of sessions, for each mode."""
+    """Plot tokens per second over the number of sessions, for each mode."""
     from bench.pictures import lines
 
     series = {

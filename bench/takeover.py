@@ -1,7 +1,8 @@
-"""How long a stream stands still when its target is killed: until another one has the session's KV cache.
+"""The pause of a stream when its target is killed, until another target has the session's KV cache.
 
-The other target computes it anew from the session's tokens, or restores it from blocks in Redis, over a link of some
-bandwidth. Both are forced in turn; `auto` decides by what it has measured. All give the same text, which is checked.
+The other target recomputes the KV cache from the session's tokens, or restores it from KV blocks in Redis, over a link
+of limited bandwidth. Both are forced in turn; `auto` chooses by its measurements. The texts must be equal, which is
+checked.
 """
 
 import asyncio
@@ -18,7 +19,7 @@ from bench.models import served_name
 from bench.progress import progress
 from bench.proxy import Link, proxied
 from bench.result import BenchResult, machine, median
-from bench.traffic import Ask, Prompts
+from bench.traffic import Prompts, RequestTemplate
 from bench.worker import Worker
 from outrider.client import Delta, LocalStack, OutriderClient, StackOptions
 from outrider.errors import InvalidArgument, OutriderError
@@ -38,13 +39,13 @@ _STORE_BYTES: Final = 2 << 30
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """How much to measure.
+    """Options of the benchmark.
 
     Attributes:
-        context_len: tokens of the session's prompt.
-        num_rounds: kills for each mode and link.
-        links: MB a second between targets and Redis, with commas between them; 0 for this machine's own.
-        model: as a target loads it.
+        context_len: prompt tokens of the session.
+        num_rounds: kills per mode and link.
+        links: bandwidths between targets and Redis, in MB per second, comma-separated; 0 for unlimited.
+        model: model name, as a target loads it.
     """
 
     context_len: int = 1000
@@ -54,15 +55,15 @@ class Options:
 
     @property
     def bandwidths(self) -> list[float]:
-        """The links; raises `InvalidArgument` where they are none."""
+        """The bandwidths of `links`; raises `InvalidArgument` if they are invalid."""
         try:
             return [float(part) for part in self.links.split(",")]
         except ValueError as error:
-            raise InvalidArgument(f"links is {self.links!r}, must be numbers with commas", "links") from error
+            raise InvalidArgument(f"links is {self.links!r}, must be comma-separated numbers", "links") from error
 
 
 async def measure(options: Options) -> BenchResult:
-    """Kills the target of a stream, for each mode over each link, and starts it again."""
+    """Kill and restart the target of a stream, for each mode over each link."""
     combinations = list(_combinations(options))
     rows = []
     texts: dict[int, list[int]] = {}
@@ -84,7 +85,7 @@ async def measure(options: Options) -> BenchResult:
 
 
 def plot(result: BenchResult, path: Path) -> None:
-    """Draws the median time of each mode over each link."""
+    """Plot the median pause of each mode over each link."""
     from bench.pictures import bars
 
     links = list(dict.fromkeys(row["link MB/s"] for row in result.rows))
@@ -98,7 +99,7 @@ def plot(result: BenchResult, path: Path) -> None:
 def _combinations(options: Options) -> Iterator[tuple[str, float]]:
     for number, bandwidth in enumerate(options.bandwidths):
         for mode in _MODES:
-            # What is computed does not depend on the link.
+            # Recomputing does not depend on the link.
             if mode != "never" or number == 0:
                 yield mode, bandwidth
 
@@ -116,7 +117,7 @@ def _figures(rows: list[dict[str, float | str]]) -> dict[str, float]:
 
 @asynccontextmanager
 async def _stack(options: Options, mode: str, bandwidth: float) -> AsyncIterator[LocalStack]:
-    """A stack of two targets whose blocks are behind a link."""
+    """Run a stack of two targets with KV blocks behind a limited link."""
     async with AsyncExitStack() as exits:
         server = exits.enter_context(EmbeddedValkey(durable=False, max_memory_bytes=_STORE_BYTES, evicts=True))
         proxy = await exits.enter_async_context(proxied(server.address))
@@ -134,7 +135,7 @@ async def _stack(options: Options, mode: str, bandwidth: float) -> AsyncIterator
 
 @dataclass(slots=True)
 class _Stream:
-    """What has come of a stream: when each delta came, and all tokens."""
+    """The arrival times of a stream's deltas, and its tokens."""
 
     times_s: list[float] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
@@ -143,7 +144,7 @@ class _Stream:
 async def _rounds(
     stack: LocalStack, options: Options, texts: dict[int, list[int]], begin: Callable[[], None]
 ) -> list[float]:
-    """Returns the seconds from each kill to the next token."""
+    """Return the seconds from each kill to the next token."""
     gaps = []
     async with stack.client() as client, Worker(stack.targets[0]) as worker:
         prompts = Prompts((await worker.info()).vocabulary_size)
@@ -158,7 +159,7 @@ async def _rounds(
 
 
 async def _kill_once(stack: LocalStack, client: OutriderClient, prompt: tuple[int, ...]) -> tuple[float, list[int]]:
-    """Kills the target of a stream and starts it again; returns the wait for the next token, and the text."""
+    """Kill and restart the target of a stream; return the seconds to the next token, and the text."""
     stream = _Stream()
     task = asyncio.create_task(_watch(client, prompt, stream))
     try:
@@ -171,7 +172,7 @@ async def _kill_once(stack: LocalStack, client: OutriderClient, prompt: tuple[in
     finally:
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
-    # What was on its way still comes; then there is a gap, and at its end the first token of the other target.
+    # Deltas in flight still arrive; the largest gap ends with the first token of the other target.
     _, next_s = max(itertools.pairwise(stream.times_s[num_before - 1 :]), key=lambda gap: gap[1] - gap[0])
     victim.restart()
     await victim.wait_ready(_READY_S)
@@ -180,7 +181,7 @@ async def _kill_once(stack: LocalStack, client: OutriderClient, prompt: tuple[in
 
 
 async def _watch(client: OutriderClient, prompt: tuple[int, ...], stream: _Stream) -> None:
-    async with aclosing(client.generate(Ask(_NUM_TOKENS).request(prompt), timeout_s=_STREAM_S)) as events:
+    async with aclosing(client.generate(RequestTemplate(_NUM_TOKENS).request(prompt), timeout_s=_STREAM_S)) as events:
         async for event in events:
             if isinstance(event, Delta):
                 stream.times_s.append(time.perf_counter())
@@ -188,7 +189,7 @@ async def _watch(client: OutriderClient, prompt: tuple[int, ...], stream: _Strea
 
 
 async def _until(task: asyncio.Task[None], is_true: Callable[[], bool]) -> None:
-    """Returns when something is true of a stream; raises what ended the stream before."""
+    """Wait until a condition on a stream is true; raise an error if the stream ends before."""
     async with asyncio.timeout(_STREAM_S):
         while not is_true():
             if task.done():
@@ -198,7 +199,7 @@ async def _until(task: asyncio.Task[None], is_true: Callable[[], bool]) -> None:
 
 
 async def _serving(stack: LocalStack) -> ServiceProcess:
-    """Returns the target that has the session."""
+    """Return the target with the session."""
     for process in stack.targets:
         async with Worker(process) as worker:
             if (await worker.load()).num_active_sessions:
@@ -207,7 +208,7 @@ async def _serving(stack: LocalStack) -> ServiceProcess:
 
 
 async def _until_written(process: ServiceProcess, length: int) -> None:
-    """Returns when the target has written the blocks of so many tokens, or all that it is going to."""
+    """Wait until the target has written the blocks of so many tokens, or writes no more."""
     async with Worker(process) as worker, asyncio.timeout(_STREAM_S):
         known, num_written, num_wanted = -1, 0, 1
         while num_written != known and num_written < num_wanted:

@@ -1,4 +1,4 @@
-"""Sessions of a served stack as a bench sees them: when each delta came, and what speculation did."""
+"""Sessions on a served stack: requests, arrival times of deltas, and speculation statistics."""
 
 import asyncio
 import itertools
@@ -15,13 +15,13 @@ from outrider.parameters import SamplingParameters
 
 @dataclass(slots=True)
 class Trace:
-    """One session's generation.
+    """The trace of one session's generation.
 
     Attributes:
-        started_s: when it was asked for, on the clock of `time.perf_counter`.
-        times_s: when each delta came, on that clock.
+        started_s: time of the request, on the clock of `time.perf_counter`.
+        times_s: arrival time of each delta, on the same clock.
         num_tokens: output tokens so far.
-        statistics: what speculation did; empty until the end.
+        statistics: statistics of the request; empty until its end.
     """
 
     started_s: float = field(default_factory=time.perf_counter)
@@ -31,24 +31,24 @@ class Trace:
 
     @property
     def first_token_s(self) -> float:
-        """Seconds from asking to the first delta."""
+        """Seconds from the request to the first delta."""
         return self.times_s[0] - self.started_s
 
     @property
     def gaps(self) -> list[tuple[float, float]]:
-        """When each gap between two deltas began and ended."""
+        """Start and end of each gap between two deltas."""
         return list(itertools.pairwise(self.times_s))
 
 
 @dataclass(frozen=True, slots=True)
-class Ask:
-    """What every session of a wave asks for.
+class RequestTemplate:
+    """The parameters of the requests of a wave.
 
     Attributes:
-        num_tokens: output tokens, exactly.
-        speculates: whether a draft is used.
-        temperature: 0 is greedy.
-        timeout_s: bound on each generation.
+        num_tokens: exact number of output tokens.
+        speculates: whether speculation is enabled.
+        temperature: sampling temperature; 0 is greedy.
+        timeout_s: timeout of each generation, in seconds.
     """
 
     num_tokens: int
@@ -57,7 +57,7 @@ class Ask:
     timeout_s: float = 300.0
 
     def request(self, token_ids: Sequence[int], session_id: str = "") -> GenerationRequest:
-        """Returns the request of one session."""
+        """Return a request with this prompt."""
         parameters = SamplingParameters(
             temperature=self.temperature, max_tokens=self.num_tokens, ignore_eos=True, seed=0
         )
@@ -68,7 +68,7 @@ class Ask:
 
 
 async def follow(client: OutriderClient, request: GenerationRequest, trace: Trace, timeout_s: float) -> Trace:
-    """Runs a generation, writes down in `trace` what comes, and returns it at the end."""
+    """Run a generation, record it in `trace`, and return the trace at the end."""
     async with aclosing(client.generate(request, timeout_s=timeout_s)) as events:
         async for event in events:
             match event:
@@ -80,19 +80,22 @@ async def follow(client: OutriderClient, request: GenerationRequest, trace: Trac
     return trace
 
 
-async def run_wave(client: OutriderClient, prompts: Sequence[Sequence[int]], ask: Ask) -> list[Trace]:
-    """Runs one session for each prompt, all at once; returns their traces when all have ended."""
+async def run_wave(client: OutriderClient, prompts: Sequence[Sequence[int]], template: RequestTemplate) -> list[Trace]:
+    """Run one session per prompt concurrently; return their traces when all have ended."""
     async with asyncio.TaskGroup() as group:
-        tasks = [group.create_task(follow(client, ask.request(prompt), Trace(), ask.timeout_s)) for prompt in prompts]
+        tasks = [
+            group.create_task(follow(client, template.request(prompt), Trace(), template.timeout_s))
+            for prompt in prompts
+        ]
     return [task.result() for task in tasks]
 
 
 class Prompts:
-    """Random prompts, no two with a common beginning, so that no prefix of one is cached for another.
+    """Random prompts without common prefixes, so that there are no prefix-cache hits between them.
 
     Args:
-        vocabulary_size: V; the lowest ids, which tend to be special tokens, are left out.
-        seed: of the generator.
+        vocabulary_size: V; up to 100 of the lowest ids, which are often special tokens, are not used.
+        seed: seed of the generator.
     """
 
     def __init__(self, vocabulary_size: int, seed: int = 0) -> None:
@@ -100,5 +103,5 @@ class Prompts:
         self._random = random.Random(seed)
 
     def draw(self, length: int) -> tuple[int, ...]:
-        """Returns a new prompt of so many tokens."""
+        """Return a new prompt of `length` tokens."""
         return tuple(self._random.choices(self._ids, k=length))

@@ -1,12 +1,12 @@
-"""transformers alone, for comparison: `python -m bench.transformers_peer MODEL` reads a JSON object a line.
+"""A process that runs transformers, for comparison: `python -m bench.transformers_peer MODEL` reads JSON lines.
 
     {"operation": "chat", "text", "num_tokens", "num_speculative_tokens"}: prompt lookup unless the last is 0
-    {"operation": "assist", "text", "num_tokens", "draft"}: assisted generation with that model
-    {"operation": "generate", "token_ids", "num_tokens"}: one session, exactly that many tokens
-    {"operation": "batch", "prompts", "num_tokens", "timeout_s"}: all at once, by continuous batching
-    {"operation": "bandwidth"}: how fast this machine reads memory
+    {"operation": "assist", "text", "num_tokens", "draft"}: assisted generation with a draft model
+    {"operation": "generate", "token_ids", "num_tokens"}: one session, exactly `num_tokens` tokens
+    {"operation": "batch", "prompts", "num_tokens", "timeout_s"}: all prompts, by continuous batching
+    {"operation": "bandwidth"}: memory bandwidth of the device
 
-Each line is answered with one: what the operation returns, or {"error"}.
+Each line is answered with one JSON line: the result of the operation, or {"error"}.
 """
 
 import json
@@ -27,12 +27,12 @@ _DTYPES: Final = {"auto": "auto", "bfloat16": torch.bfloat16, "float32": torch.f
 
 
 class Peer:
-    """A model in this process, and what can be asked of it.
+    """A transformers model and the operations on it.
 
     Args:
         name: folder or hub id.
         device: cpu, cuda, ...
-        dtype: of the weights; `auto` is the checkpoint's.
+        dtype: dtype of the weights; `auto` is the checkpoint's.
     """
 
     def __init__(self, name: str, device: str, dtype: str = "auto") -> None:
@@ -43,34 +43,34 @@ class Peer:
         self._drafts: dict[str, Any] = {}
 
     def describe(self) -> dict[str, Any]:
-        """Returns the bytes of the weights that a pass over one token reads: of an untied embedding it is one row."""
+        """Return the device, and the bytes of weights that a pass over one token reads, without untied embeddings."""
         weights = {id(parameter): parameter.nbytes for parameter in self._model.parameters()}
         embedding, head = self._model.get_input_embeddings().weight, self._model.get_output_embeddings().weight
         unread = 0 if embedding is head else embedding.nbytes
         return {"weight_bytes": sum(weights.values()) - unread, "device": str(self._model.device)}
 
     def chat(self, text: str, num_tokens: int, num_speculative_tokens: int) -> dict[str, Any]:
-        """Answers a message, greedily; returns output token ids and seconds."""
+        """Answer a chat message greedily; return output token ids and seconds."""
         lookup = {"prompt_lookup_num_tokens": num_speculative_tokens} if num_speculative_tokens else {}
-        return self._timed(self._asked(text), max_new_tokens=num_tokens, do_sample=False, **lookup)
+        return self._timed(self._chat_inputs(text), max_new_tokens=num_tokens, do_sample=False, **lookup)
 
     def assist(self, text: str, num_tokens: int, draft: str) -> dict[str, Any]:
-        """Answers a message, greedily, with a draft model's help; returns output token ids and seconds."""
+        """Answer a chat message greedily by assisted generation; return output token ids and seconds."""
         if draft not in self._drafts:
             model: Any = AutoModelForCausalLM.from_pretrained(draft)
             self._drafts[draft] = model.to(self._model.device)
         return self._timed(
-            self._asked(text), max_new_tokens=num_tokens, do_sample=False, assistant_model=self._drafts[draft]
+            self._chat_inputs(text), max_new_tokens=num_tokens, do_sample=False, assistant_model=self._drafts[draft]
         )
 
     def generate(self, token_ids: list[int], num_tokens: int) -> dict[str, Any]:
-        """Continues token ids, greedily, by exactly so many; returns output token ids and seconds."""
+        """Continue token ids greedily by exactly `num_tokens`; return output token ids and seconds."""
         ids = torch.tensor([token_ids], device=self._model.device)
         inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
         return self._timed(inputs, generation_config=_endless(num_tokens))
 
     def batch(self, prompts: list[list[int]], num_tokens: int, timeout_s: float) -> dict[str, Any]:
-        """Continues all prompts at once by continuous batching; returns the number of tokens and seconds."""
+        """Continue all prompts by continuous batching; return the number of tokens and seconds."""
         manager = self._model.continuous_batching_context_manager(
             generation_config=_endless(num_tokens),
             continuous_batching_config=_batching(prompts, num_tokens, str(self._model.device)),
@@ -84,10 +84,10 @@ class Peer:
             return {"num_tokens": total, "seconds": time.perf_counter() - started}
 
     def bandwidth(self) -> dict[str, Any]:
-        """Returns bytes read a second."""
+        """Return the memory bandwidth in bytes per second."""
         return {"bytes_per_second": read_bandwidth(self._model.device)}
 
-    def _asked(self, text: str) -> Any:
+    def _chat_inputs(self, text: str) -> Any:
         self._tokenizer = self._tokenizer or AutoTokenizer.from_pretrained(self._name)
         messages = [{"role": "user", "content": text}]
         return self._tokenizer.apply_chat_template(
@@ -103,16 +103,16 @@ class Peer:
 
 
 def _endless(num_tokens: int) -> GenerationConfig:
-    """Returns greedy decoding of so many tokens, whatever they are."""
+    """Return the configuration of greedy decoding of exactly `num_tokens` tokens, ignoring end-of-text tokens."""
     config: Any = GenerationConfig
     made: GenerationConfig = config(do_sample=False, max_new_tokens=num_tokens, eos_token_id=-1, pad_token_id=0)
     return made
 
 
 def _batching(prompts: list[list[int]], num_tokens: int, device: str) -> ContinuousBatchingConfig:
-    """Returns a cache for these prompts on a CPU, where the default is more than half of the memory.
+    """Return a configuration with a cache for these prompts on a CPU, where the default is over half of the memory.
 
-    A GPU's memory is shared with the target that is measured beside it.
+    On a GPU the memory is shared with the measured target.
     """
     if device != "cpu":
         return ContinuousBatchingConfig(max_memory_percent=_GPU_SHARE)
@@ -122,7 +122,7 @@ def _batching(prompts: list[list[int]], num_tokens: int, device: str) -> Continu
 
 
 def _finish(manager: Any, prompts: list[list[int]], num_tokens: int, timeout_s: float) -> int:
-    """Returns the number of output tokens once all prompts are done."""
+    """Wait until all prompts are done; return the number of output tokens."""
     give_up = time.monotonic() + timeout_s
     manager.add_requests(inputs=prompts, max_new_tokens=num_tokens)
     total = num_finished = 0
@@ -131,7 +131,7 @@ def _finish(manager: Any, prompts: list[list[int]], num_tokens: int, timeout_s: 
         if time.monotonic() > give_up:
             raise TimeoutError(f"{len(prompts) - num_finished} of {len(prompts)} are not done after {timeout_s:g} s")
         if result is None and not manager.is_running():
-            raise RuntimeError("its thread ended")
+            raise RuntimeError("the thread of continuous batching ended")
         if result is not None and result.error:
             raise RuntimeError(result.error)
         if result is not None and result.is_finished():
@@ -141,14 +141,14 @@ def _finish(manager: Any, prompts: list[list[int]], num_tokens: int, timeout_s: 
 
 
 def _take_stdout() -> TextIO:
-    """Returns standard output for answers alone; whatever else is printed goes to standard error."""
+    """Return standard output for answers, and redirect all other output to standard error."""
     answers = os.fdopen(os.dup(sys.stdout.fileno()), "w")
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
     return answers
 
 
 def main() -> None:
-    """Answers every line of standard input."""
+    """Answer every line of standard input."""
     answers = _take_stdout()
     device = "cuda" if torch.cuda.is_available() else "cpu"
     peer = Peer(sys.argv[1], device, *sys.argv[2:])

@@ -1,4 +1,4 @@
-"""What a worker process tells about itself, and what the system tells about it."""
+"""A client of a worker process: identity, load, and resident memory."""
 
 from pathlib import Path
 from types import TracebackType
@@ -17,7 +17,7 @@ class Worker:
     """A connection to the WorkerService of a stack's process.
 
     Args:
-        process: a target or a draft that is ready.
+        process: a target or draft process that is ready.
     """
 
     def __init__(self, process: ServiceProcess) -> None:
@@ -34,22 +34,22 @@ class Worker:
         await self._channel.close()
 
     async def info(self) -> pb.GetInfoResponse:
-        """Returns identity and limits."""
+        """Return the worker's identity and limits."""
         return await self._stub.GetInfo(pb.GetInfoRequest(), timeout=_TIMEOUT_S)
 
     async def load(self) -> pb.GetLoadResponse:
-        """Returns how busy it is now."""
+        """Return the worker's current load."""
         return await self._stub.GetLoad(pb.GetLoadRequest(), timeout=_TIMEOUT_S)
 
     def resident_bytes(self) -> int:
-        """Returns the memory that the process has resident.
+        """Return the resident memory of the process, in bytes.
 
         Raises:
-            Unavailable: it has ended, or this system has no /proc.
+            Unavailable: the process has ended, or this system has no /proc.
         """
         try:
             status = Path(f"/proc/{self._process.pid}/status").read_text()
         except OSError as error:
-            raise Unavailable(f"no resident memory of {self._process.spec.name} is to be had: {error}") from error
+            raise Unavailable(f"cannot read the resident memory of {self._process.spec.name}: {error}") from error
         line = next(line for line in status.splitlines() if line.startswith("VmRSS:"))
         return int(line.split()[1]) * 1024

@@ -1,3 +1,3 @@
-"""Outrider: distributed speculative decoding. What the draft, target and orchestrator services share."""
+"""Outrider: distributed speculative decoding. The code shared by the draft, target and orchestrator services."""
 
 __version__ = "0.1.0"

@@ -1,22 +1,22 @@
-"""Every error that Outrider names, and nothing else.
+"""All named errors of Outrider.
 
     OutriderError
     ├── InvalidArgument      a field of the request is wrong; names the field
-    ├── Unauthenticated      the caller has shown no token, or one that nobody knows
+    ├── Unauthenticated      the request has no token, or an invalid one
     ├── SessionNotFound      no such session, or another tenant's
     ├── RequestNotFound      the session has no such request
-    ├── Fenced               a newer lease exists; whoever holds this one must stop
+    ├── Fenced               a newer lease exists; the holder of this one must stop
     ├── KVCacheMiss          the worker has fewer tokens cached than the span assumes; send an earlier span
     ├── SessionBusy          another request is running on the session
     ├── DuplicateRequest     the request id was used for a different request
     ├── Overloaded           a limit is reached; retry after `retry_after_s`
     ├── Draining             the process is shutting down; go elsewhere
-    ├── DataLoss             the session's log no longer holds what was acknowledged
+    ├── DataLoss             the session's log no longer has all acknowledged tokens
     ├── TokenizerMismatch    draft and target (or session and target) do not share a tokenizer
     ├── ModelMismatch        the session was made with another model
     ├── ModelUnsupported     the model's cache cannot roll back, or its attention cannot be replaced
-    ├── RequestFailed        the request fails by itself, at a worker that is well; repeating it may not help
-    ├── Unavailable          a needed process cannot be reached within its bound
+    ├── RequestFailed        the request itself makes a healthy worker fail; a retry may not help
+    ├── Unavailable          a required process cannot be reached within its timeout
     └── DeadlineExceeded     the client's deadline passed
 
 One table, in `serving.status`, maps reasons to gRPC codes, for servers and clients alike.
@@ -26,11 +26,11 @@ from collections.abc import Mapping
 from typing import ClassVar
 
 _MAX_MESSAGE_LEN = 1000
-"""Characters of a message: it may quote what a caller sent, and crosses the wire in headers, which are small."""
+"""Maximum characters of a message: it may quote the request, and it is sent in gRPC metadata, whose size is limited."""
 
 
 class OutriderError(Exception):
-    """An error with a `reason` that crosses the wire, a one-line message, and typed fields as `metadata`."""
+    """The base of all errors: a `reason` that is sent over gRPC, a one-line message, and typed fields as `metadata`."""
 
     reason: ClassVar[str] = "INTERNAL"
 
@@ -45,7 +45,7 @@ class OutriderError(Exception):
 
     @classmethod
     def from_metadata(cls, message: str, metadata: Mapping[str, str]) -> "OutriderError":
-        """Returns the error as it was before it crossed the wire."""
+        """Return the error that a peer raised, from its message and its `metadata`."""
         return cls(message)
 
 
@@ -68,13 +68,13 @@ class InvalidArgument(OutriderError):
 
 
 class Unauthenticated(OutriderError):
-    """The caller has shown no token, or one that nobody knows."""
+    """The request has no token, or an invalid one."""
 
     reason = "UNAUTHENTICATED"
 
 
 class SessionNotFound(OutriderError):
-    """There is no such session, or it belongs to another tenant; the two are not told apart."""
+    """There is no such session, or it belongs to another tenant; the error is the same for both."""
 
     reason = "SESSION_NOT_FOUND"
 
@@ -92,7 +92,7 @@ class Fenced(OutriderError):
 
 
 class KVCacheMiss(OutriderError):
-    """The span starts beyond what the worker has cached; `cached_len` tokens are there."""
+    """The span starts beyond the worker's KV cache, which has `cached_len` tokens."""
 
     reason = "KV_CACHE_MISS"
 
@@ -140,19 +140,19 @@ class Overloaded(OutriderError):
 
 
 class Draining(OutriderError):
-    """The process finishes what it has and takes nothing new."""
+    """The process is shutting down: it finishes running requests and accepts no new ones."""
 
     reason = "DRAINING"
 
 
 class DataLoss(OutriderError):
-    """The session's log no longer holds what was acknowledged."""
+    """The session's log no longer has all tokens that were acknowledged."""
 
     reason = "DATA_LOSS"
 
 
 class TokenizerMismatch(OutriderError):
-    """Two tokenizers that must agree do not; both fingerprints are named."""
+    """The tokenizers of draft and target differ; both fingerprints are in the metadata."""
 
     reason = "TOKENIZER_MISMATCH"
 
@@ -175,7 +175,7 @@ class TokenizerMismatch(OutriderError):
 
 
 class ModelMismatch(OutriderError):
-    """The session was made with another model than the one at hand."""
+    """The session was created with another model."""
 
     reason = "MODEL_MISMATCH"
 
@@ -187,13 +187,13 @@ class ModelUnsupported(OutriderError):
 
 
 class RequestFailed(OutriderError):
-    """The request fails by itself: the worker is well, and serves others. Repeating it is likely to fail again."""
+    """The request itself makes a healthy worker fail; a retry is likely to fail again."""
 
     reason = "REQUEST_FAILED"
 
 
 class Unavailable(OutriderError):
-    """A needed process cannot be reached within its bound."""
+    """A required process cannot be reached within its timeout."""
 
     reason = "UNAVAILABLE"
 
@@ -225,9 +225,9 @@ _KINDS: tuple[type[OutriderError], ...] = (
 )
 
 ERRORS: Mapping[str, type[OutriderError]] = {kind.reason: kind for kind in _KINDS}
-"""Every reason with its exception."""
+"""All exception classes by reason."""
 
 
 def from_reason(reason: str, message: str, metadata: Mapping[str, str]) -> OutriderError:
-    """Returns the exception that a reason stands for; `OutriderError` for a reason from a newer version."""
+    """Return the exception of a reason; an `OutriderError` for a reason that this version does not have."""
     return ERRORS.get(reason, OutriderError).from_metadata(message, metadata)

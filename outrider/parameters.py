@@ -1,4 +1,4 @@
-"""Sampling parameters: what the output law is, given the target's logits. Meanings, order and names are vLLM's."""
+"""Sampling parameters, which define the output distribution given the target's logits; names and order are vLLM's."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
@@ -13,24 +13,24 @@ MAX_STOP_TOKEN_IDS = 64
 MAX_LOGIT_BIASES = 1024
 MAX_LOGPROBS = 20
 MAX_SPECULATIVE_TOKENS = 64
-"""Longest main line of a proposal that may be asked for."""
+"""Largest `num_speculative_tokens` of a request: tokens drafted along one path of a proposal."""
 MAX_SEED = 2**64 - 1
 MIN_TEMPERATURE = 1e-12
 MIN_TOP_P = 1e-12
 MIN_REPETITION_PENALTY = 0.01
-"""What is nearer to 0 changes nothing that anybody could want, and divides by next to nothing: the logits times 100, or
-their differences over 1e-12, are far from the end of a float64, and of a float32 for the logits that models give."""
+"""Values closer to 0 would have no further effect, and would divide by almost 0. With these bounds the logits times
+100, and their differences over 1e-12, stay far below the largest float64 (and float32, for logits of real models)."""
 
 
 class AcceptanceRule(Enum):
-    """Which rule decides whether a drafted token is kept; both are lossless (see `verification`)."""
+    """The rules that decide whether a drafted token is accepted; both are lossless (see `verification`)."""
 
     COUPLED = "coupled"
     REJECTION = "rejection"
 
 
 class FinishReason(Enum):
-    """Why a request ended."""
+    """The reasons for which a request ends."""
 
     STOP = "stop"
     LENGTH = "length"
@@ -39,9 +39,9 @@ class FinishReason(Enum):
 
 @dataclass(frozen=True, slots=True)
 class SamplingParameters:
-    """The law and the limits of a request's output.
+    """The sampling parameters of a request: its output distribution, stop conditions and length.
 
-    Every value is checked here and nowhere else; a wrong one raises `InvalidArgument` with the field's name. Token ids
+    Every value is checked here; a wrong one raises `InvalidArgument` with the field's name. Token ids
     are checked against a vocabulary by `check_vocabulary`.
 
     Attributes:
@@ -52,14 +52,14 @@ class SamplingParameters:
         repetition_penalty: divides positive and multiplies negative logits of tokens in prompt or output. In
             [0.01, 10].
         presence_penalty: subtracted from logits of tokens in the output. In [-2, 2].
-        frequency_penalty: subtracted once for each time a token stands in the output. In [-2, 2].
-        logit_bias: added to the logits of its token ids. Values in [-100, 100].
-        seed: key of all randomness, in [0, 2**64); None until one is drawn.
-        stop: the output ends before the first of these strings.
-        stop_token_ids: the output ends with the first of these token ids.
-        max_tokens: most output tokens, at least 1.
-        min_tokens: output tokens before which no stop condition holds; stop and end-of-text ids are not drawn there.
-        ignore_eos: whether generation goes on past the model's end-of-text tokens.
+        frequency_penalty: subtracted from logits once per occurrence of the token in the output. In [-2, 2].
+        logit_bias: added to the logits of its token ids; at most 1024 values, in [-100, 100].
+        seed: key of all randomness, in [0, 2**64); None until the orchestrator draws one.
+        stop: the output ends before the first of these strings; at most 16, of 1 to 256 characters.
+        stop_token_ids: the output ends with the first of these token ids; at most 64.
+        max_tokens: maximum number of output tokens, at least 1.
+        min_tokens: output tokens before which no stop condition applies; stop and end-of-text ids are not sampled.
+        ignore_eos: whether generation continues after the model's end-of-text tokens.
         logprobs: None for none, else how many most likely tokens to report at each position, in [0, 20].
     """
 
@@ -111,9 +111,11 @@ class SamplingParameters:
                 )
 
     def check_vocabulary(self, vocabulary_size: int) -> None:
-        """Raises `InvalidArgument` where a token id is not below `vocabulary_size`, or no token could be drawn.
+        """Check the parameters against a vocabulary of `vocabulary_size` tokens.
 
-        So it does where more tokens are to be reported (`logprobs`) than there are.
+        Raises:
+            InvalidArgument: a token id is not below `vocabulary_size`, `logprobs` exceeds it, or no token could be
+                sampled.
         """
         if self.logprobs is not None and self.logprobs > vocabulary_size:
             raise InvalidArgument(f"logprobs is {self.logprobs}, the vocabulary has {vocabulary_size}", "logprobs")
@@ -121,27 +123,27 @@ class SamplingParameters:
             for token_id in token_ids:
                 if not 0 <= token_id < vocabulary_size:
                     raise InvalidArgument(f"{name} has token id {token_id}, the vocabulary has {vocabulary_size}", name)
-        # Before `min_tokens` none of them is drawn.
+        # Stop tokens are not sampled before `min_tokens`.
         if self.min_tokens and len(set(self.stop_token_ids)) >= vocabulary_size:
-            problem = "stop_token_ids has the whole vocabulary, and min_tokens wants output"
+            problem = "stop_token_ids has the whole vocabulary, but min_tokens requires output"
             raise InvalidArgument(problem, "stop_token_ids")
 
     @property
     def is_greedy(self) -> bool:
-        """Whether the most likely token is taken, without noise."""
+        """Whether decoding is greedy: the most likely token is chosen."""
         return self.temperature == 0
 
     @property
     def needs_history(self) -> bool:
-        """Whether the law depends on which tokens came before (penalties)."""
+        """Whether the distribution depends on the previous tokens (penalties)."""
         return self.repetition_penalty != 1 or self.presence_penalty != 0 or self.frequency_penalty != 0
 
     def with_seed(self, seed: int) -> "SamplingParameters":
-        """Returns the same parameters with that seed."""
+        """Return the same parameters with that seed."""
         return replace(self, seed=seed)
 
     def as_dict(self) -> dict[str, object]:
-        """Returns the values by name, in plain types."""
+        """Return the values by field name, as built-in types."""
         plain = {item.name: getattr(self, item.name) for item in fields(self)}
         return {name: dict(value) if isinstance(value, Mapping) else value for name, value in plain.items()}
 

@@ -1,4 +1,4 @@
-"""What speculation gave: the four counters that vLLM names, and the rates made of them."""
+"""Speculation statistics: vLLM's four counters, and the acceptance rates computed from them."""
 
 from dataclasses import dataclass, field
 
@@ -9,10 +9,10 @@ class SpeculationStatistics:
 
     Attributes:
         num_drafts: passes that verified a proposal.
-        num_draft_tokens: tokens drafted and verified, along the main line.
-        num_accepted_tokens: proposed tokens that were kept.
+        num_draft_tokens: tokens drafted and verified, along the first branch of each proposal.
+        num_accepted_tokens: proposed tokens that were accepted.
         num_accepted_tokens_per_pos: of these, by position in the proposal.
-        num_target_passes: passes that gave output.
+        num_target_passes: target passes that produced output tokens.
         num_output_tokens: accepted, recovered and bonus tokens.
     """
 
@@ -24,12 +24,12 @@ class SpeculationStatistics:
     num_output_tokens: int = 0
 
     def record(self, num_draft_tokens: int, num_accepted_tokens: int, num_output_tokens: int) -> None:
-        """Counts a pass.
+        """Add one target pass.
 
         Args:
             num_draft_tokens: deepest position that was proposed; 0 for a pass without a proposal.
-            num_accepted_tokens: proposed tokens that were kept, in [0, num_draft_tokens].
-            num_output_tokens: tokens that the pass gave, at least 0.
+            num_accepted_tokens: proposed tokens that were accepted, in [0, num_draft_tokens].
+            num_output_tokens: output tokens of the pass, at least 0.
 
         Raises:
             ValueError: a number is out of range.
@@ -48,7 +48,7 @@ class SpeculationStatistics:
             self.num_accepted_tokens_per_pos[position] += 1
 
     def add(self, other: "SpeculationStatistics") -> None:
-        """Adds the counts of other passes."""
+        """Add the counts of other passes."""
         self.num_drafts += other.num_drafts
         self.num_draft_tokens += other.num_draft_tokens
         self.num_accepted_tokens += other.num_accepted_tokens
@@ -60,17 +60,17 @@ class SpeculationStatistics:
 
     @property
     def acceptance_rate(self) -> float:
-        """Accepted over drafted tokens, in [0, 1]; 0 where nothing was drafted."""
+        """Accepted tokens divided by drafted tokens, in [0, 1]; 0 if nothing was drafted."""
         return self.num_accepted_tokens / self.num_draft_tokens if self.num_draft_tokens else 0.0
 
     @property
     def mean_acceptance_length(self) -> float:
-        """Output tokens per pass that verified a proposal, the target's own token included; 1 where none did."""
+        """Output tokens per verified proposal, including the recovered or bonus token; 1 if there was none."""
         return 1 + self.num_accepted_tokens / self.num_drafts if self.num_drafts else 1.0
 
     @property
     def acceptance_rates(self) -> list[float]:
-        """For each position, of the proposals of which all before it was kept, the share that had it kept too."""
+        """For each position, the share accepted, of the proposals whose previous positions were all accepted."""
         reached = [self.num_drafts, *self.num_accepted_tokens_per_pos]
         return [hit / num if num else 0.0 for hit, num in zip(self.num_accepted_tokens_per_pos, reached, strict=False)]
 

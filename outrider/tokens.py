@@ -1,20 +1,20 @@
-"""Spans of tokens and trees of proposed tokens: the nouns every service shares."""
+"""Token spans, proposal trees and log-probabilities: the data types shared by all services."""
 
 from dataclasses import dataclass, field
 from enum import Enum
 from math import isfinite
 
 ROOT = 0
-"""Number of a proposal tree's root, the base itself; nodes are numbered from 1."""
+"""Number of a proposal tree's root, which stands for the base; nodes are numbered from 1."""
 MAX_PROPOSAL_NODES = 1024
-"""Nodes of one proposal that can still happen, at most: what a request may ask for, and what a worker holds.
+"""Maximum live nodes of one proposal, in a request's `max_nodes` and at a worker.
 
-It bounds memory and the size of a message. No pass verifies as many, so no deployment needs another value."""
+It bounds memory and message sizes. No pass verifies that many nodes, so no deployment needs another value."""
 
 
 @dataclass(frozen=True, slots=True)
 class TokenSpan:
-    """Consecutive tokens of a session, at positions start, start + 1, ... up to but excluding `end`."""
+    """Consecutive tokens of a session, at positions [start, end)."""
 
     start: int
     token_ids: tuple[int, ...]
@@ -31,7 +31,7 @@ class TokenSpan:
 
 @dataclass(frozen=True, slots=True)
 class FeatureSpan:
-    """What chosen layers of the target take in at positions start, start + 1, ...: bfloat16, little endian."""
+    """The inputs of chosen target layers, concatenated, at positions start, start + 1, ...: bfloat16, little endian."""
 
     start: int
     data: bytes
@@ -39,21 +39,21 @@ class FeatureSpan:
 
 @dataclass(frozen=True, slots=True)
 class Base:
-    """What a proposal or a verdict continues: the session's length, and its lease's fencing token."""
+    """The state that a proposal or verdict continues: session length in tokens, and the fencing token of its lease."""
 
     len: int
     fencing_token: int
 
 
 class NodeKind(Enum):
-    """How a proposal node came to be; see `verification` for what each permits."""
+    """The kinds of proposal nodes: sampled from the draft's distribution, or guessed; see `verification`."""
 
     DRAFTED = "drafted"
     GUESSED = "guessed"
 
 
 class TokenOrigin(Enum):
-    """How an output token came to be; output tokens = accepted + recovered + bonus."""
+    """The origins of output tokens; output tokens = accepted + recovered + bonus."""
 
     ACCEPTED = "accepted"
     RECOVERED = "recovered"
@@ -69,9 +69,9 @@ class SparseDistribution:
 
     def __post_init__(self) -> None:
         if len(self.token_ids) != len(self.probabilities) or not self.token_ids:
-            raise ValueError("draft_distribution needs one probability for each token id, and at least one")
+            raise ValueError("draft_distribution must have one probability per token id, and at least one")
         if len(set(self.token_ids)) != len(self.token_ids):
-            raise ValueError("draft_distribution names a token id twice")
+            raise ValueError("draft_distribution has a token id twice")
         if not all(isfinite(weight) and 0 < weight <= 1 + 1e-6 for weight in self.probabilities):
             raise ValueError("draft_distribution has a probability outside (0, 1]")
         if abs(sum(self.probabilities) - 1) > 1e-6:
@@ -82,7 +82,7 @@ class SparseDistribution:
 class ProposalNode:
     """A proposed token below `parent` (`ROOT` or the number of an earlier node).
 
-    `draft_distribution` is the law a drafted token was sampled from; only the `rejection` rule needs it.
+    `draft_distribution` is the distribution that a drafted token was sampled from; only the `rejection` rule needs it.
     """
 
     parent: int
@@ -93,15 +93,15 @@ class ProposalNode:
 
 @dataclass(frozen=True, slots=True)
 class ProposalPart:
-    """Nodes of a tree that were drafted together.
+    """The nodes of a tree that were drafted together, as sent in one message.
 
     Attributes:
-        base: what the tree was planted under.
-        first_node: number of the first of these nodes; 1 plants a new tree.
-        nodes: they, parents before their children.
-        complete: whether nothing more will come before the draft knows of more tokens.
-        known_len: length of the session as the draft knew it then.
-        step_time_s: seconds of a step of the draft; 0 where that is not known.
+        base: the committed length and fencing token that the tree's root stands for.
+        first_node: number of the first of these nodes; 1 starts a new tree.
+        nodes: the nodes, parents before their children.
+        complete: whether the draft sends no more nodes until it receives more tokens.
+        known_len: the draft's session length, in tokens, when it sent these nodes.
+        step_time_s: seconds per draft step; 0 if unknown.
     """
 
     base: Base
@@ -128,10 +128,10 @@ class ProposalTree:
         return len(self.nodes)
 
     def append(self, node: ProposalNode) -> int:
-        """Adds a node and returns its number.
+        """Add a node and return its number.
 
         Raises:
-            ValueError: the parent does not exist, a sibling has the same token id, or is drafted as this one is.
+            ValueError: the parent does not exist, a sibling has the same token id, or both are drafted.
         """
         number = len(self.nodes) + 1
         if not 0 <= node.parent < number:
@@ -147,28 +147,28 @@ class ProposalTree:
         return number
 
     def node(self, number: int) -> ProposalNode:
-        """Returns the node of that number, from 1."""
+        """Return the node with this number, from 1."""
         return self.nodes[number - 1]
 
     def depth(self, number: int) -> int:
-        """Returns the number of steps from the root; 0 for `ROOT`."""
+        """Return the number of steps from the root; 0 for `ROOT`."""
         return self._depths[number]
 
     def child(self, number: int, token_id: int) -> int | None:
-        """Returns the number of the child with that token id, if there is one."""
+        """Return the number of the child with this token id; None if there is none."""
         return self._children.get(number, {}).get(token_id)
 
     def children(self, number: int) -> tuple[int, ...]:
-        """Returns the numbers of the children, in order of arrival."""
+        """Return the numbers of the children, in order of arrival."""
         return tuple(self._children.get(number, {}).values())
 
     def drafted_child(self, number: int) -> int | None:
-        """Returns the number of the drafted child, if there is one."""
+        """Return the number of the drafted child; None if there is none."""
         drafted = (child for child in self.children(number) if self.node(child).kind is NodeKind.DRAFTED)
         return next(drafted, None)
 
     def path(self, number: int) -> tuple[int, ...]:
-        """Returns the numbers from a child of the root down to `number`, both included; empty for `ROOT`."""
+        """Return the numbers from a child of the root down to `number`, both included; empty for `ROOT`."""
         steps: list[int] = []
         while number != ROOT:
             steps.append(number)
@@ -187,7 +187,7 @@ class TokenLogprobs:
 
     Attributes:
         logprob: of the output token.
-        rank: of the output token; 1 is the most likely.
+        rank: of the output token, from 1 (the most likely).
         top_token_ids: the most likely token ids, most likely first.
         top_logprobs: their log-probabilities.
     """

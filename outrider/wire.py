@@ -1,6 +1,6 @@
-"""Messages to dataclasses and back: the only place that knows how the nouns of the floor look on the wire.
+"""Conversion between protobuf messages and the dataclasses of `tokens` and `parameters`.
 
-Reading checks what a peer sent: a wrong value raises `InvalidArgument` with the field's name.
+The `..._from_message` functions check what a peer sent: a wrong value raises `InvalidArgument` with the field's name.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ _ORIGIN_NUMBERS: Final = {origin: number for number, origin in _ORIGINS.items()}
 _FINISH_NUMBERS: Final = {reason: number for number, reason in _FINISHES.items()}
 
 MAX_NAME_LEN: Final = 512
-"""Characters of an id, or bytes of a salt, on the wire between services: workers keep thousands of them."""
+"""Maximum characters of an id, or bytes of a salt, between services: workers keep thousands of them."""
 _SCALARS: Final = (
     "temperature",
     "top_k",
@@ -65,13 +65,13 @@ _SCALARS: Final = (
 
 
 def check_name(value: str | bytes, field: str, least: int = 0) -> None:
-    """Raises `InvalidArgument` unless an id, a fingerprint or a salt has `least` to `MAX_NAME_LEN` characters."""
+    """Raise `InvalidArgument` unless an id, a fingerprint or a salt has `least` to `MAX_NAME_LEN` characters."""
     if not least <= len(value) <= MAX_NAME_LEN:
         raise InvalidArgument(f"has {len(value)} characters, must have {least} to {MAX_NAME_LEN}", field)
 
 
 def parameters_from_message(message: tokens_pb2.SamplingParameters) -> SamplingParameters:
-    """Returns the parameters, with defaults where the message has no value."""
+    """Return the parameters; fields that are not set have their defaults."""
     given = {name: getattr(message, name) for name in _SCALARS if message.HasField(name)}
     return SamplingParameters(
         **given,
@@ -82,7 +82,7 @@ def parameters_from_message(message: tokens_pb2.SamplingParameters) -> SamplingP
 
 
 def parameters_to_message(parameters: SamplingParameters) -> tokens_pb2.SamplingParameters:
-    """Returns the message with every value set, so that no default of the receiver's applies."""
+    """Return the message with every field set, so that the receiver's defaults do not apply."""
     scalars = {name: getattr(parameters, name) for name in _SCALARS if getattr(parameters, name) is not None}
     return tokens_pb2.SamplingParameters(
         **scalars,
@@ -93,58 +93,60 @@ def parameters_to_message(parameters: SamplingParameters) -> tokens_pb2.Sampling
 
 
 def features_to_message(features: FeatureSpan) -> tokens_pb2.Features:
-    """Returns the message of features."""
+    """Return the message of features."""
     return tokens_pb2.Features(start=features.start, data=features.data)
 
 
 def span_from_message(message: tokens_pb2.TokenSpan) -> TokenSpan:
-    """Returns the span."""
+    """Return the span."""
     return TokenSpan(message.start, tuple(message.token_ids))
 
 
 def span_to_message(span: TokenSpan) -> tokens_pb2.TokenSpan:
-    """Returns the message."""
+    """Return the message."""
     return tokens_pb2.TokenSpan(start=span.start, token_ids=span.token_ids)
 
 
 def base_from_message(message: tokens_pb2.Base) -> Base:
-    """Returns the base."""
+    """Return the base."""
     return Base(message.len, message.fencing_token)
 
 
 def base_to_message(base: Base) -> tokens_pb2.Base:
-    """Returns the message."""
+    """Return the message."""
     return tokens_pb2.Base(len=base.len, fencing_token=base.fencing_token)
 
 
 def node_from_message(message: tokens_pb2.ProposalNode) -> ProposalNode:
-    """Returns the node; raises `InvalidArgument` for an unknown kind or a distribution that is none."""
+    """Return the node; raise `InvalidArgument` for an unknown kind or an invalid distribution."""
     kind = _KINDS.get(message.kind)
     if kind is None:
         raise InvalidArgument(f"kind is {message.kind}", "kind")
-    law = None
+    distribution = None
     if message.HasField("draft_distribution"):
         sparse = message.draft_distribution
         try:
-            law = SparseDistribution(tuple(sparse.token_ids), tuple(sparse.probabilities))
+            distribution = SparseDistribution(tuple(sparse.token_ids), tuple(sparse.probabilities))
         except ValueError as error:
             raise InvalidArgument(str(error), "draft_distribution") from error
-    return ProposalNode(message.parent, message.token_id, kind, law)
+    return ProposalNode(message.parent, message.token_id, kind, distribution)
 
 
 def node_to_message(node: ProposalNode) -> tokens_pb2.ProposalNode:
-    """Returns the message."""
-    law = node.draft_distribution
+    """Return the message."""
+    distribution = node.draft_distribution
     sparse = None
-    if law is not None:
-        sparse = tokens_pb2.SparseDistribution(token_ids=law.token_ids, probabilities=law.probabilities)
+    if distribution is not None:
+        sparse = tokens_pb2.SparseDistribution(
+            token_ids=distribution.token_ids, probabilities=distribution.probabilities
+        )
     return tokens_pb2.ProposalNode(
         parent=node.parent, token_id=node.token_id, kind=_KIND_NUMBERS[node.kind], draft_distribution=sparse
     )
 
 
 def proposal_from_message(message: tokens_pb2.Proposal) -> ProposalPart:
-    """Returns the part of a proposal; raises `InvalidArgument` where a node, or the time of a step, is none."""
+    """Return the part of a proposal; raise `InvalidArgument` for an invalid node or step time."""
     if not 0 <= message.step_time_s < math.inf:
         raise InvalidArgument(f"step_time_s is {message.step_time_s}, must be at least 0 and finite", "step_time_s")
     return ProposalPart(
@@ -158,7 +160,7 @@ def proposal_from_message(message: tokens_pb2.Proposal) -> ProposalPart:
 
 
 def proposal_to_message(part: ProposalPart) -> tokens_pb2.Proposal:
-    """Returns the message."""
+    """Return the message."""
     return tokens_pb2.Proposal(
         base=base_to_message(part.base),
         first_node=part.first_node,
@@ -170,12 +172,12 @@ def proposal_to_message(part: ProposalPart) -> tokens_pb2.Proposal:
 
 
 def logprobs_from_message(message: tokens_pb2.TokenLogprobs) -> TokenLogprobs:
-    """Returns the log-probabilities at one position."""
+    """Return the log-probabilities at one position."""
     return TokenLogprobs(message.logprob, message.rank, tuple(message.top_token_ids), tuple(message.top_logprobs))
 
 
 def logprobs_to_message(logprobs: TokenLogprobs) -> tokens_pb2.TokenLogprobs:
-    """Returns the message."""
+    """Return the message."""
     return tokens_pb2.TokenLogprobs(
         logprob=logprobs.logprob,
         rank=logprobs.rank,
@@ -185,7 +187,7 @@ def logprobs_to_message(logprobs: TokenLogprobs) -> tokens_pb2.TokenLogprobs:
 
 
 def rule_from_number(number: tokens_pb2.AcceptanceRule.ValueType) -> AcceptanceRule | None:
-    """Returns the rule; None where it is unspecified."""
+    """Return the rule; None if it is unspecified."""
     if number == tokens_pb2.ACCEPTANCE_RULE_UNSPECIFIED:
         return None
     if number not in _RULES:
@@ -194,37 +196,37 @@ def rule_from_number(number: tokens_pb2.AcceptanceRule.ValueType) -> AcceptanceR
 
 
 def rule_to_number(rule: AcceptanceRule) -> tokens_pb2.AcceptanceRule.ValueType:
-    """Returns the enum value."""
+    """Return the enum value."""
     return _RULE_NUMBERS[rule]
 
 
 def origin_from_number(number: tokens_pb2.TokenOrigin.ValueType) -> TokenOrigin:
-    """Returns the origin."""
+    """Return the origin."""
     if number not in _ORIGINS:
         raise InvalidArgument(f"origin is {number}", "origins")
     return _ORIGINS[number]
 
 
 def origin_to_number(origin: TokenOrigin) -> tokens_pb2.TokenOrigin.ValueType:
-    """Returns the enum value."""
+    """Return the enum value."""
     return _ORIGIN_NUMBERS[origin]
 
 
 def finish_from_number(number: tokens_pb2.FinishReason.ValueType) -> FinishReason | None:
-    """Returns the reason; None where the request has not ended."""
+    """Return the reason; None if the request has not ended."""
     return _FINISHES.get(number)
 
 
 def finish_to_number(reason: FinishReason | None) -> tokens_pb2.FinishReason.ValueType:
-    """Returns the enum value, unspecified for None."""
+    """Return the enum value, unspecified for None."""
     return tokens_pb2.FINISH_REASON_UNSPECIFIED if reason is None else _FINISH_NUMBERS[reason]
 
 
 def refusal_from_message(message: draft_pb2.WorkerRefusal) -> OutriderError:
-    """Returns the error a worker named."""
+    """Return the error that a worker sent."""
     return from_reason(message.reason, message.message, message.metadata)
 
 
 def refusal_to_message(error: OutriderError) -> draft_pb2.WorkerRefusal:
-    """Returns the message."""
+    """Return the message."""
     return draft_pb2.WorkerRefusal(reason=error.reason, message=error.message, metadata=error.metadata)

@@ -1,6 +1,6 @@
-"""The law of the next token in vLLM's order, written plainly: one position, Python's floats, a step a function.
+"""A plain reference of the next token's distribution in vLLM's order: one position, Python floats, a function per step.
 
-The reference for what `outrider.speculation.sampling` computes and for what the served API gives; shares no code with
+The reference for `outrider.speculation.sampling` and for the served API's logprobs and tokens; it shares no code with
 either.
 """
 
@@ -20,7 +20,7 @@ def reference_distribution(
     output: Sequence[int] = (),
     stop_token_ids: Collection[int] = (),
 ) -> list[float]:
-    """Returns the probability of every token id.
+    """Return the probability of every token id.
 
     Args:
         logits: raw logits of every token id; minus infinity for an impossible one.
@@ -63,14 +63,14 @@ def penalised(
 
 
 def keep_min_p(scores: list[float], min_p: float) -> list[float]:
-    """Drops tokens whose probability is below `min_p` times the largest."""
-    law = softmax(scores)
-    least = min_p * max(law)
-    return [score if weight >= least else IMPOSSIBLE for score, weight in zip(scores, law, strict=True)]
+    """Drop tokens whose probability is below `min_p` times the largest."""
+    distribution = softmax(scores)
+    least = min_p * max(distribution)
+    return [score if weight >= least else IMPOSSIBLE for score, weight in zip(scores, distribution, strict=True)]
 
 
 def keep_top_k(scores: list[float], top_k: int) -> list[float]:
-    """Drops tokens below the k-th largest; those that tie with it stay."""
+    """Drop tokens below the k-th largest; those that tie with it stay."""
     if top_k == 0 or top_k >= len(scores):
         return scores
     least = sorted(scores, reverse=True)[top_k - 1]
@@ -78,17 +78,17 @@ def keep_top_k(scores: list[float], top_k: int) -> list[float]:
 
 
 def keep_top_p(scores: list[float], top_p: float) -> list[float]:
-    """Keeps the most likely tokens, the lower id first among equals, until they have `top_p`."""
+    """Keep the most likely tokens, the lower id first among equals, until they have `top_p`."""
     if top_p == 1:
         return scores
-    law = softmax(scores)
+    distribution = softmax(scores)
     kept: set[int] = set()
     mass = 0.0
-    for token_id in sorted(range(len(law)), key=lambda token_id: (-law[token_id], token_id)):
+    for token_id in sorted(range(len(distribution)), key=lambda token_id: (-distribution[token_id], token_id)):
         if mass >= top_p:
             break
         kept.add(token_id)
-        mass += law[token_id]
+        mass += distribution[token_id]
     return [score if token_id in kept else IMPOSSIBLE for token_id, score in enumerate(scores)]
 
 

@@ -24,6 +24,6 @@ class Experience:
     """
 
     times: PassTimes = field(default_factory=PassTimes)
-    rates: AcceptanceRates = field(default_factory=lambda: AcceptanceRates(fading=_FADING, prior_weight=_PRIOR_WEIGHT))
+    rates: AcceptanceRates = field(default_factory=lambda: AcceptanceRates(decay=_FADING, prior_weight=_PRIOR_WEIGHT))
     answers: AnswerTimes = field(default_factory=AnswerTimes)
     came_true: DecayingMean = field(default_factory=lambda: DecayingMean(0.02, 1.0, 20))

@@ -19,7 +19,7 @@ from outrider.lm.heads.vocabulary import DraftVocabulary
 from outrider.parameters import AcceptanceRule
 from outrider.speculation.randomness import Counter, KeyedSource, Purpose
 from outrider.speculation.sampling import (
-    LawTerms,
+    SamplingMetadata,
     TokenHistory,
     changed_logits,
     target_distribution,
@@ -136,7 +136,7 @@ class RankedChoices:
     def _scores(self, logits: Tensor, paths: Sequence[tuple[int, ...]]) -> Tensor:
         """Returns what the tokens behind each path are ranked by: [F, D], float32 or float64."""
         terms, history = self._proposal.terms, self._history.tokens
-        laws = [LawTerms(terms.parameters, history.extended(path), terms.stop_token_ids) for path in paths]
+        laws = [SamplingMetadata(terms.parameters, history.extended(path), terms.stop_token_ids) for path in paths]
         scores = self._changed(logits, laws)
         if not laws[0].parameters.is_greedy:
             weights = target_weights(tempered(scores, laws), laws)
@@ -148,7 +148,7 @@ class RankedChoices:
             scores = dense.log() + torch.stack([noise[at] for at in positions])
         return scores
 
-    def _changed(self, logits: Tensor, laws: Sequence[LawTerms]) -> Tensor:
+    def _changed(self, logits: Tensor, laws: Sequence[SamplingMetadata]) -> Tensor:
         """Returns the logits of the draft's tokens after penalties and the like, which name tokens of the target's."""
         if not any(law.changes_logits for law in laws):
             return logits.float()

@@ -35,7 +35,7 @@ class NodeValues:
     @classmethod
     def of_all_sessions(cls) -> "NodeValues":
         """Returns values that are learnt from all sessions of a drafter, and hold for each of them."""
-        return cls(AcceptanceRates(fading=_FADING, prior_weight=_WEIGHT, pooled_weight=_WEIGHT))
+        return cls(AcceptanceRates(decay=_FADING, prior_weight=_WEIGHT, pooled_weight=_WEIGHT))
 
     @classmethod
     def of_one_session(cls) -> "NodeValues":

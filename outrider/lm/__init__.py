@@ -30,6 +30,6 @@ A model is refused at the start where its state cannot be rolled back: see `atte
 
 import logging
 
-# Where torchao is installed, transformers imports it, and it names at every start the GPU code that it cannot load.
+# transformers imports torchao if it is installed, and torchao logs at every start the GPU code that it cannot load.
 for _name in ("torchao", "torch.utils._pytree"):
     logging.getLogger(_name).setLevel(logging.ERROR)

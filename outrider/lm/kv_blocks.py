@@ -1,7 +1,7 @@
-"""KV blocks: full pages of a KV cache as bytes, to be kept outside of the process and put back, here or in another one.
+"""KV blocks: full pages of a KV cache as bytes, which can be stored outside of the process and restored in any process.
 
-A page's digest stands for everything that decides its bits (see `pages`), so whoever has the digest may use the block.
-With the keys and values come the features that are kept beside them: a draft that needs them has them at once.
+A page's digest covers everything that determines its bits (see `pages`), so that equal digests mean equal blocks. A
+block has the keys and values of its positions, and their features if they are stored.
 """
 
 import torch
@@ -13,12 +13,12 @@ from outrider.lm.pages import PagePool
 
 
 class KVBlocks:
-    """The pages of a model as blocks; the thread that owns the pool calls all methods.
+    """The pages of a model as blocks. Not thread-safe: only the thread that owns the pool may call it.
 
     Args:
-        storage: keys and values.
-        pool: its pages.
-        features: what is kept beside them.
+        storage: memory of keys and values.
+        pool: pages of the storage.
+        features: features of the same pages.
     """
 
     def __init__(self, storage: KVStorage, pool: PagePool, features: FeatureStore) -> None:
@@ -29,22 +29,22 @@ class KVBlocks:
 
     @property
     def layout(self) -> str:
-        """Names everything that must agree for a block's bytes to mean the same."""
+        """Description of shapes, dtypes and features; blocks are compatible only if it is equal."""
         layers = ",".join(map(str, self._features.layers)) or "none"
         return f"{self._storage.layout} features {layers} of {self._features.hidden_size}"
 
     @property
     def block_len(self) -> int:
-        """Positions of a block."""
+        """Positions per block."""
         return self._pool.page_len
 
     @property
     def block_bytes(self) -> int:
-        """Size of a block."""
+        """Size of a block, in bytes."""
         return self._pool.page_bytes + self._features.page_bytes
 
     def take_fresh(self) -> list[tuple[bytes, Tensor]]:
-        """Returns digest and content of each page that has become full since the last call; none in the first one.
+        """Return digest and content of each page filled since the last call; none at the first call.
 
         Returns:
             Contents as uint8 [block_bytes], on the CPU.
@@ -55,21 +55,21 @@ class KVBlocks:
         return [(digest, self._content(page)) for page, digest in self._pool.take_fresh()]
 
     def put(self, digest: bytes, index: int, content: Tensor) -> bool:
-        """Makes a page findable again.
+        """Restore a page to the prefix cache.
 
         Args:
-            digest: of the page.
-            index: its place in its sessions: it begins at position index * block_len.
-            content: what `take_fresh` returned.
+            digest: digest of the page.
+            index: page index in its sessions: its first position is index * block_len.
+            content: from `take_fresh`, of this or another process: uint8 [block_bytes], on the CPU.
 
         Returns:
-            Whether it can be found now; False where no memory is left that nobody holds.
+            Whether the page is in the prefix cache now; False if sessions hold all pages.
 
         Raises:
-            ValueError: the content has another size.
+            ValueError: the content is not `block_bytes` long.
         """
         if content.numel() != self.block_bytes:
-            raise ValueError(f"a block of {content.numel()} bytes, {self.block_bytes} are expected")
+            raise ValueError(f"the block has {content.numel()} bytes, must have {self.block_bytes}")
         if self._pool.is_published(digest):
             return True
         page = self._pool.fill(digest)

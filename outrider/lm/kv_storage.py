@@ -1,4 +1,4 @@
-"""The memory of a pool of pages: keys and values of every position on every layer."""
+"""The memory of a page pool: keys and values of every position on every layer."""
 
 import math
 import mmap
@@ -11,7 +11,7 @@ import torch
 
 @dataclass(frozen=True, slots=True)
 class LayerShape:
-    """What a layer caches of one position: [num_heads, key_dim] keys and [num_heads, value_dim] values."""
+    """The shapes that a layer caches per position: keys [num_heads, key_dim] and values [num_heads, value_dim]."""
 
     num_heads: int
     key_dim: int
@@ -19,19 +19,19 @@ class LayerShape:
 
     @property
     def num_values(self) -> int:
-        """Numbers a position."""
+        """Number of cached values per position."""
         return self.num_heads * (self.key_dim + self.value_dim)
 
 
 class KVStorage:
-    """Tensors over all slots (a slot is a position of a page): slot = page * page_len + offset.
+    """The tensors of keys and values over all slots of all pages: slot = page * page_len + offset.
 
     Args:
-        shapes: of every layer.
-        num_pages: including the scratch page 0.
-        page_len: positions a page.
+        shapes: cached shapes of every layer.
+        num_pages: number of pages, the scratch page 0 included.
+        page_len: positions per page.
         dtype: of keys and values.
-        device: where they are.
+        device: device of the tensors.
     """
 
     def __init__(
@@ -48,36 +48,36 @@ class KVStorage:
                 places.append((kind, numbers.get(kind, 0)))
                 numbers[kind] = numbers.get(kind, 0) + 1
         for (num_heads, dim), num in numbers.items():
-            # Zeros, because masked slots are multiplied by 0.
+            # Zeros, because masked slots are multiplied by 0, and NaN would remain NaN.
             size = (num, num_pages * page_len, num_heads, dim)
             self._planes[num_heads, dim] = lazy_zeros(size, dtype, device)
         self.tensors = [self._planes[kind][number] for kind, number in places]
-        """Keys and values of every layer in turn."""
+        """Keys and values of layer 0, then of layer 1, ..."""
         offsets = torch.arange(page_len, dtype=torch.int32, device=device)
         self._offsets = offsets
         self.positions = offsets.repeat(num_pages)
-        """Position of each slot in the sessions that hold its page: int32 [num_slots]."""
+        """Session position of each slot: int32 [num_slots]."""
 
     def layer(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns a layer's keys [num_slots, num_heads, key_dim] and values [num_slots, num_heads, value_dim]."""
+        """Return a layer's keys [num_slots, num_heads, key_dim] and values [num_slots, num_heads, value_dim]."""
         return self.tensors[2 * index], self.tensors[2 * index + 1]
 
     @property
     def layout(self) -> str:
-        """Names what the bytes of a page mean."""
+        """Description of the shapes and the dtype of a page's bytes."""
         kinds = " ".join(f"{plane.shape[0]}x{heads}x{dim}" for (heads, dim), plane in self._planes.items())
         return f"{kinds} {self.tensors[0].dtype} pages of {self.page_len}".replace("torch.", "")
 
     def read_page(self, page: int) -> torch.Tensor:
-        """Returns everything that a page holds: bytes [page_bytes]."""
+        """Return the keys and values of a page as bytes: uint8 [page_bytes]."""
         return torch.cat([pages[:, page].flatten().view(torch.uint8) for pages in self._pages()])
 
     def write_page(self, page: int, index: int, content: torch.Tensor) -> None:
-        """Fills a page with what `read_page` returned.
+        """Fill a page with the result of `read_page`.
 
         Args:
-            page: the page.
-            index: its place in the tables of the sessions that will hold it.
+            page: page number.
+            index: index of the page in the page tables of its sessions.
             content: uint8 [page_bytes], on a CPU.
         """
         self.positions.view(-1, self.page_len)[page] = index * self.page_len + self._offsets
@@ -90,7 +90,7 @@ class KVStorage:
             start += num
 
     def prepare(self, new_pages: Sequence[tuple[int, int]], copies: Sequence[tuple[int, int]]) -> None:
-        """Readies new pages for their place, then copies what is needed in two pages; see `StepLayout`."""
+        """Set the positions of new pages and clear them, then copy pages; see `StepLayout`."""
         if new_pages:
             copied = {target for _, target in copies}
             self._clear(new_pages, [page for page, _ in new_pages if page not in copied])
@@ -100,13 +100,13 @@ class KVStorage:
                 pages[:, target] = pages[:, source]
 
     def _clear(self, new_pages: Sequence[tuple[int, int]], empty: list[int]) -> None:
-        """Numbers the positions of new pages, and clears those that stay empty."""
+        """Set the positions of new pages, and clear those that are not copied to."""
         page, index = torch.tensor(new_pages, device=self.positions.device).unbind(1)
         starts = (index * self.page_len).to(torch.int32)
         self.positions.view(-1, self.page_len)[page] = starts[:, None] + self._offsets
         if not empty:
             return
-        # Whatever stood there is masked, but 0 times NaN is NaN: a session that failed must not spoil another.
+        # Old content is masked, but 0 times NaN is NaN: a failed session must not affect another.
         for pages in self._pages():
             pages[:, empty] = 0
 
@@ -115,15 +115,15 @@ class KVStorage:
 
 
 def lazy_zeros(size: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Returns zeros that take memory on a CPU only where they are written to, unlike `torch.zeros`.
+    """Return zeros whose memory is allocated on a CPU page by page at the first write, unlike `torch.zeros`.
 
-    Where the system has them, in pages of 2 MiB: what one pass reads is strewn over gigabytes, and with pages of 4 KiB
-    looking up where they are took a third of a prompt's time.
+    Huge pages of 2 MiB are used if the system has them: the reads of a pass are scattered over gigabytes, and with
+    pages of 4 KiB TLB misses took a third of a prompt's time.
     """
     if device.type != "cpu":
         return torch.zeros(size, dtype=dtype, device=device)
     memory = mmap.mmap(-1, math.prod(size) * dtype.itemsize, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if hasattr(mmap, "MADV_HUGEPAGE"):
-        with suppress(OSError):  # a system built without them
+        with suppress(OSError):  # a kernel without huge pages
             memory.madvise(mmap.MADV_HUGEPAGE)
     return torch.frombuffer(memory, dtype=dtype).view(*size)

@@ -1,4 +1,4 @@
-"""How a model is loaded, and what loading returns."""
+"""Options and result of loading a model."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadOptions:
-    """How a model is loaded, and what it may use.
+    """Options of loading a model.
 
     Attributes:
         dtype: `auto` (the checkpoint's), `bfloat16`, `float16` or `float32`.
@@ -24,11 +24,11 @@ class LoadOptions:
         quantization: a transformers quantisation config as a mapping with `quant_method`; for torchao, `quant_type` may
             be the name of one of its configs, such as `Int8WeightOnlyConfig`.
         num_layers: loads only the first layers, with the final norm and the head; None for all.
-        kv_budget_bytes: memory of the KV cache of all sessions, at most.
-        compiles: whether to compile the layers, where that can be done.
-        ranks: the processes among which the model is split, by transformers' plan for it; None for this one alone.
-        invariant: see `EngineOptions`.
-        trims: whether to compute logits only for the draft vocabulary that lies beside the model, if one does.
+        kv_budget_bytes: maximum memory of the KV cache of all sessions.
+        compiles: whether to compile the layers, if the device supports it.
+        ranks: tensor-parallel processes, by transformers' plan for the model; None for a single process.
+        invariant: whether bits must not depend on the batch; see `EngineOptions`.
+        trims: whether to compute logits only for the draft vocabulary in the model's folder, if there is one.
     """
 
     dtype: str = "auto"
@@ -44,12 +44,12 @@ class LoadOptions:
 
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
-    """A model that is ready.
+    """A loaded model with its tokenizer.
 
     Attributes:
         model: the model.
-        tokenizer: None where it has none.
-        run: what `Ranks.follow` calls; None where a model cannot be split.
+        tokenizer: files of the tokenizer; None if the model has none.
+        run: the function that `Ranks.follow` calls; None if the model cannot be split.
     """
 
     model: LanguageModel
@@ -58,7 +58,7 @@ class LoadedModel:
 
 
 def chosen_device(name: str) -> str:
-    """Returns the device that a setting means: of `auto`, a GPU where there is one."""
+    """Return the device of a setting; `auto` selects a GPU if there is one."""
     if name != "auto":
         return name
     return "cuda" if torch.cuda.is_available() else "cpu"

@@ -1,10 +1,10 @@
-"""A language model of known law: a table decides the next token by the last few. For proofs, tests and benches.
+"""A Markov model: a table has the distribution of the next token given the last few. For proofs, tests and benchmarks.
 
-Its name carries its options, so that it can be given wherever a model's name can:
+Its options are part of its name, so that it can be used as any other model:
 
     markov:vocabulary=16,order=2,seed=7,scale=2.0,noise=0.3,noise_seed=1,step_s=0.01,eos=3
 
-`noise` mixes the law with that of another table, which makes a draft of known quality for the target without noise.
+`noise` mixes the table with another one, which makes a draft of known quality for the target without noise.
 """
 
 import hashlib
@@ -27,20 +27,20 @@ _PAGE_LEN = 16
 
 @dataclass(frozen=True, slots=True)
 class MarkovOptions:
-    """What a Markov model is made from.
+    """Options of a Markov model.
 
     Attributes:
         vocabulary: V, at least 2.
-        order: number of last tokens that decide; shorter contexts are filled with token 0 in front.
-        seed: of the table.
-        scale: standard deviation of the logits; larger is more certain.
-        noise: share of the other table's law in the mixture, in [0, 1].
-        noise_seed: of the other table.
-        step_s: seconds that a pass takes, to stand for a larger model.
-        row_s: further seconds for each row of a pass.
-        padding: rows of a pass are taken for a multiple of so many, at least 1.
-        eos: end-of-text token id; absent (a negative value) for none.
-        max_len: longest session.
+        order: number of last tokens that the next token depends on; shorter contexts are padded with token 0 in front.
+        seed: seed of the table.
+        scale: standard deviation of the logits.
+        noise: weight of the other table in the mixture, in [0, 1].
+        noise_seed: seed of the other table.
+        step_s: minimum seconds per pass, to simulate a larger model.
+        row_s: additional seconds per row of a pass.
+        padding: the rows of a pass are timed as the next multiple of this number, at least 1.
+        eos: end-of-text token id; None for none.
+        max_len: longest session, in tokens.
     """
 
     vocabulary: int = 16
@@ -57,28 +57,31 @@ class MarkovOptions:
 
     def __post_init__(self) -> None:
         if self.vocabulary < 2 or self.order < 1 or self.vocabulary**self.order > 2**22:
-            raise InvalidArgument(f"a table of {self.vocabulary}^{self.order} contexts cannot be made", "model")
+            raise InvalidArgument(
+                f"vocabulary ** order is {self.vocabulary} ** {self.order}, must be 2 ** 1 to 2 ** 22", "model"
+            )
         if not 0 <= self.noise <= 1 or self.step_s < 0 or self.row_s < 0 or self.padding < 1:
             raise InvalidArgument("noise must be in [0, 1], step_s and row_s at least 0, padding at least 1", "model")
 
 
 class MarkovModel:
-    """A `LanguageModel` whose law is a table; see the module.
+    """A `LanguageModel` that looks up the next token's distribution in a table; see the module.
 
     Attributes:
-        law: the next token's, float64 [V ** order, V]; row sum(token * V ** age), the last token having age 0.
+        transitions: distributions of the next token, float64 [V ** order, V]; the row of a context is the sum of
+            token * V ** age, with age 0 for the last token.
     """
 
     def __init__(self, options: MarkovOptions, name: str, kv_budget_bytes: int = 1 << 30) -> None:
         self.options = options
         size = (options.vocabulary**options.order, options.vocabulary)
-        law = torch.softmax(_table(options.seed, size) * options.scale, dim=-1)
+        distribution = torch.softmax(_table(options.seed, size) * options.scale, dim=-1)
         other = torch.softmax(_table(options.noise_seed, size) * options.scale, dim=-1)
-        self.law = (1 - options.noise) * law + options.noise * other
-        self._logits = self.law.log()
+        self.transitions = (1 - options.noise) * distribution + options.noise * other
+        self._logits = self.transitions.log()
         self._info = ModelInfo(
             name=name,
-            fingerprint=hashlib.sha256(self.law.numpy().tobytes()).hexdigest(),
+            fingerprint=hashlib.sha256(self.transitions.numpy().tobytes()).hexdigest(),
             tokenizer_fingerprint=hashlib.sha256(f"markov {options.vocabulary}".encode()).hexdigest(),
             numerics="table float64 invariant",
             vocabulary_size=options.vocabulary,
@@ -89,12 +92,12 @@ class MarkovModel:
         )
         page_bytes = _PAGE_LEN * _TOKEN_BYTES
         self._pool = PagePool(kv_budget_bytes // page_bytes, _PAGE_LEN, page_bytes, self._info.fingerprint.encode())
-        # Tokens stand for keys and values; the pages, tables and branches are those of every model.
+        # Token ids are stored in place of keys and values; pages, tables and branches are those of every model.
         self._slots: dict[int, int] = {}
 
     @classmethod
     def from_name(cls, name: str, kv_budget_bytes: int = 1 << 30) -> "MarkovModel":
-        """Returns the model of a name such as `markov:vocabulary=16,seed=7`."""
+        """Return the model of a name such as `markov:vocabulary=16,seed=7`; raise `InvalidArgument` if it is bad."""
         kinds = {item.name: float if item.type in (float, "float") else int for item in fields(MarkovOptions)}
         given: dict[str, float] = {}
         for part in filter(None, name.removeprefix(_PREFIX).split(",")):
@@ -102,7 +105,7 @@ class MarkovModel:
             try:
                 given[key] = kinds[key](value)
             except (KeyError, ValueError) as error:
-                raise InvalidArgument(f"{part!r} is no option of a Markov model", "model") from error
+                raise InvalidArgument(f"{part!r} is not an option of a Markov model", "model") from error
         return cls(MarkovOptions(**given), name, kv_budget_bytes)  # type: ignore[arg-type]
 
     @property
@@ -111,14 +114,14 @@ class MarkovModel:
         return self._info
 
     def context(self, token_ids: Sequence[int]) -> int:
-        """Returns the row of `law` that follows these tokens."""
+        """Return the row of `transitions` for the token after these."""
         size = self.options.vocabulary
         recent = token_ids[-self.options.order :]
         return sum(token * size**age for age, token in enumerate(reversed(recent)))
 
     @property
     def kv_usage(self) -> KVUsage:
-        """How full the KV cache is."""
+        """Occupancy of the KV cache."""
         return self._pool.usage
 
     @property
@@ -127,19 +130,19 @@ class MarkovModel:
 
     @property
     def blocks(self) -> None:
-        """None: there is nothing that would be worth keeping elsewhere."""
+        """None: recomputing is as cheap as restoring."""
 
     def new_cache(self, salt: bytes = b"") -> PagedKVCache:
-        """Returns an empty cache for one session."""
+        """Return an empty cache for one session."""
         return PagedKVCache(self._pool, salt)
 
     def forward(self, steps: Sequence[SessionStep]) -> list[torch.Tensor]:
-        """Looks the rows up; takes as long as the options say. Logits are float64."""
+        """Look up the rows, and take at least the time that the options define; logits are float64."""
         started = time.perf_counter()
         outputs = [self._run(step) for step in steps]
         padding = self.options.padding
         rows = -(-sum(step.num_rows for step in steps) // padding) * padding
-        # Stands for a model's computation: the thread is as busy as a device would keep it waiting.
+        # Simulates a model's computation, during which the thread waits for the device.
         time.sleep(max(0.0, self.options.step_s + rows * self.options.row_s - (time.perf_counter() - started)))
         return outputs
 
@@ -156,7 +159,7 @@ class MarkovModel:
                 self._slots[_slot(branch.table, position)] = token_ids[row]
             for row, position in zip(branch.rows, branch.positions, strict=True):
                 contexts[row] = self._context_at(branch.table, position)
-        cache.note_run()
+        cache.mark_run()
         return self._logits[contexts[len(step.span.token_ids) - 1 :] if step.wants_logits else []]
 
     def _context_at(self, table: Sequence[int], position: int) -> int:

@@ -1,4 +1,4 @@
-"""What a worker needs of a language model: one forward pass over the rows of many sessions, and a KV cache for each."""
+"""The interface of language models: a forward pass over the rows of many sessions, and a KV cache per session."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -16,18 +16,18 @@ class ModelInfo:
     """Identity and limits of a loaded model.
 
     Attributes:
-        name: as configured.
-        fingerprint: SHA-256 in hexadecimal over configuration and identity of the weights.
-        tokenizer_fingerprint: SHA-256 in hexadecimal over the vocabulary; empty where there is no tokenizer.
-        numerics: device, dtype, kernels and parallelism; what decides the bits of a logit.
+        name: name of the model, as configured.
+        fingerprint: SHA-256, in hexadecimal, of configuration and weights.
+        tokenizer_fingerprint: SHA-256, in hexadecimal, of the vocabulary; empty if there is no tokenizer.
+        numerics: device, dtype, kernels and parallelism: everything that determines the bits of a logit.
         vocabulary_size: V; token ids are below it.
-        max_session_len: longest session in tokens.
-        eos_token_ids: the model's end-of-text tokens.
-        kv_token_bytes: KV cache of one token, in bytes.
-        num_layers: decoder layers whose features a draft may ask for; 0 where there are none.
-        hidden_size: H, width of one feature; 0 where there are none.
-        weights_fingerprint: SHA-256 in hexadecimal over the weights, whichever dtype they are served in.
-        pass_sizes: which numbers of rows cost a pass alike.
+        max_session_len: longest session, in tokens.
+        eos_token_ids: end-of-text token ids.
+        kv_token_bytes: KV cache per token, in bytes.
+        num_layers: decoder layers whose features a draft may request; 0 if there are none.
+        hidden_size: H, width of one feature; 0 if there are none.
+        weights_fingerprint: SHA-256, in hexadecimal, of the weights, independent of the dtype they are served in.
+        pass_sizes: padded batch sizes that cost no more.
     """
 
     name: str
@@ -49,50 +49,50 @@ class KVCache(Protocol):
 
     @property
     def cached_len(self) -> int:
-        """Tokens cached."""
+        """Number of cached tokens."""
 
     @property
     def num_bytes(self) -> int:
-        """Memory held, in bytes; what is shared with other sessions in full."""
+        """Memory of the session's cache, in bytes; memory shared with other sessions counts in full."""
 
     @property
     def is_current(self) -> bool:
-        """Whether what it holds has the features that are kept now."""
+        """Whether all features that the model stores now are stored for the cached positions."""
 
     def fork(self, length: int) -> "KVCache":
-        """Returns another cache that holds the first `length` positions of this one, in memory that both share."""
+        """Return a new cache with the first `length` positions of this one, in shared memory (copy-on-write)."""
 
     def shared_bytes(self, length: int) -> int:
-        """Returns the memory that a fork at a length goes on sharing once it has a token of its own."""
+        """Return the memory, in bytes, that a fork at `length` still shares after it has a token of its own."""
 
     def missing_bytes(self, length: int) -> int:
-        """Returns the memory that caching `length` tokens would take beyond what is held."""
+        """Return the additional memory, in bytes, for `length` cached tokens."""
 
     def truncate(self, length: int) -> None:
-        """Drops everything from position `length` on, in O(1); no-op where less is cached."""
+        """Drop the positions from `length` on; no-op if fewer are cached."""
 
     def release(self) -> None:
-        """Drops everything; what can be found again is, by `adopt`, until its memory is needed."""
+        """Drop all positions; `adopt` can restore them until they are evicted."""
 
     def adopt(self, token_ids: Sequence[int]) -> int:
-        """Takes what is cached, by whichever session, of these tokens (but for the last); returns the tokens gained."""
+        """Extend the cache with prefix-cache hits of these token ids, except the last; return the tokens added."""
 
     def absent(self, token_ids: Sequence[int]) -> list[tuple[int, bytes]]:
-        """Returns index and digest of each full page, from the first on, that `adopt` would take but cannot find."""
+        """Return index and digest of each full page that `adopt` cannot find: the first miss and all pages after it."""
 
     def next_page(self, token_ids: Sequence[int]) -> bytes | None:
-        """Returns the identity of what caching these tokens would make findable next; None where it is too little."""
+        """Return the digest of the next page to become full with these tokens; None if they do not fill it."""
 
     def reserve(self, span: TokenSpan, tree: ProposalTree) -> bool:
-        """Takes the memory that a step needs; False, and nothing is taken, where too little is left."""
+        """Allocate the memory of a step; return False, without a change, if there is too little."""
 
     def keep(self, path: Sequence[int]) -> None:
-        """Keeps, of the tree that the last pass ran, the branch through these node numbers; drops the rest."""
+        """Keep the branch of accepted node numbers of the last pass's tree; drop the rest of the tree."""
 
 
 @dataclass(frozen=True, slots=True)
 class SessionStep:
-    """One session's share of a pass: a span of its tokens, then a tree of proposed ones below the span's last token.
+    """One session's rows of a pass: a span of its tokens, then a proposal tree below the span's last token.
 
     `span` starts at `cache.cached_len` and is not empty. `tree` is empty unless the span ends the session's tokens.
     After the pass `cache.cached_len == span.end`; the tree's keys and values are pending until `cache.keep`.
@@ -111,63 +111,63 @@ class SessionStep:
 
     @property
     def num_rows(self) -> int:
-        """Rows this step adds to the pass."""
+        """Rows of this step in the pass."""
         return len(self.span.token_ids) + len(self.tree)
 
 
 class FeatureSource(Protocol):
-    """Features of a model's cached positions; see `features`."""
+    """The features of a model's cached positions; see `features`."""
 
     def keep(self, layers: Sequence[int], min_len: int = 0) -> None:
-        """Has all passes from now on keep the features of these layers too.
+        """Store the features of these layers too, from the next pass on.
 
-        Caches that were made before are not `is_current`, and not to be read from.
+        Caches created before are not `is_current`, and must not be read from.
 
         Args:
-            layers: their numbers.
-            min_len: tokens of a session that must still fit into the KV cache.
+            layers: layer numbers, in [0, num_layers].
+            min_len: length of a session, in tokens, that must still fit into the KV cache.
 
         Raises:
-            ModelUnsupported: there are no such layers, they are too many, or there is no memory for them.
+            ModelUnsupported: there are no such layers, too many layers, or too little memory.
         """
 
     def read(self, cache: KVCache, layers: Sequence[int], start: int, end: int) -> torch.Tensor:
-        """Returns the features of cached positions start .. end - 1: bfloat16 [end - start, len(layers) * H]."""
+        """Return the features of cached positions start .. end - 1: bfloat16 [end - start, len(layers) * H]."""
 
 
 class BlockSource(Protocol):
-    """Full pages of a model's KV cache as bytes; see `kv_blocks`."""
+    """The full pages of a model's KV cache as bytes; see `kv_blocks`."""
 
     @property
     def layout(self) -> str:
-        """Names everything that must agree for a block's bytes to mean the same: shapes, dtypes, features."""
+        """Description of shapes, dtypes and features; blocks are compatible only if it is equal."""
 
     @property
     def block_len(self) -> int:
-        """Positions of a block."""
+        """Positions per block."""
 
     @property
     def block_bytes(self) -> int:
-        """Size of a block."""
+        """Size of a block, in bytes."""
 
     def take_fresh(self) -> list[tuple[bytes, torch.Tensor]]:
-        """Returns digest and content, uint8 [block_bytes], of each page that has become full since the last call."""
+        """Return digest and content, uint8 [block_bytes], of each page filled since the last call."""
 
     def put(self, digest: bytes, index: int, content: torch.Tensor) -> bool:
-        """Makes a page findable again.
+        """Restore a page to the prefix cache.
 
         Args:
-            digest: of the page.
-            index: its place in its sessions: it begins at position index * block_len.
-            content: what `take_fresh` returned, in this process or in another.
+            digest: digest of the page.
+            index: page index in its sessions: its first position is index * block_len.
+            content: from `take_fresh`, of this or another process: uint8 [block_bytes].
 
         Returns:
-            Whether it can be found now; False where no memory is left that nobody holds.
+            Whether the page is in the prefix cache now; False if sessions hold all pages.
         """
 
 
 class LanguageModel(Protocol):
-    """A causal language model whose bits do not depend on how a position was computed (see docs/architecture.md)."""
+    """A batch-invariant causal language model: bits do not depend on how a position was computed."""
 
     @property
     def info(self) -> ModelInfo:
@@ -175,23 +175,23 @@ class LanguageModel(Protocol):
 
     @property
     def kv_usage(self) -> KVUsage:
-        """How full the KV cache is."""
+        """Occupancy of the KV cache."""
 
     @property
     def features(self) -> FeatureSource | None:
-        """What is kept for drafts that are made of a target's features; None where it has no layers to give any of."""
+        """Features for drafts that read them; None if the model has no layers."""
 
     @property
     def blocks(self) -> BlockSource | None:
-        """Its KV cache in parts that can be kept elsewhere; None where it has none that could."""
+        """KV blocks that can be stored outside of the process; None if the model does not support them."""
 
     def new_cache(self, salt: bytes = b"") -> KVCache:
-        """Returns an empty KV cache for one session, which shares memory with sessions of the same salt only."""
+        """Return an empty KV cache for one session, which shares pages only with sessions of the same salt."""
 
     def forward(self, steps: Sequence[SessionStep]) -> list[torch.Tensor]:
-        """Runs one pass over all steps.
+        """Run one pass over all steps.
 
         Returns:
-            For each step, logits [1 + len(tree), V]: row 0 follows the span's last token, row n follows node n.
-            [0, V] where `wants_logits` is false.
+            For each step, logits [1 + len(tree), V]: row 0 is after the span's last token, row n after node n.
+            [0, V] if `wants_logits` is false.
         """

@@ -1,7 +1,8 @@
-"""bfloat16 linear layers with weights stored in oneDNN's own block layout, for CPUs.
+"""bfloat16 linear layers for CPUs, with weights stored in oneDNN's block layout.
 
-A plain `nn.Linear` stores its weights row by row and reorders them on every call. Laid out once, a call moves about 1.5
-times as many bytes a second (2 cores, 4 rows: 38 against 26 GB/s for a 1536 x 576 layer) and gives the same bits.
+`nn.Linear` stores its weights row by row and reorders them on every call. With weights that are reordered once, a call
+reads about 1.5 times as many bytes per second (2 cores, 4 rows: 38 against 26 GB/s for a 1536 x 576 layer) and has the
+same bits.
 """
 
 import itertools
@@ -12,17 +13,17 @@ import torch
 from torch import nn
 
 ROW_BLOCK: Final = 6
-"""Rows that oneDNN's bfloat16 kernel takes at once with AVX-512: 4 to 6 cost the same, 7 take 1.3 times as long.
+"""Rows per block of oneDNN's bfloat16 kernel with AVX-512: 4 to 6 rows cost the same, 7 take 1.3 times as long.
 
 Measured on one core, a 16,384 x 2,048 layer: 3.0 ms for 4, 5 and 6 rows, 3.9 for 7, 4.2 for 8, 4.9 for 12, 6.0 for 16.
 """
 _ROWS_HINT: Final = 8
 _SIBLINGS: Final = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
-"""Layers that transformers' models apply to the same input."""
+"""Names of layers that transformers' models apply to the same input."""
 
-# A packed weight is opaque to the compiler, which can neither trace nor copy it. So the operator takes its number, as a
-# tensor: an int would be part of the compiled code, and every layer would be compiled anew. The layer owns the weight,
-# which goes when the layer does.
+# A packed weight is opaque to torch.compile, which can neither trace nor copy it. So the operator takes its number as a
+# tensor: an int would be a constant of the compiled code, and every layer would be compiled separately. The layer owns
+# the weight, which is freed with the layer.
 _weights: weakref.WeakValueDictionary[int, torch.Tensor] = weakref.WeakValueDictionary()
 _numbers: Final = itertools.count()
 _library = torch.library.Library("outrider", "DEF")  # type: ignore[no-untyped-call]
@@ -32,7 +33,7 @@ _library.define(_SIGNATURE)  # type: ignore[no-untyped-call]
 
 def _run(rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, out_features: int) -> torch.Tensor:
     number = int(weight.item())
-    # By its overload: looking that up takes as long as a small product.
+    # By its overload: resolving the overload takes as long as a small product.
     linear = torch.ops.mkldnn._linear_pointwise.default
     output: torch.Tensor = linear(rows, _weights[number], bias, "none", [], "")
     return output
@@ -50,12 +51,12 @@ _packed_linear: Final = torch.ops.outrider.packed_linear.default
 
 
 class PackedLinear(nn.Module):
-    """bfloat16 linear layers on the CPU with one input, frozen in oneDNN's layout as one.
+    """One or several bfloat16 linear layers with the same input, packed as one layer in oneDNN's layout, for CPUs.
 
-    Without a bias the bits are those of each `nn.Linear` alone; a bias is added before the product is rounded.
+    Without a bias the bits are those of `nn.Linear`; a bias is added before the product is rounded to bfloat16.
 
     Args:
-        linears: layers of the same number of inputs, all with a bias or none; usually one.
+        linears: layers with the same number of inputs, all with a bias or none with a bias; usually one.
     """
 
     def __init__(self, *linears: nn.Linear) -> None:
@@ -70,7 +71,7 @@ class PackedLinear(nn.Module):
         self._bias = torch.cat(biases) if biases else None
 
     def forward(self, rows: torch.Tensor) -> torch.Tensor:
-        """Returns rows [..., in_features] times the weights: [..., out_features], bfloat16."""
+        """Return the outputs, bfloat16 [..., out_features], of rows, bfloat16 [..., in_features]."""
         output: torch.Tensor = _packed_linear(rows, self._number, self._bias, self.out_features)
         return output
 
@@ -78,8 +79,8 @@ class PackedLinear(nn.Module):
 class PackedPart(nn.Module):
     """One of several layers that are packed as one.
 
-    Each part asks for the whole product and takes its columns; of equal products compiled code keeps one
-    (`compilation`).
+    Each part computes the whole product and selects its columns; compiled code merges the equal products (see
+    `compilation`).
     """
 
     def __init__(self, whole: PackedLinear, first: int, out_features: int) -> None:
@@ -89,23 +90,23 @@ class PackedPart(nn.Module):
         self._last = first + out_features
 
     def forward(self, rows: torch.Tensor) -> torch.Tensor:
-        """Returns rows [..., in_features] times this part's weights: [..., out_features], bfloat16."""
+        """Return this part's outputs, bfloat16 [..., out_features], of rows, bfloat16 [..., in_features]."""
         whole: torch.Tensor = self._whole(rows)
         return whole[..., self._first : self._last]
 
 
 def is_supported() -> bool:
-    """Whether this build of PyTorch can pack bfloat16 weights on this CPU."""
-    # The second is False too where PyTorch was built without oneDNN.
+    """Return whether this build of PyTorch can pack bfloat16 weights on this CPU."""
+    # The second condition is also False if PyTorch was built without oneDNN.
     return hasattr(torch.ops.mkldnn, "_linear_pointwise") and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
 
 def pack_linears(model: nn.Module, *, joins: bool) -> int:
-    """Replaces every bfloat16 CPU `nn.Linear` (exactly that class) by its packed form; returns how many it could.
+    """Replace every bfloat16 `nn.Linear` (exactly that class) on the CPU by its packed form; return their number.
 
     Args:
         model: changed in place.
-        joins: whether layers that are known to have the same input become one; only of use in compiled layers.
+        joins: whether layers that are known to have the same input become one, which only helps compiled layers.
     """
     if not is_supported():
         return 0
@@ -121,10 +122,10 @@ def pack_linears(model: nn.Module, *, joins: bool) -> int:
 
 
 def are_all_packed(model: nn.Module) -> bool:
-    """Whether all weights that rows are multiplied with are packed ones.
+    """Return whether all weights that rows are multiplied with are packed.
 
-    What else has two dimensions or more, but for embeddings, is taken for such a weight: a layer that stays float32, a
-    quantised one, the router of a mixture of experts.
+    Every other parameter or buffer of at least two dimensions, except embeddings, counts as such a weight: float32 and
+    quantised layers, and routers of mixtures of experts.
     """
     embeddings = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
     weights = [weight for weight in (*model.parameters(), *model.buffers()) if weight.ndim > 1]

@@ -1,26 +1,28 @@
-"""What a pass takes besides the model, and how it goes from the first rank to the others: as whole numbers, no objects.
+"""The plan of a forward pass: all inputs besides the model, serialised as integers for the other ranks.
 
-Each part is written as its length and its numbers, one behind the other. Whoever reads them takes nothing on trust: a
-length that goes beyond the end, or numbers that are left over, are an error.
+Each list is written as its length followed by its numbers. Reading validates the numbers: a length beyond the end, or
+numbers left over, raise ValueError.
 """
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from outrider.lm.attention.rows import PassBranch, PassRows
+from outrider.lm.attention.rows import PassBranch, PassRows, lay_out_rows
+from outrider.lm.kv_cache import PagedKVCache
+from outrider.lm.model import SessionStep
 
 
 @dataclass(frozen=True, slots=True)
 class PassPlan:
-    """All that a pass takes besides the model; small, and the same on every rank.
+    """The inputs of a forward pass besides the model; small, and the same on every rank.
 
     Attributes:
-        rows: where the rows stand.
+        rows: positions, page tables and write slots of the rows.
         new_pages: see `StepLayout`.
         copies: see `StepLayout`.
-        token_ids: of all rows.
-        positions: of all rows.
-        wanted: rows whose logits are wanted.
+        token_ids: token ids of all rows.
+        positions: session positions of all rows.
+        wanted: indices of the rows whose logits are computed.
     """
 
     rows: PassRows
@@ -31,7 +33,7 @@ class PassPlan:
     wanted: list[int]
 
     def to_numbers(self) -> list[int]:
-        """Returns the plan as whole numbers; `from_numbers` is its inverse."""
+        """Return the plan as integers; `from_numbers` is the inverse."""
         rows = self.rows
         numbers = [rows.num_rows, len(rows.branches)]
         lists: list[Sequence[int]] = [
@@ -50,13 +52,13 @@ class PassPlan:
 
     @classmethod
     def from_numbers(cls, numbers: Sequence[int]) -> "PassPlan":
-        """Returns the plan of `to_numbers`; raises ValueError for numbers that are none."""
+        """Return the plan from the result of `to_numbers`; raise ValueError for invalid numbers."""
         if len(numbers) < 2:
-            raise ValueError(f"{len(numbers)} numbers are no plan")
+            raise ValueError(f"a plan has at least 2 numbers, not {len(numbers)}")
         num_rows, num_branches = numbers[:2]
         lists = _split(numbers[2:])
         if len(lists) != 3 * num_branches + 7:
-            raise ValueError(f"{len(lists)} lists are no plan of {num_branches} branches")
+            raise ValueError(f"a plan of {num_branches} branches has {3 * num_branches + 7} lists, not {len(lists)}")
         branches = [
             PassBranch(*map(tuple, lists[first : first + 3]))  # table, rows, positions
             for first in range(0, 3 * num_branches, 3)
@@ -65,13 +67,56 @@ class PassPlan:
         return cls(PassRows(num_rows, branches, write_rows, write_slots), _pairs(new_pages), _pairs(copies), *rest)
 
 
+def plan_pass(steps: Sequence[SessionStep], page_len: int) -> PassPlan:
+    """Return the plan of a pass over these steps; reserve pages that were not reserved.
+
+    Args:
+        steps: steps on paged caches.
+        page_len: positions per page.
+
+    Raises:
+        KVPoolFull: the page pool has too few free pages.
+    """
+    layouts = [paged_cache(step).lay_out(step.span, step.tree) for step in steps]
+    return PassPlan(
+        lay_out_rows(layouts, page_len),
+        [page for layout in layouts for page in layout.new_pages],
+        [copy for layout in layouts for copy in layout.copies],
+        *_pack(steps),
+    )
+
+
+def paged_cache(step: SessionStep) -> PagedKVCache:
+    """Return the cache of a step; raise TypeError if it was made by another model class."""
+    if not isinstance(step.cache, PagedKVCache):
+        raise TypeError("the cache was made by another model class")
+    return step.cache
+
+
+def _pack(steps: Sequence[SessionStep]) -> tuple[list[int], list[int], list[int]]:
+    """Return token ids and positions of all rows, and the indices of the rows whose logits are wanted."""
+    token_ids: list[int] = []
+    positions: list[int] = []
+    wanted: list[int] = []
+    for step in steps:
+        first = len(token_ids)
+        span, tree = step.span, step.tree
+        token_ids += span.token_ids
+        token_ids += [node.token_id for node in tree.nodes]
+        positions += range(span.start, span.end)
+        positions += [span.end + tree.depth(number) - 1 for number in range(1, len(tree) + 1)]
+        if step.wants_logits:
+            wanted += range(first + len(span.token_ids) - 1, len(token_ids))
+    return token_ids, positions, wanted
+
+
 def _split(numbers: Sequence[int]) -> list[list[int]]:
-    """Returns the lists of numbers that stand one behind the other, each behind its length."""
+    """Return the lists of numbers, each of which is preceded by its length."""
     lists, at = [], 0
     while at < len(numbers):
         end = at + 1 + numbers[at]
         if not at < end <= len(numbers):
-            raise ValueError(f"a list of {numbers[at]} numbers does not fit")
+            raise ValueError(f"a list of {numbers[at]} numbers exceeds the plan")
         lists.append(list(numbers[at + 1 : end]))
         at = end
     return lists

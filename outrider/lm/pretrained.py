@@ -1,4 +1,4 @@
-"""Checkpoints to models that can be served: transformers loads them, the engine's own attention runs them."""
+"""Loading of transformers checkpoints, with Outrider's paged attention."""
 
 from collections.abc import Mapping
 from importlib import import_module
@@ -29,15 +29,15 @@ from outrider.lm.trimmed import TrimmedModel, trim_output_layer
 
 
 def load_pretrained(name: str, source: str, options: LoadOptions) -> LoadedModel:
-    """Loads a checkpoint and probes that it can be served exactly.
+    """Load a checkpoint and check that it can be served exactly.
 
     Args:
-        name: what the model is called.
-        source: its folder, or its hub id.
-        options: see there.
+        name: name of the model in errors and `ModelInfo`.
+        source: folder or hub id of the checkpoint.
+        options: see `LoadOptions`.
 
     Raises:
-        InvalidArgument: a value is not understood.
+        InvalidArgument: an option is invalid.
         ModelUnsupported: the model cannot be loaded, or cannot be served exactly.
     """
     tokenizer, model = _read(name, source, options)
@@ -85,7 +85,7 @@ def _read(name: str, source: str, options: LoadOptions) -> tuple[TokenizerFiles 
 
 
 def _complete(name: str, model: PreTrainedModel, loading: Mapping[str, Any]) -> PreTrainedModel:
-    """Returns the model; refuses one whose checkpoint lacks weights, which transformers leaves as they were drawn."""
+    """Return the model; raise `ModelUnsupported` if its checkpoint lacks weights, which would then be random."""
     if missing := sorted(loading["missing_keys"]):
         kind = model.config.model_type
         raise ModelUnsupported(f"{name} lacks {len(missing)} weights of a {kind} model, such as {missing[0]}")
@@ -109,7 +109,7 @@ def _check_split(config: PretrainedConfig, ranks: Ranks) -> None:
     for name in ("num_attention_heads", "num_key_value_heads"):
         num = getattr(text, name, None) or ranks.num
         if num % ranks.num:
-            raise ModelUnsupported(f"{name} is {num}, which {ranks.num} ranks cannot share evenly")
+            raise ModelUnsupported(f"{name} is {num}, must be divisible by the number of ranks, {ranks.num}")
 
 
 def _placement(device: str, ranks: Ranks | None) -> dict[str, Any]:
@@ -119,13 +119,13 @@ def _placement(device: str, ranks: Ranks | None) -> dict[str, Any]:
 
 
 def _quantization(options: Mapping[str, Any]) -> QuantizationConfigMixin | dict[str, Any]:
-    """Returns what transformers takes; of torchao's configs a name is enough where its defaults will do."""
+    """Return the quantisation for transformers; `quant_type` of torchao may be the name of a config class."""
     kind = options.get("quant_type")
     if options.get("quant_method") != "torchao" or not isinstance(kind, str):
         return dict(options)
     config = getattr(import_module("torchao.quantization"), kind, None)
     if config is None:
-        raise InvalidArgument(f"torchao has no {kind}; one that it has is Int8WeightOnlyConfig", "quantization")
+        raise InvalidArgument(f"torchao has no {kind}; an example is Int8WeightOnlyConfig", "quantization")
     rest = {key: value for key, value in options.items() if key not in ("quant_method", "quant_type")}
     return TorchAoConfig(config(), **rest)
 
@@ -135,7 +135,7 @@ def _load_tokenizer(source: str) -> TokenizerFiles | None:
         return None
     tokenizer = AutoTokenizer.from_pretrained(source)
     if not isinstance(tokenizer, PreTrainedTokenizerFast):
-        raise ModelUnsupported(f"the tokenizer of {source} has no fast form (tokenizer.json)")
+        raise ModelUnsupported(f"the tokenizer of {source} is not a fast tokenizer (tokenizer.json)")
     return tokenizer_files(tokenizer)
 
 

@@ -1,4 +1,4 @@
-"""What others need of a model's tokenizer: its files, and a fingerprint of its vocabulary."""
+"""Tokenizer files and vocabulary fingerprints."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ class TokenizerFiles:
 
 
 def vocabulary_fingerprint(vocabulary: Mapping[str, int]) -> str:
-    """Returns the SHA-256, in hexadecimal, of the token strings in order of their ids."""
+    """Return the SHA-256, in hexadecimal, of the token strings in order of id."""
     ordered = sorted(vocabulary.items(), key=lambda item: (item[1], item[0]))
     return hashlib.sha256(json.dumps(ordered).encode()).hexdigest()
 
 
 def tokenizer_files(tokenizer: PreTrainedTokenizerFast) -> TokenizerFiles:
-    """Returns a fast tokenizer's files; the special tokens are the ones that chat templates refer to."""
+    """Return the files of a fast tokenizer, with the special tokens that chat templates use."""
     files = {
         TOKENIZER_NAME: tokenizer.backend_tokenizer.to_str().encode(),
         SPECIAL_TOKENS_NAME: json.dumps({"bos_token": tokenizer.bos_token, "eos_token": tokenizer.eos_token}).encode(),

@@ -1,4 +1,4 @@
-"""Any `transformers` causal LM as an Outrider `LanguageModel`."""
+"""A `LanguageModel` that runs any causal LM of transformers with Outrider's paged attention."""
 
 import hashlib
 import logging
@@ -23,33 +23,31 @@ from outrider.lm.kv_storage import KVStorage
 from outrider.lm.model import ModelInfo, SessionStep
 from outrider.lm.packed_linear import ROW_BLOCK, are_all_packed, pack_linears
 from outrider.lm.pages import KVUsage, PagePool
-from outrider.lm.pass_plan import PassPlan
+from outrider.lm.pass_plan import PassPlan, paged_cache, plan_pass
+from outrider.lm.probe import PROBE_LEN, has_equal_bits, run_as_branch
 from outrider.lm.ranks import Ranks
-from outrider.tokens import NodeKind, ProposalNode, ProposalTree, TokenSpan
 
 _LOG: Final = logging.getLogger(__name__)
 _PAGE_LEN: Final = 32
 _MIN_PAGES: Final = 4
 _UNBOUNDED_LEN: Final = 1 << 20
-_PROBE_LEN: Final = 12
 _PACKED_ROW_STEP: Final = 2
-_PROBE_TOLERANCE: Final = 0.05
 
 AnyPass = attention.BlockPass | attention.FlexPass | attention.SdpaPass | attention.ShapePass
 
 
 @dataclass(frozen=True, slots=True)
 class EngineOptions:
-    """How a model is run.
+    """Options of running a model.
 
     Attributes:
-        kv_budget_bytes: memory of the KV cache of all sessions, at most.
-        compiles: whether to compile the layers, where that can be done.
-        packs: whether to lay out bfloat16 weights for the CPU, where that is supported.
-        ranks: the processes among which the model's weights are split; None where they are not. Split weights are
-            neither compiled nor packed. All ranks make their model at the same time.
-        invariant: whether a position's bits must not depend on the pass. Without, long prompts are faster and keys and
-            values take half of the memory (in 16 bits); layers are not compiled.
+        kv_budget_bytes: maximum memory of the KV cache of all sessions.
+        compiles: whether to compile the layers, if the device supports it.
+        packs: whether to pack bfloat16 weights for the CPU, if that is supported; see `packed_linear`.
+        ranks: the tensor-parallel processes; None for a single process. Split weights are neither compiled nor packed.
+            All ranks must construct their model at the same time.
+        invariant: whether a position's bits must not depend on the batch. If not, long prompts are faster and keys and
+            values take half of the memory (in 16 bits), but layers are not compiled.
     """
 
     kv_budget_bytes: int = 1 << 30
@@ -60,20 +58,21 @@ class EngineOptions:
 
 
 class TransformersModel:
-    """A loaded model that attends through `attention`, so that a position's bits do not depend on the pass.
+    """A loaded transformers model with batch-invariant paged attention (see `attention`).
 
-    The constructor runs a few probe passes. A model that does not send every layer through the attention interface, or
-    keeps state that cannot roll back, is refused there; one whose bits do depend on the pass says so in
-    `info.numerics`.
+    The constructor runs a few probe passes. It rejects models with layers that do not use the attention interface, or
+    with state that cannot roll back. If bits depend on the batch, `info.numerics` ends with `varying`, else with
+    `invariant`.
 
     Args:
-        name: as configured.
-        model: in evaluation mode, its weights where they shall stay.
+        name: name of the model, as configured.
+        model: model in evaluation mode, on its device.
         tokenizer_fingerprint: see `ModelInfo`.
-        options: how it is run.
+        options: see `EngineOptions`; the defaults if None.
 
     Raises:
-        ModelUnsupported: the model cannot be served exactly, or the budget holds no session; the message says why.
+        ModelUnsupported: the model cannot be served exactly, or the KV cache budget is too small; the message has the
+            reason.
     """
 
     def __init__(
@@ -89,11 +88,11 @@ class TransformersModel:
         self._invariant = options.invariant
         compiles = options.compiles and options.invariant and not options.ranks and can_compile(self._device)
         num_packed = pack_linears(model, joins=compiles) if options.packs and not options.ranks else 0
-        # Products of weights that are left as they were vary with any number of rows but a multiple of four.
+        # Products of weights that are not packed vary with the number of rows, unless it is a multiple of four.
         sizes = PassSizes(ROW_BLOCK, _PACKED_ROW_STEP) if are_all_packed(model) else FOURS
         self._row_step = sizes.step
         shapes = self._find_shapes()
-        # float32 on a CPU: products of 16-bit keys are slower there and vary with the number of rows.
+        # float32 on CPUs: products of 16-bit keys are slower there and vary with the number of rows.
         kv_dtype = torch.float32 if self._device.type == "cpu" and options.invariant else model.dtype
         token_bytes = sum(shape.num_values for shape in shapes.shapes) * kv_dtype.itemsize
         num_pages = options.kv_budget_bytes // (_PAGE_LEN * token_bytes)
@@ -112,12 +111,14 @@ class TransformersModel:
         split = f" ranks-{options.ranks.num}" if options.ranks else ""
         numerics = f"{numerics} linear-{_linear_kind(model, num_packed)}{split}"
         info = replace(info, numerics=numerics, pass_sizes=sizes, kv_token_bytes=token_bytes)
-        self._info = self._probe(info)
-        # Anew: what the probes left is nobody's.
+        # Without invariant kernels, bits that are equal in the probes may differ for other lengths.
+        is_invariant = has_equal_bits(self, info.vocabulary_size) and options.invariant
+        self._info = replace(info, numerics=f"{info.numerics} {'invariant' if is_invariant else 'varying'}")
+        # A new pool, without the pages of the probes.
         self._pool, self._features = self._pages(num_pages, token_bytes, self._info)
-        # So far all ranks have run the same probes side by side; from here on the first one leads.
+        # Until here, all ranks have run the same probes in parallel; from now on rank 0 broadcasts plans.
         self._ranks = options.ranks
-        # Of split weights each rank has its own part of every page.
+        # With split weights each rank has only a part of every page.
         self._blocks = None if options.ranks else KVBlocks(self._storage, self._pool, self._features)
 
     @property
@@ -127,41 +128,41 @@ class TransformersModel:
 
     @property
     def features(self) -> FeatureStore | None:
-        """Features for drafts; None where the model has no list of layers."""
+        """Features for drafts; None if the model has no list of layers."""
         return self._features if self._info.num_layers else None
 
     @property
     def blocks(self) -> KVBlocks | None:
-        """The KV cache in parts that can be kept elsewhere; None where the weights are split."""
+        """KV blocks that can be stored outside of the process; None if the weights are split."""
         return self._blocks
 
     @property
     def kv_usage(self) -> KVUsage:
-        """How full the KV cache is."""
+        """Occupancy of the KV cache."""
         return self._pool.usage
 
     def new_cache(self, salt: bytes = b"") -> PagedKVCache:
-        """Returns an empty KV cache for one session, which shares pages with others of the same salt."""
+        """Return an empty KV cache for one session, which shares pages only with sessions of the same salt."""
         return PagedKVCache(self._pool, salt)
 
     @torch.no_grad()
     def forward(self, steps: Sequence[SessionStep]) -> list[torch.Tensor]:
-        """Runs one pass over all steps; see `LanguageModel.forward`."""
-        plan = _planned(steps)
+        """Run one pass over all steps; see `LanguageModel.forward`."""
+        plan = plan_pass(steps, _PAGE_LEN)
         logits = (
             self._ranks.run(plan.to_numbers(), lambda: self._run_plan(plan)) if self._ranks else self._run_plan(plan)
         )
         for step in steps:
-            _paged(step).note_run()
+            paged_cache(step).mark_run()
         return _split(logits, steps)
 
     @torch.no_grad()
     def follow(self, numbers: Sequence[int]) -> None:
-        """Runs this rank's share of a pass that the first rank has planned; see `Ranks.follow`."""
+        """Run this rank's part of a pass that rank 0 planned; see `Ranks.follow`."""
         self._run_plan(PassPlan.from_numbers(numbers))
 
     def _run_plan(self, plan: PassPlan) -> torch.Tensor:
-        """Returns the logits of the rows that are wanted: [wanted, V]."""
+        """Return the logits of the wanted rows: [wanted, V]."""
         self._storage.prepare(plan.new_pages, plan.copies)
         self._features.prepare(plan.copies)
         logits = self._run(plan.token_ids, plan.positions, plan.wanted or [0], self._made(plan.rows))
@@ -184,18 +185,18 @@ class TransformersModel:
             input_ids=self._row(token_ids),
             position_ids=self._row(positions),
             use_cache=False,
-            logits_to_keep=torch.tensor(self._filled(wanted), device=self._device),
+            logits_to_keep=torch.tensor(self._padded(wanted), device=self._device),
             outrider_pass=made,
         )
         logits: torch.Tensor = output.logits[0]
         return logits
 
     def _row(self, values: list[int]) -> torch.Tensor:
-        return torch.tensor([self._filled(values)], device=self._device)
+        return torch.tensor([self._padded(values)], device=self._device)
 
-    def _filled(self, values: list[int]) -> list[int]:
-        """Repeats the last value, for as many rows as a pass has."""
-        return values + [values[-1]] * (attention.filled_rows(len(values), self._row_step) - len(values))
+    def _padded(self, values: list[int]) -> list[int]:
+        """Return the values padded to the rows of a pass with the last value."""
+        return values + [values[-1]] * (attention.padded_rows(len(values), self._row_step) - len(values))
 
     @torch.no_grad()
     def _find_shapes(self) -> attention.ShapePass:
@@ -203,28 +204,28 @@ class TransformersModel:
         try:
             self._run([3], [0], [0], shapes)
         except TypeError as error:
-            raise ModelUnsupported(f"the model does not take Outrider's attention: {error}") from error
+            raise ModelUnsupported(f"the model does not support Outrider's attention: {error}") from error
         missing = self._num_layers - len(set(shapes.modules))
         if missing:
             raise ModelUnsupported(
-                f"{missing} of {self._num_layers} layers do not use the attention interface; they cannot roll back"
+                f"{missing} of {self._num_layers} layers do not use the attention interface, and cannot roll back"
             )
         return shapes
 
     def _compile(self) -> FlexPasses | None:
-        """Compiles the layers and runs them once; None, and they stay as they are, where that fails."""
+        """Compile the layers and run them once; return None, with uncompiled layers, if that fails."""
         layers = find_layers(self._model, self._num_layers)
         if not layers:
             _LOG.warning("the model has no list of layers: it runs uncompiled")
             return None
-        _LOG.info("compiling the model's layers, which takes seconds, and longer the first time")
+        _LOG.info("compiling the model's layers, which takes seconds, or longer the first time")
         self._flex = FlexPasses(self._storage, self._row_step)
         try:
             with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # the compiler's, about its own code
+                warnings.simplefilter("ignore")  # of the compiler, about its own code
                 compile_layers(layers)
-                # More writes than rows: what differs in the first pass is a symbol of its own.
-                self._run_as_branch(tuple(range(3, 3 + _PROBE_LEN)))
+                # More writes than rows: sizes that differ in the first pass become separate symbols.
+                run_as_branch(self, tuple(range(3, 3 + PROBE_LEN)))
         except RuntimeError as error:
             _LOG.warning("the model runs uncompiled: %s", str(error).strip().splitlines()[0])
             uncompile_layers(layers)
@@ -255,78 +256,6 @@ class TransformersModel:
             hidden_size=config.hidden_size,
             weights_fingerprint=weights_fingerprint(self._model),
         )
-
-    def _probe(self, info: ModelInfo) -> ModelInfo:
-        """Runs tokens at once, in parts behind dropped proposals, and as a kept side branch; compares the results."""
-        span = tuple(3 + index % (info.vocabulary_size - 3) for index in range(_PROBE_LEN))
-        cache = self.new_cache()
-        whole = self.forward([SessionStep(cache, TokenSpan(0, span))])[0][0]
-        cache.release()
-        others = (self._run_in_parts(span), self._run_as_branch(span))
-        if any((other - whole).abs().max() > _PROBE_TOLERANCE * whole.abs().max() for other in others):
-            raise ModelUnsupported("the model keeps state that does not roll back with its KV cache")
-        # Bits that happen to be equal here need not be elsewhere, where nothing makes them so.
-        is_invariant = self._invariant and all(torch.equal(other, whole) for other in others)
-        return replace(info, numerics=f"{info.numerics} {'invariant' if is_invariant else 'varying'}")
-
-    def _run_in_parts(self, span: tuple[int, ...]) -> torch.Tensor:
-        cache = self.new_cache()
-        for start, end in ((0, 5), (5, 6), (6, 9), (9, len(span))):
-            dropped = _tree([(0, 1), (1, 2), (0, 2)])
-            logits = self.forward([SessionStep(cache, TokenSpan(start, span[start:end]), dropped)])[0]
-            cache.keep(())
-        cache.release()
-        return logits[0]
-
-    def _run_as_branch(self, span: tuple[int, ...]) -> torch.Tensor:
-        cache = self.new_cache()
-        tree = _tree([(0, 1), (0, span[-2]), (1, 2), (2, span[-1]), (2, 2)])
-        logits = self.forward([SessionStep(cache, TokenSpan(0, span[:-2]), tree)])[0]
-        cache.keep((2, 4))
-        cache.truncate(len(span) - 1)
-        again = self.forward([SessionStep(cache, TokenSpan(len(span) - 1, span[-1:]))])[0][0]
-        cache.release()
-        return logits[4] if torch.equal(logits[4], again) else again
-
-
-def _planned(steps: Sequence[SessionStep]) -> PassPlan:
-    layouts = [_paged(step).lay_out(step.span, step.tree) for step in steps]
-    return PassPlan(
-        attention.lay_out_rows(layouts, _PAGE_LEN),
-        [page for layout in layouts for page in layout.new_pages],
-        [copy for layout in layouts for copy in layout.copies],
-        *_pack(steps),
-    )
-
-
-def _paged(step: SessionStep) -> PagedKVCache:
-    if not isinstance(step.cache, PagedKVCache):
-        raise TypeError("the cache was made by another model class")
-    return step.cache
-
-
-def _tree(edges: list[tuple[int, int]]) -> ProposalTree:
-    tree = ProposalTree()
-    for parent, token_id in edges:
-        tree.append(ProposalNode(parent, token_id, NodeKind.GUESSED))
-    return tree
-
-
-def _pack(steps: Sequence[SessionStep]) -> tuple[list[int], list[int], list[int]]:
-    """Returns token ids and positions of all rows, and the indices of the rows whose logits are wanted."""
-    token_ids: list[int] = []
-    positions: list[int] = []
-    wanted: list[int] = []
-    for step in steps:
-        first = len(token_ids)
-        span, tree = step.span, step.tree
-        token_ids += span.token_ids
-        token_ids += [node.token_id for node in tree.nodes]
-        positions += range(span.start, span.end)
-        positions += [span.end + tree.depth(number) - 1 for number in range(1, len(tree) + 1)]
-        if step.wants_logits:
-            wanted += range(first + len(span.token_ids) - 1, len(token_ids))
-    return token_ids, positions, wanted
 
 
 def _split(logits: torch.Tensor, steps: Sequence[SessionStep]) -> list[torch.Tensor]:

@@ -1,4 +1,4 @@
-"""A model that can say a part of its vocabulary only, which makes its output layer, a small model's largest, small."""
+"""A draft model with an output layer over a part of its vocabulary; in small models the output layer is the largest."""
 
 from collections.abc import Sequence
 
@@ -15,11 +15,11 @@ from outrider.lm.transformer import TransformersModel
 
 
 class TrimmedModel:
-    """A `LanguageModel` over a model with a trimmed output layer: other tokens have logits of minus infinity.
+    """A `LanguageModel` with a trimmed output layer; tokens outside its vocabulary have logits of minus infinity.
 
     Args:
-        model: its logits are those of the vocabulary's tokens.
-        vocabulary: which these are.
+        model: model with logits over the trimmed vocabulary.
+        vocabulary: the trimmed vocabulary.
     """
 
     def __init__(self, model: TransformersModel, vocabulary: DraftVocabulary) -> None:
@@ -33,23 +33,23 @@ class TrimmedModel:
 
     @property
     def kv_usage(self) -> KVUsage:
-        """How full the KV cache is."""
+        """Occupancy of the KV cache."""
         return self._model.kv_usage
 
     @property
     def features(self) -> None:
-        """None: a draft has no drafts."""
+        """None: draft models provide no features."""
 
     @property
     def blocks(self) -> None:
-        """None: a draft's cache is cheap to compute."""
+        """None: the KV cache of a draft is cheap to recompute."""
 
     def new_cache(self, salt: bytes = b"") -> PagedKVCache:
-        """Returns an empty KV cache; see `TransformersModel`."""
+        """Return an empty KV cache; see `TransformersModel`."""
         return self._model.new_cache(salt)
 
     def forward(self, steps: Sequence[SessionStep]) -> list[Tensor]:
-        """Runs one pass; see `LanguageModel.forward`."""
+        """Run one pass; see `LanguageModel.forward`."""
         return [self._spread(logits) for logits in self._model.forward(steps)]
 
     def _spread(self, logits: Tensor) -> Tensor:
@@ -59,15 +59,15 @@ class TrimmedModel:
 
 
 def trim_output_layer(model: PreTrainedModel, vocabulary: DraftVocabulary) -> None:
-    """Gives the model an output layer of the vocabulary's rows only.
+    """Replace the model's output layer by one with only the vocabulary's rows.
 
     Raises:
-        ModelUnsupported: the vocabulary is not of this model.
+        ModelUnsupported: the vocabulary belongs to another model.
     """
     whole: nn.Linear = model.get_output_embeddings()  # type: ignore[no-untyped-call]
     if len(whole.weight) != vocabulary.target_size:
         raise ModelUnsupported(
-            f"the map beside the model is of {vocabulary.target_size} tokens, the model has {len(whole.weight)}"
+            f"the vocabulary map is of {vocabulary.target_size} tokens, the model has {len(whole.weight)}"
         )
     rows = whole.weight.detach()[vocabulary.token_ids.to(whole.weight.device)]
     trimmed = nn.Linear(rows.shape[1], rows.shape[0], bias=False, device=rows.device, dtype=rows.dtype)

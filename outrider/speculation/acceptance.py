@@ -1,80 +1,81 @@
-"""How often what a draft ranks first, second, ... behind a token is what the target says: measured, old values fade.
+"""Measured acceptance rates of a draft's first, second, ... choice at each depth, with exponential decay.
 
-A node of a proposal is the draft's first, second, ... choice behind its parent: its rank. Its value is about the
-probability that the target, having come to the parent, goes on with it. Products of values along a path say what a node
-is worth, and with them a tree of a given size is best made of the nodes worth most: then the choices that are worth
-trying behind the d-th token of the main line get fewer geometrically with d, which is the allocation that Speculative
-Speculative Decoding (ICLR 2026) derives. Values are known without looking at a token, so using them under the
-`rejection` rule changes no law.
+A proposal node is the draft's first, second, ... choice after its parent; this number is its rank. The acceptance rate
+of a depth and rank estimates the probability that the target continues with such a node, given that it accepted the
+parent. The product of the rates along a path estimates the probability that the target accepts the whole path; a tree
+of a given size accepts the most tokens if it consists of the nodes with the largest products. The number of choices
+per token then falls geometrically with depth, which is the allocation that Speculative Speculative Decoding (ICLR 2026)
+derives. The rates do not depend on the value of a token, so that using them under the `rejection` rule does not change
+the output distribution.
 """
 
 from collections.abc import Sequence
 from typing import Final
 
 MAX_RANK: Final = 8
-"""Choices behind a token that are told apart, from 1; a draft makes no more."""
+"""Largest rank, counted from 1; a draft makes no more choices per token."""
 MAX_DEPTH: Final = 8
-"""Depths below what a tree was planted under that are told apart, from 1: deeper ones count as this one."""
+"""Largest depth below a tree's base that has rates of its own, counted from 1; deeper nodes use those of this depth."""
 _PRIOR: Final = (0.7, 0.08, 0.04, 0.02, 0.015, 0.01, 0.008, 0.006)
 _PRIOR_WEIGHT: Final = 4.0
 _POOLED_WEIGHT: Final = 8.0
-_FADING: Final = 0.98
+_DECAY: Final = 0.98
 _LEAST: Final = 1e-4
 
 
 class _Share:
-    """A share of cases, of which an old one weighs less."""
+    """A hit rate with exponential decay."""
 
-    def __init__(self, fading: float) -> None:
+    def __init__(self, decay: float) -> None:
         self.num_cases = 0.0
         self.num_hits = 0.0
-        self._fading = fading
+        self._decay = decay
 
     def observe(self, hit: bool) -> None:
-        self.num_cases = self._fading * self.num_cases + 1.0
-        self.num_hits = self._fading * self.num_hits + hit
+        self.num_cases = self._decay * self.num_cases + 1.0
+        self.num_hits = self._decay * self.num_hits + hit
 
     def towards(self, value: float, weight: float) -> float:
-        """Returns the share, with `weight` cases of another value among its own."""
+        """Return the hit rate after adding `weight` cases of rate `value`."""
         return (self.num_hits + weight * value) / (self.num_cases + weight)
 
 
 class AcceptanceRates:
-    """The values of nodes by depth and rank, of one session or of many; see the module.
+    """Acceptance rates by depth and rank, of one session or of many; see the module.
 
     Args:
-        prior: values over all sessions, to which this one adds, and from which it starts.
-        fading: what a case counts after the next one, in (0, 1).
-        prior_weight: cases that what it starts from counts for.
-        pooled_weight: cases that what holds for all depths counts for at each of them.
+        prior: rates over all sessions, which are the initial rates of this one and are updated with it.
+        decay: factor of the weight of a case for each later one, in (0, 1).
+        prior_weight: weight of the initial rate, in cases, above 0.
+        pooled_weight: weight of the rate over all depths at each depth, in cases, above 0.
     """
 
     def __init__(
         self,
         prior: "AcceptanceRates | None" = None,
-        fading: float = _FADING,
+        decay: float = _DECAY,
         prior_weight: float = _PRIOR_WEIGHT,
         pooled_weight: float = _POOLED_WEIGHT,
     ) -> None:
         self._prior = prior
         self._prior_weight = prior_weight
         self._pooled_weight = pooled_weight
-        self._by_rank = [_Share(fading) for _ in range(MAX_RANK)]
-        self._by_depth = [[_Share(fading) for _ in range(MAX_RANK)] for _ in range(MAX_DEPTH)]
+        self._by_rank = [_Share(decay) for _ in range(MAX_RANK)]
+        self._by_depth = [[_Share(decay) for _ in range(MAX_RANK)] for _ in range(MAX_DEPTH)]
 
     def observe(self, depth: int, num_ranks: int, matched: int | None) -> None:
-        """Takes in what the target said where a draft had made its choices.
+        """Record which of a draft's choices the target continued with.
 
         Args:
-            depth: of these choices, at least 1.
-            num_ranks: how many there were.
-            matched: the rank, from 1, of the one that the target said; None where it said something else.
+            depth: of these choices below the base, at least 1.
+            num_ranks: number of choices.
+            matched: rank, from 1, of the choice that the target continued with; None if it was none of them.
         """
         for rank in range(1, min(num_ranks, MAX_RANK) + 1):
             self.observe_one(depth, rank, rank == matched)
 
     def observe_one(self, depth: int, rank: int, hit: bool) -> None:
-        """Takes in whether one choice, which may have come late, is what the target said."""
+        """Record whether the target continued with one choice, which may have arrived after the verdict."""
         if self._prior is not None:
             self._prior.observe_one(depth, rank, hit)
         if rank <= MAX_RANK:
@@ -82,9 +83,9 @@ class AcceptanceRates:
             self._by_depth[min(depth, MAX_DEPTH) - 1][rank - 1].observe(hit)
 
     def value(self, depth: int, rank: int) -> float:
-        """Returns the probability that the target goes on with the choice of this rank, in (0, 1).
+        """Return the estimated probability that the target continues with the choice of this rank, in (0, 1).
 
-        What is known of a depth counts most; what little is known is filled up with what holds for all depths.
+        The rate of the depth is smoothed with the rate of the rank over all depths, and that with the prior.
         """
         if rank > MAX_RANK:
             return _LEAST
@@ -93,11 +94,11 @@ class AcceptanceRates:
         return max(_LEAST, self._by_depth[min(depth, MAX_DEPTH) - 1][rank - 1].towards(pooled, self._pooled_weight))
 
     def values(self, depth: int) -> Sequence[float]:
-        """Returns the values of all ranks at a depth, the first choice's first."""
+        """Return the values of ranks 1 to `MAX_RANK` at a depth."""
         return [self.value(depth, rank) for rank in range(1, MAX_RANK + 1)]
 
     def expected_accepted(self, length: int, depth: int = 0) -> float:
-        """Returns how many tokens of a main line of a length, below that depth, are expected to be accepted."""
+        """Return the expected number of accepted tokens of a chain of `length` first choices below a depth."""
         total, reached = 0.0, 1.0
         for step in range(1, length + 1):
             reached *= self.value(depth + step, 1)

@@ -1,8 +1,7 @@
-"""The target's own tokens at many positions at once: its draws under `coupled`, or the most likely tokens.
+"""Batched sampling of the target's own tokens: its draws under `coupled`, or the most likely tokens under greedy.
 
-Rows of all sessions of a pass are drawn together, grouped by what they need. A row's token is that of
-`KeyedSource.pick` on its `target_distribution`, but for rounding, and, bit for bit, the same whichever rows are beside
-it.
+Rows of all sessions of a pass are sampled together, grouped by the operations that they need. A row's token is that of
+`KeyedSource.pick` on its `target_distribution`, up to rounding, and does not depend, bit for bit, on the other rows.
 """
 
 from collections.abc import Iterator, Sequence
@@ -13,11 +12,11 @@ import torch
 from torch import Tensor
 
 from outrider.speculation.randomness import Counter, Key, Purpose, Words, token_exponential, vocabulary_exponential
-from outrider.speculation.sampling import LawTerms, Truncation, changed_logits, target_weights, tempered
+from outrider.speculation.sampling import SamplingMetadata, Truncation, changed_logits, target_weights, tempered
 from outrider.speculation.truncation import Support
 
-# Float64 rows that are worked on together. Noise for a whole vocabulary takes many steps, between which the rows should
-# stay in the processor's cache; rows of small vocabularies, where a step costs as much for one as for many, fill it.
+# Maximum float64 rows per chunk. Noise for a whole vocabulary takes many operations, between which the rows should stay
+# in the CPU cache; with small vocabularies, where an operation costs the same for one row as for many, rows fill it.
 _NUM_CHANGED: Final = 32
 _NUM_TRUNCATED: Final = 8
 _NUM_WHOLE: Final = 4
@@ -26,30 +25,30 @@ _NUM_CACHED: Final = 2**17
 
 @dataclass(frozen=True, slots=True)
 class Draw:
-    """One token to be drawn.
+    """One token to sample.
 
     Attributes:
-        row: of the pass's logits.
-        terms: what the law depends on, besides the logits.
-        key: of the session's `KeyedSource`.
+        row: index into the pass's logits.
+        metadata: the inputs of the distribution besides the logits.
+        key: of the session's `KeyedSource`: the low and the high 32 bits of the seed.
         position: session position of the token, in [0, 2**32).
     """
 
     row: int
-    terms: LawTerms
+    metadata: SamplingMetadata
     key: tuple[int, int]
     position: int
 
 
 def target_draws(logits: Tensor, draws: Sequence[Draw]) -> list[int]:
-    """Returns the token id of each draw, brought to the host in one copy.
+    """Return the token id of each draw, with one copy from device to host.
 
     Args:
-        logits: [N, V], raw, any floating dtype; not changed.
-        draws: any number, of any rows.
+        logits: raw logits [N, V], any floating dtype; not changed.
+        draws: any number, of rows in [0, N), in any order.
 
     Raises:
-        ValueError: the largest logit of a row is not finite, or one is not a number.
+        ValueError: the largest logit of a row is not finite, or a logit is NaN.
     """
     if not draws:
         return []
@@ -64,8 +63,8 @@ def target_draws(logits: Tensor, draws: Sequence[Draw]) -> list[int]:
 
 
 def _chunks(draws: Sequence[Draw], vocabulary_size: int) -> Iterator[list[int]]:
-    """Yields indices of draws that are made together: they need the same, and similar numbers of tokens."""
-    needs = [_needs(draw.terms, vocabulary_size) for draw in draws]
+    """Yield the indices of draws that are sampled together: they need the same operations."""
+    needs = [_needs(draw.metadata, vocabulary_size) for draw in draws]
     order = sorted(range(len(draws)), key=lambda index: needs[index])
     while order:
         most, kind, _ = needs[order[0]]
@@ -75,28 +74,28 @@ def _chunks(draws: Sequence[Draw], vocabulary_size: int) -> Iterator[list[int]]:
         order = order[num:]
 
 
-def _needs(terms: LawTerms, vocabulary_size: int) -> tuple[int, int, int]:
-    """Returns how many rows are drawn together, what they must have in common, and what they should."""
+def _needs(metadata: SamplingMetadata, vocabulary_size: int) -> tuple[int, int, int]:
+    """Return the maximum rows per chunk, the kind that a chunk's rows must share, and a sort key within the kind."""
     num_cached = _NUM_CACHED // vocabulary_size
-    if terms.parameters.is_greedy:
-        return (max(_NUM_CHANGED, num_cached) if terms.changes_logits else 2**31), -1, 0
-    kind = Truncation.of(terms.parameters, vocabulary_size)
+    if metadata.parameters.is_greedy:
+        return (max(_NUM_CHANGED, num_cached) if metadata.changes_logits else 2**31), -1, 0
+    kind = Truncation.of(metadata.parameters, vocabulary_size)
     num = _NUM_WHOLE if kind is Truncation.NONE else _NUM_TRUNCATED
-    return max(num, num_cached), kind, terms.parameters.top_k
+    return max(num, num_cached), kind, metadata.parameters.top_k
 
 
 def _drawn(logits: Tensor, draws: Sequence[Draw]) -> Tensor:
-    """Returns token ids, and 1 for each if its largest logit is finite, else 0: int64 [2, R]."""
-    terms = [draw.terms for draw in draws]
-    scores = changed_logits(_rows(logits, [draw.row for draw in draws]), terms)
-    if terms[0].parameters.is_greedy:
+    """Return token ids, and 1 where the largest logit is finite, else 0: int64 [2, R]."""
+    metadata = [draw.metadata for draw in draws]
+    scores = changed_logits(_rows(logits, [draw.row for draw in draws]), metadata)
+    if metadata[0].parameters.is_greedy:
         token_ids = scores.argmax(-1)  # a NaN, if there is one
         tops = scores.gather(1, token_ids.unsqueeze(1)).squeeze(1)
         return torch.stack((token_ids, tops.isfinite().long()))
     are_finite = scores.amax(-1).isfinite()
-    # A row without a law is refused in the end; until then it must not stop the others.
+    # The caller raises for such a row; until then it must not affect the others.
     scores = scores.masked_fill(~are_finite.unsqueeze(1), 0.0)
-    return torch.stack((_race(target_weights(tempered(scores, terms), terms), draws), are_finite.long()))
+    return torch.stack((_race(target_weights(tempered(scores, metadata), metadata), draws), are_finite.long()))
 
 
 def _rows(logits: Tensor, rows: list[int]) -> Tensor:
@@ -106,7 +105,7 @@ def _rows(logits: Tensor, rows: list[int]) -> Tensor:
 
 
 def _race(weights: Tensor | Support, draws: Sequence[Draw]) -> Tensor:
-    """Returns the token with the largest quotient of weight and exponential noise, the lowest id among equals."""
+    """Return the tokens with the largest weight / exponential noise, ties to the lowest id: int64 [R]."""
     if isinstance(weights, Support):
         words, key = _counters(draws, weights.values.device, weights.rows)
         noise = token_exponential(weights.token_ids, words, key)
@@ -118,7 +117,7 @@ def _race(weights: Tensor | Support, draws: Sequence[Draw]) -> Tensor:
 
 
 def _counters(draws: Sequence[Draw], device: torch.device, rows: Tensor | None = None) -> tuple[Words, Key]:
-    """Returns upper counter words and keys of the draws, [R, 1], or of each of `rows`, [M]."""
+    """Return upper counter words and keys of the draws, int64 [R, 1], or of each of `rows`, int64 [M]."""
     _, base_len, purpose = Counter(Purpose.TARGET, 0).words
     numbers = torch.tensor([(draw.position, *draw.key) for draw in draws], device=device).T.unsqueeze(-1)
     if rows is not None:

@@ -1,4 +1,4 @@
-"""Log-probabilities of output tokens, at many positions at once."""
+"""Batched log-probabilities of output tokens."""
 
 from collections.abc import Sequence
 from typing import Final
@@ -9,17 +9,17 @@ from torch import Tensor
 from outrider.speculation.truncation import Support, most_likely
 from outrider.tokens import TokenLogprobs
 
-# Float64 rows that are worked on together; always as many, because the number of rows can decide how a row is summed.
+# Float64 rows per chunk; constant, because the order in which a row is summed can depend on the number of rows.
 _NUM_ROWS: Final = 16
 
 
 def token_logprobs(logits: Tensor, token_ids: Sequence[int], nums_top: Sequence[int]) -> list[TokenLogprobs]:
-    """Returns log-probabilities of raw logits: of the output tokens, and of the most likely ones.
+    """Return the natural log-probabilities of the output tokens and of the most likely tokens.
 
     Args:
-        logits: [R, V], any floating dtype.
-        token_ids: the output token of each row.
-        nums_top: how many of the most likely to report of each row, in [0, V].
+        logits: raw logits [R, V], any floating dtype.
+        token_ids: the output token of each row, R values in [0, V).
+        nums_top: number of most likely tokens to report for each row, R values in [0, V].
     """
     results: list[TokenLogprobs] = []
     for start in range(0, len(token_ids), _NUM_ROWS):
@@ -42,7 +42,7 @@ def _result(row: list[float], num_top: int, width: int) -> TokenLogprobs:
 
 
 def _ranked(logprobs: Tensor, token_ids: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns the tokens' log-probabilities, float64 [R], and their ranks, int64 [R], from 1."""
+    """Return the tokens' log-probabilities, float64 [R], and their ranks, int64 [R], from 1."""
     own = logprobs.gather(1, token_ids.unsqueeze(1))
     # Ties are ranked by id, so that rank and list agree.
     is_lower = torch.arange(logprobs.shape[-1], device=logprobs.device) < token_ids.unsqueeze(1)
@@ -51,7 +51,7 @@ def _ranked(logprobs: Tensor, token_ids: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _top(logprobs: Tensor, num: int) -> tuple[Tensor, Tensor]:
-    """Returns the `num` largest and their token ids, [R, num], largest first; among equals, the lower id first."""
+    """Return the `num` largest, float64 [R, num], and their ids, int64 [R, num], in descending order, ties by id."""
     likely: Support = most_likely(logprobs, torch.full((len(logprobs),), num, device=logprobs.device))
     values, places = likely.ranked()
     return values[:, :num], likely.token_ids[likely.starts.unsqueeze(1) + places[:, :num]]

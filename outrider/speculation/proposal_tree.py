@@ -1,10 +1,10 @@
-"""What a draft has proposed ahead of a session's text, and where the text has come to in it.
+"""A proposal tree that outlives rounds: the draft's nodes beyond a session's text, and the text's place among them.
 
-A tree is planted under a committed length, and grows while the text advances: each verdict moves its root down to the
-token that the target said last, and drops what can no longer happen. Nodes keep the numbers under which they were
-sent, so that draft and target need not agree on when a verdict came. The target may be ahead of what it has: then nodes
-that arrive still move the root along the tokens that it gave meanwhile, until it is where the text is, or it is clear
-that the draft took another way.
+A tree has a base, the committed length that its node 0 stands for, and grows while the text advances: each verdict
+moves its root down to the target's last token and drops the nodes that can no longer be accepted. Nodes keep the
+numbers under which they were sent, so that draft and target need not agree on when a verdict arrived. The text may be
+ahead of the tree: nodes that arrive then move the root along the tokens output in the meantime, until the root has
+caught up with the text or the draft turns out to have taken another branch.
 """
 
 import heapq
@@ -18,15 +18,15 @@ from outrider.tokens import ROOT, NodeKind, ProposalNode, ProposalTree
 
 @dataclass(slots=True)
 class _Live:
-    """A node that can still happen.
+    """A live node: one that can still be accepted.
 
     Attributes:
-        node: as it was sent; the root that was planted has none.
-        depth: below what the tree was planted under.
+        node: as it was sent; None for node 0.
+        depth: steps below the base.
         rank: among its parent's children, from 1, in order of arrival.
-        num_children: children that it ever had.
-        drafted: whether one of these was drafted.
-        children: by token id, those that can still happen.
+        num_children: number of children that have arrived, dropped ones included.
+        drafted: whether one of these is a drafted node.
+        children: live children by token id.
     """
 
     node: ProposalNode | None
@@ -39,11 +39,11 @@ class _Live:
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """A node that could be verified, or run by a draft.
+    """A node to be verified by the target, or expanded by a draft.
 
     Attributes:
         number: of the node.
-        value: probability, about, that it is accepted; less where deeper ones are worth less.
+        value: estimated probability that it is accepted, times `urgency` per step of depth; in (0, 1).
     """
 
     number: int
@@ -51,36 +51,36 @@ class Candidate:
 
 
 class Lookahead:
-    """A planted tree; see the module.
+    """A proposal tree whose root follows the text; see the module.
 
-    Invariant: while tokens are ahead of the root, only the root is live.
+    Invariant: while the text is ahead of the root, only the root is live.
 
     Args:
-        planted_len: session length that node 0 stands for.
-        rates: take in how the draft's choices fare.
+        base_len: session length that node 0 stands for, in tokens.
+        rates: acceptance rates, updated with the draft's choices; new ones if None.
     """
 
-    def __init__(self, planted_len: int, rates: AcceptanceRates | None = None) -> None:
-        self.planted_len = planted_len
+    def __init__(self, base_len: int, rates: AcceptanceRates | None = None) -> None:
+        self.base_len = base_len
         self.num_numbered = 0
-        """Nodes that were added, those that came in vain included."""
+        """Nodes that were added, including those that could no longer be accepted when they arrived."""
         self.root = ROOT
         self._rates = AcceptanceRates() if rates is None else rates
         self._live = {ROOT: _Live(None, 0, 0)}
         self._ahead: deque[int] = deque()
 
     def __len__(self) -> int:
-        """Live nodes below the root."""
+        """Return the number of live nodes below the root."""
         return len(self._live) - 1
 
     @property
-    def is_abreast(self) -> bool:
-        """Whether the root is where the text is: what is below continues it."""
+    def is_caught_up(self) -> bool:
+        """Whether the root has caught up with the text, so that the nodes below it continue the text."""
         return not self._ahead
 
     @property
     def root_depth(self) -> int:
-        """Steps from where it was planted to the root."""
+        """Steps from the base to the root."""
         return self._live[self.root].depth
 
     @property
@@ -89,10 +89,10 @@ class Lookahead:
         return max(item.depth for item in self._live.values()) - self.root_depth
 
     def add(self, node: ProposalNode) -> int:
-        """Takes a node in; returns its number.
+        """Add a node and return its number.
 
         Raises:
-            ValueError: its parent was never sent, a sibling has its token, or is drafted as it is.
+            ValueError: the parent was never sent, a sibling has the same token id, or both are drafted.
         """
         number = self.num_numbered + 1
         if not 0 <= node.parent < number:
@@ -104,7 +104,7 @@ class Lookahead:
         return number
 
     def follow(self, token_ids: Sequence[int]) -> None:
-        """Moves the root along the text, which goes on with these tokens."""
+        """Move the root along the tokens that were appended to the text."""
         for token_id in token_ids:
             if self._ahead:
                 self._ahead.append(token_id)
@@ -112,42 +112,42 @@ class Lookahead:
                 self._step(token_id)
 
     def has_path(self, token_ids: Sequence[int]) -> bool:
-        """Whether all these tokens are here, one below the other."""
+        """Return whether the tree has a path of these token ids below the root."""
         number: int | None = None if self._ahead else self.root
         for token_id in token_ids:
             number = None if number is None else self._live[number].children.get(token_id)
         return number is not None
 
     def value(self, number: int) -> float:
-        """Returns the probability, about, that the target goes on with a live node where it has come to its parent."""
+        """Return the estimated probability that the target accepts a live node, given that it accepted the parent."""
         item = self._live[number]
         return self._rates.value(item.depth, item.rank)
 
     def is_live(self, number: int) -> bool:
-        """Whether a node can still happen, or is the root."""
+        """Return whether a node can still be accepted, or is the root."""
         return number in self._live
 
     def depth(self, number: int) -> int:
-        """Returns the steps from where the tree was planted to a live node."""
+        """Return the steps from the base to a live node."""
         return self._live[number].depth
 
     def num_children(self, number: int) -> int:
-        """Returns how many children a live node ever had."""
+        """Return the number of children of a live node that have arrived, dropped ones included."""
         return self._live[number].num_children
 
     def children(self, number: int) -> Sequence[int]:
-        """Returns the numbers of a live node's live children, in order of arrival."""
+        """Return the numbers of a live node's live children, in order of arrival."""
         return list(self._live[number].children.values())
 
     def node(self, number: int) -> ProposalNode:
-        """Returns a live node as it was sent."""
+        """Return a live node as it was sent; raise ValueError for node 0."""
         node = self._live[number].node
         if node is None:
-            raise ValueError("what a tree was planted under is no node of it")
+            raise ValueError("node 0 is the base of the tree, not a proposed node")
         return node
 
     def path(self, number: int) -> tuple[int, ...]:
-        """Returns the numbers from a child of the root down to a live node, both included; empty for the root."""
+        """Return the numbers from a child of the root down to a live node, both included; empty for the root."""
         steps: list[int] = []
         while number != self.root:
             steps.append(number)
@@ -155,7 +155,7 @@ class Lookahead:
         return tuple(reversed(steps))
 
     def drafted_line(self, max_depth: int) -> list[int]:
-        """Returns the drafted nodes below the root, each the child of the one before, down to a depth."""
+        """Return the chain of drafted nodes below the root, at most `max_depth` of them."""
         line: list[int] = []
         number: int | None = self.root
         while number is not None and len(line) < max_depth:
@@ -165,11 +165,11 @@ class Lookahead:
         return line
 
     def candidates(self, max_depth: int, urgency: float = 1.0) -> Iterator[Candidate]:
-        """Yields the nodes down to a depth below the root, those worth most first, parents before their children.
+        """Yield live nodes in descending order of value, parents before their children; none if the text is ahead.
 
         Args:
-            max_depth: of these nodes.
-            urgency: factor by which a node is worth less for each step that it is deeper, in (0, 1].
+            max_depth: maximum steps below the root.
+            urgency: factor of a node's value for each step below the root, in (0, 1].
         """
         if self._ahead:
             return
@@ -186,7 +186,7 @@ class Lookahead:
                 heapq.heappush(heap, (urgency * value * self.value(child), child))
 
     def tree(self, numbers: Sequence[int]) -> ProposalTree:
-        """Returns the tree of these nodes under the root; parents come before their children."""
+        """Return the tree of these live nodes below the root, renumbered from 1; parents come before their children."""
         tree = ProposalTree()
         renumbered = {self.root: ROOT}
         for number in numbers:
@@ -227,7 +227,7 @@ class Lookahead:
             self._live = {number: self._live[number] for number in self._below(child)}
 
     def _below(self, number: int) -> list[int]:
-        """Returns a node and all below it."""
+        """Return a node and all live nodes below it."""
         found = [number]
         for item in found:
             found.extend(self._live[item].children.values())

@@ -1,8 +1,8 @@
 """Keyed randomness: every random number is a pure function of a seed and a counter.
 
 The generator is Philox4x32-10 (Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3"), on Python's
-integers or integer tensors, so that all devices give the same integers. What is made of them is float64; ties go to
-the lowest token id.
+integers or integer tensors, so that all devices produce the same integers. Uniform and exponential noise made from them
+is float64; ties go to the lowest token id.
 """
 
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 Word: TypeAlias = int | Tensor
-"""A word of 32 bits in an int, or one in each element of an int64 tensor; tensors of a computation broadcast."""
+"""A 32-bit word as an int, or one per element of an int64 tensor; the tensors of one computation broadcast."""
 
 Words: TypeAlias = tuple[Word, Word, Word]
 """The three upper words of Philox counters; the lowest one is free for an index."""
@@ -31,10 +31,10 @@ _DENSE_SHARE: Final = 0.25
 
 
 class Purpose(IntEnum):
-    """What a counter decides; no counter may decide twice."""
+    """The purposes of random decisions; no counter may be used for two decisions."""
 
     TARGET = 0
-    """The target's own token under `coupled`; the draft looks at the same noise to guess it."""
+    """The target's own token under `coupled`; the draft uses the same noise to predict it."""
     DRAFT = 1
     """The draft's token under `rejection`."""
     ACCEPT = 2
@@ -45,15 +45,16 @@ class Purpose(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class Counter:
-    """Names one decision of a session.
+    """The identity of one random decision of a session.
 
     Attributes:
-        purpose: what it decides.
-        position: session position of the token that it concerns, in [0, 2**32).
-        base_len: under `rejection` the length that the round continues, in [0, 2**32), because draws beyond a rejection
-            decided the outcome and must be new in the next round; 0 under `coupled`, where the position alone decides.
-        segment: number of the node from which the drafted chain hangs, in [0, 2**24); `ROOT` for the main line.
-            Chains of one tree overlap in position, and what one of them drew decides whether another is followed.
+        purpose: of the decision.
+        position: session position of the token that it affects, in [0, 2**32).
+        base_len: under `rejection` the session length that the round continues, in [0, 2**32), because draws beyond a
+            rejection affected the outcome and must not be reused in the next round; 0 under `coupled`, which depends
+            on the position alone.
+        segment: number of the node below which the drafted chain starts, in [0, 2**24); `ROOT` for the first chain.
+            Chains of one tree overlap in position, and the draws of one can affect whether another is verified.
     """
 
     purpose: Purpose
@@ -67,17 +68,17 @@ class Counter:
 
     @property
     def words(self) -> Words:
-        """The three upper words of its Philox counters."""
+        """The three upper words of the decision's Philox counters."""
         return self.position, self.base_len, self.purpose | self.segment << 8
 
 
 def philox4x32(index: Word, words: Words, key: Key) -> tuple[Word, Word, Word, Word]:
-    """Returns Philox4x32-10 of the counters (index, *words).
+    """Return Philox4x32-10 of the counters (index, *words) (Salmon et al. 2011, section 3.3).
 
     Args:
         index: the first counter word of each block, in [0, 2**32).
-        words: the other three counter words.
-        key: two words.
+        words: the other three counter words, in [0, 2**32).
+        key: two words, in [0, 2**32).
 
     Returns:
         Four words, each in [0, 2**32): ints for ints, int64 tensors of the common shape where there is a tensor.
@@ -86,8 +87,8 @@ def philox4x32(index: Word, words: Words, key: Key) -> tuple[Word, Word, Word, W
     word_0, word_1, word_2, word_3 = state
     key_0, key_1 = key
     for _ in range(_ROUNDS):
-        # Only factors have to be exact words. Words 1 and 3 are kept as whole products, and tensors' products wrap
-        # around the sign: the lower 32 bits are right all the same, and the mask takes them.
+        # Only the factors must be exact words. Words 1 and 3 are kept as full products, and products of tensors wrap
+        # around the sign: their lower 32 bits are still correct, and the mask selects them.
         product_0, product_1 = word_0 * _MULTIPLIERS[0], word_2 * _MULTIPLIERS[1]
         word_0, word_2 = _mix(product_1, word_1, key_0), _mix(product_0, word_3, key_1)
         word_1, word_3 = product_1, product_0
@@ -96,7 +97,7 @@ def philox4x32(index: Word, words: Words, key: Key) -> tuple[Word, Word, Word, W
 
 
 class KeyedSource:
-    """The `DecisionSource` of production: decisions follow from a seed and the decision's counter.
+    """The production `DecisionSource`: each decision is a function of a seed and the decision's counter.
 
     Args:
         seed: in [0, 2**64).
@@ -109,18 +110,18 @@ class KeyedSource:
 
     @property
     def key(self) -> tuple[int, int]:
-        """The two words of the seed, low and high."""
+        """The low and the high 32 bits of the seed."""
         return self._key
 
     def pick(self, weights: Tensor, counter: Counter) -> int:
-        """Returns a token drawn with probability proportional to `weights`, by the Gumbel-max trick.
+        """Return a token id sampled with probability proportional to `weights`, by the Gumbel-max trick.
 
-        The argmax of log(weight) + Gumbel noise is taken as that of weight / exponential noise, which is the same
-        race at a third of the logarithms. Weights that are one token's alone take no noise.
+        The argmax of log(weight) + Gumbel noise is computed as that of weight / exponential noise, which is equal and
+        takes a third of the logarithms. No noise is computed if only one weight is positive.
 
         Args:
             weights: float64 [V], at least 0, with a positive one; need not sum to 1.
-            counter: names the decision; the noise of a token does not depend on the weights.
+            counter: of the decision; the noise of a token does not depend on the weights.
 
         Raises:
             ValueError: no weight is positive.
@@ -137,22 +138,22 @@ class KeyedSource:
         return int(support[self._race(weights[support], support, counter).argmax()])
 
     def accept(self, probability: float, counter: Counter) -> bool:
-        """Returns True with that probability; never for 0, always for 1."""
+        """Return True with this probability, in [0, 1]: never for 0, always for 1."""
         return self.uniform(counter) < probability
 
     def uniform(self, counter: Counter) -> float:
-        """Returns the counter's uniform number, in [0, 1), a multiple of 2**-53."""
+        """Return the counter's uniform random number in [0, 1), a multiple of 2**-53."""
         high, low, *_ = philox4x32(0, counter.words, self._key)
         return float(high << 21 | low >> 11) * 2.0**-53
 
     def exponential(self, token_ids: Tensor, counter: Counter) -> Tensor:
-        """Returns standard exponential noise, float64 [N], positive and finite, of ascending token ids, int64 [N]."""
+        """Return standard exponential noise, float64 [N], positive and finite, of ascending token ids, int64 [N]."""
         if token_ids[-1] == len(token_ids) - 1:  # ascending, so these are all ids from 0 on
             return vocabulary_exponential(len(token_ids), counter.words, self._key, token_ids.device).view(-1)
         return token_exponential(token_ids, counter.words, self._key)
 
     def gumbel(self, token_ids: Tensor, counter: Counter) -> Tensor:
-        """Returns standard Gumbel noise, float64 [N], of ascending token ids: -log of their exponential noise."""
+        """Return standard Gumbel noise, float64 [N], of ascending token ids: -log of their exponential noise."""
         return self.exponential(token_ids, counter).log_().neg_()
 
     def _race(self, weights: Tensor, token_ids: Tensor, counter: Counter) -> Tensor:
@@ -160,14 +161,14 @@ class KeyedSource:
 
 
 def token_exponential(token_ids: Tensor, words: Words, key: Key) -> Tensor:
-    """Returns standard exponential noise of tokens, each under the counter and key that stand beside it.
+    """Return standard exponential noise of tokens, each with a counter and key of its own.
 
-    Block v // 2 gives the noise of tokens v and v + 1 (v even), two words each, of which 52 bits are used: then
-    (bits + 1/2) / 2**52 is exact and lies strictly between 0 and 1. So a token's noise is the same whichever others
-    are asked for.
+    Block v // 2 is the source of the noise of tokens v and v + 1 (v even), two words each, of which 52 bits are used:
+    (bits + 1/2) / 2**52 is exact and lies strictly between 0 and 1. A token's noise does not depend on which other
+    tokens are computed.
 
     Args:
-        token_ids: int64 [N].
+        token_ids: int64 [N], at least 0.
         words: ints, or int64 [N].
         key: ints, or int64 [N].
 
@@ -179,16 +180,16 @@ def token_exponential(token_ids: Tensor, words: Words, key: Key) -> Tensor:
 
 
 def vocabulary_exponential(vocabulary_size: int, words: Words, key: Key, device: torch.device) -> Tensor:
-    """Returns the noise of `token_exponential` for all token ids of several rows.
+    """Return the noise of `token_exponential` for all token ids of several rows.
 
     Args:
         vocabulary_size: V, at least 1.
         words: ints, or int64 [R, 1].
         key: ints, or int64 [R, 1].
-        device: of the result, and of all tensors given.
+        device: of the result and of all tensor arguments.
 
     Returns:
-        float64 [R, V]; [1, V] where all is ints.
+        float64 [R, V], positive and finite; [1, V] if all words are ints.
     """
     num_rows = max(word.numel() if isinstance(word, Tensor) else 1 for word in (*words, *key))
     blocks = torch.arange((vocabulary_size + 1) // 2, device=device).expand(num_rows, -1)
@@ -201,7 +202,7 @@ def _exponential(bits: Tensor) -> Tensor:
 
 
 def _pairs(blocks: Tensor, words: Words, key: Key) -> tuple[Tensor, Tensor]:
-    """Returns 52 bits of each half of the blocks: those of the even token id, and of the odd one."""
+    """Return 52 bits from each half of the blocks: of the even token ids, and of the odd ones."""
     mixed = [torch.as_tensor(word) for word in philox4x32(blocks, words, key)]
     return (mixed[0] << 20).bitwise_or_(mixed[1] >> 12), (mixed[2] << 20).bitwise_or_(mixed[3] >> 12)
 
@@ -210,7 +211,7 @@ def _mix(product: Word, word: Word, key: Word) -> Word:
     mixed = product >> 32
     mixed ^= key
     if isinstance(word, Tensor) and isinstance(mixed, Tensor) and word.numel() > mixed.numel():
-        # Until the numbers of blocks have spread to a word, one of it stands for all of a row.
+        # Until the block index has mixed into a word, one element of it stands for a whole row.
         mixed = mixed.expand_as(word).clone()
     mixed ^= word
     mixed &= _MASK

@@ -1,8 +1,7 @@
-"""The law of the next token: the target's (or the draft's) logits under the request's sampling parameters.
+"""The distribution of the next token: logits of the target or the draft under the request's sampling parameters.
 
-The order is vLLM's: minimum length, logit bias, penalties, then the temperature, min_p, top_k, top_p. What is sampled
-is computed in float64, for many positions at once; a position's law depends, bit for bit, on its own logits and history
-alone.
+The order is vLLM's: minimum length, logit bias, penalties, then the temperature, min_p, top_k, top_p. Distributions
+are computed in float64, for many positions at once; the bits of one depend on its own logits and history alone.
 """
 
 from collections.abc import Collection, Iterable, Sequence
@@ -19,12 +18,12 @@ from outrider.speculation.truncation import Support, top_k_weights, top_p_weight
 
 
 class TokenHistory:
-    """The tokens before a position, as penalties need them: which are in the prompt, how often which are in the output.
+    """The tokens before a position, for penalties: the set of prompt tokens, and the counts of output tokens.
 
     Args:
         prompt: token ids before the output.
         output: token ids of the output so far.
-        parameters: nothing is kept unless they have penalties.
+        parameters: of the request; tokens are stored only if they have penalties.
     """
 
     def __init__(self, prompt: Sequence[int], output: Sequence[int], parameters: SamplingParameters) -> None:
@@ -36,7 +35,7 @@ class TokenHistory:
             self._count(output)
 
     def extended(self, token_ids: Sequence[int]) -> "TokenHistory":
-        """Returns the history with more output, as along a branch of a proposal; this one stays as it is."""
+        """Return a history with more output tokens, as along a branch of a proposal; this one is not changed."""
         longer = TokenHistory.__new__(TokenHistory)
         longer.num_output = self.num_output + len(token_ids)
         longer._kept, longer._prompt, longer._output = self._kept, self._prompt, self._output
@@ -46,11 +45,11 @@ class TokenHistory:
         return longer
 
     def seen(self) -> list[int]:
-        """Returns the distinct token ids of prompt and output, in no order."""
+        """Return the distinct token ids of prompt and output, in any order."""
         return list(self._prompt | self._output.keys())
 
     def output_counts(self) -> tuple[list[int], list[int]]:
-        """Returns the distinct token ids of the output, and how often each stands there."""
+        """Return the distinct token ids of the output, and the count of each."""
         return list(self._output), list(self._output.values())
 
     def _count(self, token_ids: Sequence[int]) -> None:
@@ -59,13 +58,13 @@ class TokenHistory:
 
 
 @dataclass(frozen=True, slots=True)
-class LawTerms:
-    """What a position's law depends on, besides its logits.
+class SamplingMetadata:
+    """The inputs of a position's distribution besides its logits.
 
     Attributes:
-        parameters: the request's.
-        history: what came before.
-        stop_token_ids: not drawn before `min_tokens` output tokens.
+        parameters: of the request.
+        history: of the tokens before the position.
+        stop_token_ids: not sampled before `min_tokens` output tokens.
     """
 
     parameters: SamplingParameters
@@ -74,105 +73,105 @@ class LawTerms:
 
     @property
     def withheld(self) -> Collection[int]:
-        """Token ids that may not be drawn here."""
+        """Token ids that must not be sampled at this position."""
         return self.stop_token_ids if self.history.num_output < self.parameters.min_tokens else ()
 
     @property
     def changes_logits(self) -> bool:
-        """Whether minimum length, logit bias or penalties apply."""
+        """Whether minimum length, logit bias or penalties change the logits."""
         return bool(self.withheld or self.parameters.logit_bias or self.parameters.needs_history)
 
 
 def target_distribution(
     logits: Tensor, parameters: SamplingParameters, history: TokenHistory, stop_token_ids: Collection[int]
 ) -> Tensor:
-    """Returns the law of the next token.
+    """Return the distribution of the next token.
 
     Args:
-        logits: [V], raw, any floating dtype; not changed. Minus infinity where a token is impossible.
-        parameters: the request's.
-        history: what came before.
-        stop_token_ids: not drawn before `min_tokens` output tokens.
+        logits: raw logits [V], any floating dtype, minus infinity for impossible tokens; not changed.
+        parameters: of the request.
+        history: of the tokens before the position.
+        stop_token_ids: not sampled before `min_tokens` output tokens.
 
     Returns:
-        float64 [V], sums to 1; one token has all of it at temperature 0 (ties: the lowest id).
+        float64 [V], sum 1; at temperature 0 a single token has probability 1 (ties: the lowest id).
 
     Raises:
-        ValueError: the largest logit is not finite, or one is not a number.
+        ValueError: the largest logit is not finite, or a logit is NaN.
     """
-    terms = [LawTerms(parameters, history, stop_token_ids)]
-    scores = changed_logits(logits.unsqueeze(0), terms)
+    metadata = [SamplingMetadata(parameters, history, stop_token_ids)]
+    scores = changed_logits(logits.unsqueeze(0), metadata)
     top_id = scores.argmax(-1)  # a NaN, if there is one
     if not bool((top := scores[0, top_id]).isfinite()):
         raise ValueError(f"the largest logit is {float(top)}, must be finite")
     if parameters.is_greedy:
         return torch.zeros_like(scores[0], dtype=torch.float64).index_fill_(0, top_id, 1.0)
-    weights = target_weights(tempered(scores, terms), terms)
+    weights = target_weights(tempered(scores, metadata), metadata)
     dense = weights.dense(logits.numel()) if isinstance(weights, Support) else weights
     return dense[0].div_(dense.sum())
 
 
-def changed_logits(logits: Tensor, terms: Sequence[LawTerms]) -> Tensor:
-    """Returns the logits after minimum length, logit bias and penalties, in that order.
+def changed_logits(logits: Tensor, metadata: Sequence[SamplingMetadata]) -> Tensor:
+    """Return the logits after minimum length, logit bias and penalties, in that order.
 
-    The repetition penalty divides the positive and multiplies the other logits of tokens in prompt or output; the other
-    penalties count tokens of the output.
+    The repetition penalty divides positive and multiplies negative logits of tokens in prompt or output; the presence
+    and frequency penalties apply to tokens of the output.
 
     Args:
-        logits: [R, V], raw, any floating dtype; not changed.
-        terms: of each row.
+        logits: raw logits [R, V], any floating dtype; not changed.
+        metadata: of each row.
 
     Returns:
-        float64 [R, V]; where nothing applies, the `logits` in at least float32, which changes no value.
+        float64 [R, V]; if nothing applies to any row, `logits` in at least float32, which preserves the values.
     """
-    if not any(row.changes_logits for row in terms):
-        # An argmax takes several times as long over 16 bits.
+    if not any(row.changes_logits for row in metadata):
+        # An argmax over 16-bit values takes several times as long.
         return logits.float() if logits.element_size() < 4 else logits
     scores = logits.to(torch.float64, copy=True)
-    _withhold(scores, terms)
-    _bias(scores, terms)
-    _penalise(scores, terms)
+    _withhold(scores, metadata)
+    _bias(scores, metadata)
+    _penalise(scores, metadata)
     return scores
 
 
-def tempered(scores: Tensor, terms: Sequence[LawTerms]) -> Tensor:
-    """Returns scores [R, V] over the temperatures, which are not 0, up to a constant: float64, the largest is 0.
+def tempered(scores: Tensor, metadata: Sequence[SamplingMetadata]) -> Tensor:
+    """Return scores [R, V] divided by the temperatures (not 0), shifted so that a row's largest is 0: float64 [R, V].
 
-    A row is not a number throughout where its largest score is not finite.
+    All values of a row are NaN if its largest score is not finite.
     """
-    # The largest is taken off first, because a small temperature would take it to infinity.
+    # The largest is subtracted first, because a small temperature would make it infinite.
     scores = scores.double() - scores.amax(-1, keepdim=True).double()
-    return scores.div_(_column(scores, [row.parameters.temperature for row in terms]).unsqueeze(1))
+    return scores.div_(_column(scores, [row.parameters.temperature for row in metadata]).unsqueeze(1))
 
 
 class Truncation(IntEnum):
-    """How the tokens are found that truncation leaves; rows that are computed together have it in common."""
+    """The kinds of truncation; rows that are computed together have the same kind."""
 
     NONE = 0
-    """All tokens stay, but for those that min_p drops."""
+    """No top_k or top_p; min_p may drop tokens."""
     TOP_K = 1
     TOP_P = 2
-    """Of all tokens: top_k leaves them all."""
+    """top_p over the whole vocabulary: top_k is off."""
 
     @classmethod
     def of(cls, parameters: SamplingParameters, vocabulary_size: int) -> "Truncation":
-        """Returns what the parameters need."""
+        """Return the kind that the parameters need."""
         if 0 < parameters.top_k < vocabulary_size:
             return cls.TOP_K
         return cls.TOP_P if parameters.top_p < 1 else cls.NONE
 
 
-def target_weights(scores: Tensor, terms: Sequence[LawTerms]) -> Tensor | Support:
-    """Returns what the laws are proportional to: 1 for the most likely token.
+def target_weights(scores: Tensor, metadata: Sequence[SamplingMetadata]) -> Tensor | Support:
+    """Return the unnormalised probabilities after truncation; the most likely token has weight 1.
 
     Args:
-        scores: of `tempered`, float64 [R, V]; changed.
-        terms: of each row; all need the same truncation.
+        scores: the result of `tempered`, float64 [R, V]; overwritten.
+        metadata: of each row; all need the same kind of truncation.
 
     Returns:
-        float64 [R, V], or the tokens that are left.
+        float64 [R, V], or the remaining tokens with their weights.
     """
-    parameters = [row.parameters for row in terms]
+    parameters = [row.parameters for row in metadata]
     min_p, top_p = (
         _column(scores, values) for values in zip(*((row.min_p, row.top_p) for row in parameters), strict=True)
     )
@@ -186,43 +185,43 @@ def target_weights(scores: Tensor, terms: Sequence[LawTerms]) -> Tensor | Suppor
     return weights.masked_fill_(weights < min_p.unsqueeze(1), 0.0) if any(row.min_p for row in parameters) else weights
 
 
-def _withhold(scores: Tensor, terms: Sequence[LawTerms]) -> None:
-    rows, token_ids = _pairs(scores, [row.withheld for row in terms])
+def _withhold(scores: Tensor, metadata: Sequence[SamplingMetadata]) -> None:
+    rows, token_ids = _pairs(scores, [row.withheld for row in metadata])
     scores[rows, token_ids] = -inf
 
 
-def _bias(scores: Tensor, terms: Sequence[LawTerms]) -> None:
-    biases = [row.parameters.logit_bias for row in terms]
+def _bias(scores: Tensor, metadata: Sequence[SamplingMetadata]) -> None:
+    biases = [row.parameters.logit_bias for row in metadata]
     rows, token_ids = _pairs(scores, biases)
     scores[rows, token_ids] += _column(scores, chain.from_iterable(bias.values() for bias in biases))
 
 
-def _penalise(scores: Tensor, terms: Sequence[LawTerms]) -> None:
-    _penalise_seen(scores, terms)
-    _penalise_output(scores, terms)
+def _penalise(scores: Tensor, metadata: Sequence[SamplingMetadata]) -> None:
+    _penalise_seen(scores, metadata)
+    _penalise_output(scores, metadata)
 
 
-def _penalise_seen(scores: Tensor, terms: Sequence[LawTerms]) -> None:
-    penalties = [row.parameters.repetition_penalty for row in terms]
-    seen = [row.history.seen() if penalty != 1 else () for row, penalty in zip(terms, penalties, strict=True)]
+def _penalise_seen(scores: Tensor, metadata: Sequence[SamplingMetadata]) -> None:
+    penalties = [row.parameters.repetition_penalty for row in metadata]
+    seen = [row.history.seen() if penalty != 1 else () for row, penalty in zip(metadata, penalties, strict=True)]
     rows, token_ids = _pairs(scores, seen)
     found, penalty = scores[rows, token_ids], _column(scores, penalties)[rows]
     scores[rows, token_ids] = torch.where(found > 0, found / penalty, found * penalty)
 
 
-def _penalise_output(scores: Tensor, terms: Sequence[LawTerms]) -> None:
-    outputs = [row.history.output_counts() for row in terms]
+def _penalise_output(scores: Tensor, metadata: Sequence[SamplingMetadata]) -> None:
+    outputs = [row.history.output_counts() for row in metadata]
     rows, token_ids = _pairs(scores, [token_ids for token_ids, _ in outputs])
     counts = _column(scores, chain.from_iterable(counts for _, counts in outputs))
-    frequency = _column(scores, [row.parameters.frequency_penalty for row in terms])
-    presence = _column(scores, [row.parameters.presence_penalty for row in terms])
+    frequency = _column(scores, [row.parameters.frequency_penalty for row in metadata])
+    presence = _column(scores, [row.parameters.presence_penalty for row in metadata])
     scores[rows, token_ids] -= frequency[rows] * counts
     scores[rows, token_ids] -= presence[rows]
 
 
 def _pairs(like: Tensor, token_ids: Sequence[Collection[int]]) -> tuple[Tensor, Tensor]:
-    """Returns the rows and the token ids of what is named row by row, int64 [M] each."""
-    # `repeat_interleave` would wake all of the processor's threads for a few numbers.
+    """Return row indices and token ids of the token ids of each row, int64 [M] each."""
+    # `repeat_interleave` would start all CPU threads for a few numbers.
     rows = torch.tensor([row for row, ids in enumerate(token_ids) for _ in ids], dtype=torch.int64)
     flat = torch.tensor(list(chain.from_iterable(token_ids)), dtype=torch.int64)
     return rows.to(like.device), flat.to(like.device)

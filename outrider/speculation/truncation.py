@@ -1,8 +1,7 @@
-"""Truncated laws of many rows at once, by the tokens that are left: top_k, min_p and top_p.
+"""Batched truncation of distributions to their most likely tokens: top_k, min_p and top_p.
 
-A row's result has the same bits whichever rows are beside it: rows meet in comparisons and element by element only, and
-what is summed is summed one after the other (`cumsum`), because the order in which `sum` adds depends on the number of
-rows.
+The bits of a row's result do not depend on the other rows: all operations are comparisons or elementwise, and sums are
+sequential (`cumsum`), because the order in which `sum` adds depends on the number of rows.
 """
 
 from dataclasses import dataclass
@@ -12,19 +11,19 @@ import torch
 from torch import Tensor
 
 _NUCLEUS_GUESS = 1024
-"""Tokens among which a nucleus is looked for before the whole vocabulary is sorted."""
+"""Number of most likely tokens in which a nucleus is searched before the whole vocabulary is sorted."""
 
 
 @dataclass(frozen=True, slots=True)
 class Support:
-    """Tokens that are left of some rows, with a value for each.
+    """The remaining tokens of some rows, with a value each.
 
-    Invariant: every row has a token; rows ascend, and token ids within a row.
+    Invariant: every row has at least one token; rows ascend, and token ids ascend within a row.
 
     Attributes:
         rows: int64 [M], in [0, num_rows).
         token_ids: int64 [M].
-        values: float64 [M].
+        values: float64 [M], logits or weights.
         num_rows: R.
     """
 
@@ -44,36 +43,36 @@ class Support:
         return torch.arange(len(self.rows), device=self.rows.device) - self.starts[self.rows]
 
     def where(self, mask: Tensor) -> "Support":
-        """Returns the tokens for which the mask, bool [M], holds; there is one in every row."""
+        """Return the tokens for which the mask, bool [M], is true; it must be true for one token of every row."""
         return Support(self.rows[mask], self.token_ids[mask], self.values[mask], self.num_rows)
 
     def padded(self) -> Tensor:
-        """Returns the values in a row each, float64 [R, most tokens in a row]; minus infinity behind a row's last."""
+        """Return the values of each row padded with minus infinity, float64 [R, most tokens in a row]."""
         places = self.places
         empty = self.values.new_full((self.num_rows, int(places.max()) + 1), -inf)
         return empty.index_put_((self.rows, places), self.values)
 
     def argmax(self) -> Tensor:
-        """Returns the token id of each row's largest value; among equals the lowest. int64 [R]."""
+        """Return the token id of each row's largest value, ties to the lowest id: int64 [R]."""
         return self.token_ids[self.starts + self.padded().argmax(-1)]
 
     def ranked(self) -> tuple[Tensor, Tensor]:
-        """Returns values and places of each row's tokens, largest first, the lower id first among equals.
+        """Return values and places of each row's tokens in descending order of value, ties by token id.
 
         Returns:
-            float64 and int64 [R, most tokens in a row]; places are those in `padded`. Minus infinity comes last.
+            float64 and int64 [R, most tokens in a row]; places index the rows of `padded`. Padding comes last.
         """
         values, places = self.padded().sort(descending=True, stable=True, dim=-1)
         return values, places
 
     def dense(self, vocabulary_size: int) -> Tensor:
-        """Returns the values at their token ids, float64 [R, V], 0 elsewhere."""
+        """Return the values at their token ids, float64 [R, V], 0 elsewhere."""
         empty = self.values.new_zeros(self.num_rows, vocabulary_size)
         return empty.index_put_((self.rows, self.token_ids), self.values)
 
 
 def most_likely(scores: Tensor, nums: Tensor) -> Support:
-    """Returns the tokens that are at least as likely as each row's num-th; more than that where they tie with it.
+    """Return each row's `num` most likely tokens, and those that tie with the last of them.
 
     Args:
         scores: float64 [R, V].
@@ -85,13 +84,13 @@ def most_likely(scores: Tensor, nums: Tensor) -> Support:
 
 
 def top_k_weights(scores: Tensor, top_k: Tensor, min_p: Tensor, top_p: Tensor) -> Support:
-    """Returns what top_k leaves, in proportion to probability; then min_p and top_p.
+    """Return the tokens that remain after top_k, min_p and top_p, with weights proportional to probability.
 
-    min_p may come after top_k, because both keep the most likely tokens. Tokens that tie with the k-th stay, as in
-    vLLM: which of them would go is not for the order of ids to say.
+    min_p may be applied after top_k, because both keep the most likely tokens. Tokens that tie with the k-th remain, as
+    in vLLM.
 
     Args:
-        scores: float64 [R, V], logits over temperature, the largest 0.
+        scores: logits divided by temperature, float64 [R, V], the largest of each row 0.
         top_k: int64 [R], in [1, V].
         min_p: float64 [R], in [0, 1].
         top_p: float64 [R], in (0, 1].
@@ -104,10 +103,9 @@ def top_k_weights(scores: Tensor, top_k: Tensor, min_p: Tensor, top_p: Tensor) -
 
 
 def top_p_weights(scores: Tensor, min_p: Tensor, top_p: Tensor) -> Support:
-    """Returns what min_p and then top_p leave of all tokens; like `top_k_weights`."""
+    """Return the tokens that remain after min_p and top_p; arguments and result as of `top_k_weights`."""
     weights = scores.exp()
     totals = weights.masked_fill_(weights < min_p.unsqueeze(1), 0.0).cumsum(-1)[:, -1]
-    num = min(_NUCLEUS_GUESS, scores.shape[-1])
     num = min(_NUCLEUS_GUESS, scores.shape[-1])
     ranking = _Ranking.of(_weighed(most_likely(scores, torch.full_like(totals, num, dtype=torch.int64)), min_p))
     nuclei = ranking.nucleus(totals, top_p)
@@ -118,7 +116,7 @@ def top_p_weights(scores: Tensor, min_p: Tensor, top_p: Tensor) -> Support:
 
 
 def _with_all(guess: Support, rows: Tensor, scores: Tensor, totals: Tensor, cuts: tuple[Tensor, Tensor]) -> Support:
-    """Returns the guess with the nuclei of `rows` looked for among all tokens instead, one row after the other."""
+    """Return `guess` with the nuclei of `rows` recomputed over the whole vocabulary, one row at a time."""
     parts = [guess.where(~torch.isin(guess.rows, rows))]
     for row in rows.unsqueeze(1):
         every = most_likely(scores[row], torch.full_like(row, scores.shape[-1]))
@@ -130,7 +128,7 @@ def _with_all(guess: Support, rows: Tensor, scores: Tensor, totals: Tensor, cuts
 
 
 def _weighed(scores: Support, min_p: Tensor) -> Support:
-    """Returns the tokens by their weights, without those below min_p or without any."""
+    """Return the tokens with their weights, without those whose weight is 0 or below min_p."""
     weights = scores.values.exp()
     left = Support(scores.rows, scores.token_ids, weights, scores.num_rows)
     return left.where((weights > 0) & (weights >= min_p[scores.rows]))
@@ -138,12 +136,12 @@ def _weighed(scores: Support, min_p: Tensor) -> Support:
 
 @dataclass(frozen=True, slots=True)
 class _Ranking:
-    """Weights of some rows, most likely tokens first.
+    """The weights of some rows in descending order.
 
     Attributes:
-        weights: the tokens.
+        weights: the tokens with their weights.
         places: their places in `weights.padded()`, int64 [R, most tokens in a row].
-        masses: weights up to and with each, float64 [R, most tokens in a row]; a row's last is that of all.
+        masses: cumulative sums of the sorted weights, float64 [R, most tokens in a row]; a row's last is its total.
     """
 
     weights: Support
@@ -156,10 +154,10 @@ class _Ranking:
         return cls(weights, places, values.clamp_(min=0).cumsum(-1))
 
     def nucleus(self, totals: Tensor, top_p: Tensor) -> Support:
-        """Returns the most likely tokens until they have top_p of the totals; among equals, the lower id first."""
+        """Return each row's smallest set of most likely tokens with a share of at least top_p, ties by token id."""
         before = self.masses.roll(1, dims=-1)
         before[:, 0] = 0
-        # At least one stays, because nothing is before the first; all stay where there is nothing to cut.
+        # The first token always remains, because the sum before it is 0; all remain if top_p is 1.
         kept = (before < (totals * top_p).unsqueeze(1)) | (top_p == 1).unsqueeze(1)
         chosen = torch.zeros_like(kept).scatter_(1, self.places, kept)
         return self.weights.where(chosen[self.weights.rows, self.weights.places])

@@ -1,7 +1,7 @@
-"""Acceptance rules: which tokens of a proposal the target keeps, and which token of its own it adds.
+"""Acceptance rules: they accept a prefix of a path of a proposal, and add a token of the target's own.
 
-Every rule is lossless: the output follows the target's law whatever was proposed. A rule decides only through a
-`DecisionSource`, so that tests can run this very code on every outcome of every decision, with its exact weight.
+Every rule is lossless: the output follows the target's distribution, whatever was proposed. All random decisions go
+through a `DecisionSource`, so that tests can run this code on every outcome of every decision, with its probability.
 """
 
 from collections.abc import Callable, Sequence
@@ -14,30 +14,30 @@ from torch import Tensor
 from outrider.speculation.randomness import Counter, Purpose
 from outrider.tokens import ROOT, ProposalTree, SparseDistribution, TokenOrigin
 
-TargetLaw: TypeAlias = Callable[[int], Tensor]
-"""The target's law after a node of the proposal (after the base itself for `ROOT`): float64 [V], at least 0, sum 1."""
+TargetDistributions: TypeAlias = Callable[[int], Tensor]
+"""Returns the target's distribution after a node (after the base for `ROOT`): float64 [V], at least 0, sum 1."""
 
 
 class DecisionSource(Protocol):
-    """Decides what is left to chance; each counter at most once in the life of a session."""
+    """The source of the rules' random decisions; each counter is used at most once in a session."""
 
     def pick(self, weights: Tensor, counter: Counter) -> int:
-        """Returns a token id drawn with probabilities proportional to `weights`, float64 [V]."""
+        """Return a token id sampled with probabilities proportional to `weights`, float64 [V]."""
 
     def accept(self, probability: float, counter: Counter) -> bool:
-        """Returns whether an event of that probability, in [0, 1], happens."""
+        """Return True with this probability, in [0, 1]."""
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What a verification gives: the accepted tokens of a proposal, then one token of the target's own.
+    """The result of a verification: the accepted tokens of a proposal, then one token of the target's own.
 
-    Invariant: there is one token, and one origin, more than nodes in the path.
+    Invariant: `token_ids` and `origins` have one element more than `path`.
 
     Attributes:
         token_ids: the output tokens, at positions base.len, base.len + 1, ...
-        origins: of each token; ACCEPTED but for the last, which is RECOVERED where something else was proposed in its
-            place, and else BONUS.
+        origins: of each token: ACCEPTED, and for the last one RECOVERED if other tokens were proposed at its position,
+            else BONUS.
         path: numbers of the accepted nodes, from a child of the root downwards.
     """
 
@@ -47,16 +47,16 @@ class Outcome:
 
 
 def follow_draws(tree: ProposalTree, draw: Callable[[int], int]) -> Outcome:
-    """Verifies a proposal by the `coupled` rule: a proposed token is accepted iff it is the target's own draw.
+    """Verify a proposal by the `coupled` rule: a proposed token is accepted iff it equals the target's own draw.
 
-    The output is what plain decoding with the same draws gives, whatever the tree (Daliri et al. 2024, "Coupling
-    without Communication and Drafter-Invariant Speculative Decoding"). Nodes' kinds and distributions are not looked
-    at.
+    The output equals that of plain decoding with the same draws, for any tree (Daliri et al. 2024, "Coupling without
+    Communication and Drafter-Invariant Speculative Decoding", Gumbel coupling). Kinds and distributions of nodes are
+    ignored.
 
     Args:
         tree: the proposal.
-        draw: returns the target's token after a node, at position base.len + the node's depth; called once for each
-            accepted node, and for `ROOT`.
+        draw: returns the target's token after a node, at position base.len + the node's depth; called once for `ROOT`
+            and once for each accepted node.
     """
     path: list[int] = []
     while True:
@@ -68,33 +68,36 @@ def follow_draws(tree: ProposalTree, draw: Callable[[int], int]) -> Outcome:
         path.append(child)
 
 
-def verify_rejection(tree: ProposalTree, law: TargetLaw, base_len: int, source: DecisionSource) -> Outcome:
-    """Verifies a proposal by speculative sampling with block verification.
+def verify_rejection(
+    tree: ProposalTree, distribution_after: TargetDistributions, base_len: int, source: DecisionSource
+) -> Outcome:
+    """Verify a proposal by speculative sampling with block verification.
 
     The drafted chain below the root is verified as one block (Sun et al. 2024, "Block Verification Accelerates
-    Speculative Decoding", Alg. 2): a prefix of it is kept, and the target adds a token of its own, from the residual
-    or as the bonus. If that token is a guessed node, it is accepted, and the chain below it is verified as a new
-    block, and so on.
+    Speculative Decoding", Alg. 2): a prefix of it is accepted, and the target adds a token of its own, recovered from
+    the residual distribution or as the bonus. If that token is a guessed node, it is accepted, and the drafted chain
+    below it is verified as the next block.
 
-    A drafted node counts as guessed unless it brings a distribution in which its token has a probability; a guessed
-    node never changes the law. The output law is the target's iff drafted tokens were sampled from the distributions
-    they bring, independently of all else (`draft_rejection`), and a node's presence does not depend on its own token.
+    A drafted node counts as guessed unless its `draft_distribution` has its token; guessed nodes never change the
+    output distribution. The output distribution is the target's iff every drafted token was sampled from its
+    `draft_distribution`, independently of everything else (`draft_rejection`), and the presence of a node does not
+    depend on its own token.
 
     Args:
         tree: the proposal.
-        law: called at most once for each node; not for nodes beyond one that the target cannot output.
-        base_len: length of the session that the proposal continues.
-        source: decides; each counter here is met under this base only.
+        distribution_after: called at most once per node, and not below a node that the target cannot output.
+        base_len: session length that the proposal continues, in tokens.
+        source: makes the decisions; each counter is used under this base only.
     """
     path: list[int] = []
     start = ROOT
     while True:
-        block = _Block(tree, law, base_len, start)
+        block = _Block(tree, distribution_after, base_len, start)
         kept = block.num_kept(source)
         path += block.chain[:kept]
         token_id = block.own_token(kept, source)
         child = tree.child(path[-1] if path else ROOT, token_id)
-        # The block's own rejected node has residual probability 0, but for rounding: its chain is spent, not followed.
+        # The rejected node of the block has residual probability 0, up to rounding; its chain was already verified.
         if child is None or child in block.chain:
             return _outcome(tree, path, token_id)
         path.append(child)
@@ -102,19 +105,19 @@ def verify_rejection(tree: ProposalTree, law: TargetLaw, base_len: int, source: 
 
 
 def residual_distribution(target: Tensor, draft: Tensor, scale: float = 1.0) -> Tensor:
-    """Returns the law of the token that replaces a rejected draft token.
+    """Return the distribution of the token that replaces a rejected drafted token.
 
     It is norm(max(scale * target - draft, 0)), so that accepted and recovered tokens together follow `target`
     exactly (with scale 1 Leviathan et al. 2023, Alg. 1, where `target` is p and `draft` is q; else Sun et al. 2024,
     Alg. 2).
 
-    Where that has no mass, `target` nowhere exceeds `draft`: the two are equal, and nothing is rejected, but for the
-    rounding of their sums. Then it is `target` itself, the only law that needs no constant to be chosen.
+    If that has no mass, `target` nowhere exceeds `draft`: the two are equal up to rounding, and a rejection has
+    probability 0 up to rounding. The result is then `target`.
 
     Args:
         target: float64 [V], sum 1.
         draft: float64 [V], sum 1.
-        scale: probability, in (0, 1], with which the drafted tokens before this one are kept in some prefix.
+        scale: probability, in (0, 1], that the drafted tokens before this one are accepted; p_i in Sun et al. 2024.
 
     Returns:
         float64 [V], sum 1.
@@ -124,41 +127,44 @@ def residual_distribution(target: Tensor, draft: Tensor, scale: float = 1.0) -> 
     return residual.div_(mass) if mass > 0 else target
 
 
-def draft_coupled(law: Tensor, position: int, source: DecisionSource) -> int:
-    """Returns the draft's best guess at the target's draw under `coupled`: its own law's winner, with the same noise.
+def draft_coupled(distribution: Tensor, position: int, source: DecisionSource) -> int:
+    """Return the draft's prediction of the target's draw under `coupled`: a draw with the target's noise.
 
     Args:
-        law: of the draft; float64 [V], at least 0, not all 0.
+        distribution: of the draft: float64 [V], at least 0, not all 0.
         position: session position of the token.
-        source: has the session's seed.
+        source: with the session's seed.
     """
-    return source.pick(law, Counter(Purpose.TARGET, position))
+    return source.pick(distribution, Counter(Purpose.TARGET, position))
 
 
-def draft_rejection(law: Tensor, base_len: int, position: int, source: DecisionSource, segment: int = ROOT) -> int:
-    """Returns a drafted token for the `rejection` rule, sampled from `law`.
+def draft_rejection(
+    distribution: Tensor, base_len: int, position: int, source: DecisionSource, segment: int = ROOT
+) -> int:
+    """Return a drafted token for the `rejection` rule: a sample from `distribution`.
 
-    It has to be proposed whatever it is. So a node's drafted child is made before its guesses, which avoid its token:
-    after them, a token that was guessed already would have no place in the tree, and be withheld for its value.
+    The token must be proposed whatever its value is. So the drafted child of a node is sampled before the guessed
+    children, which must have other tokens: otherwise a sampled token that was already guessed could not be added, and
+    would be withheld because of its value.
 
     Args:
-        law: of the draft, which the node has to bring as its distribution; float64 [V], at least 0, not all 0.
+        distribution: of the draft, which becomes the node's `draft_distribution`: float64 [V], at least 0, not all 0.
         base_len: length of the session that the proposal continues.
         position: session position of the token.
-        source: decides.
-        segment: number of the guessed node that the drafted chain hangs from; `ROOT` for the main line.
+        source: makes the decision.
+        segment: number of the guessed node below which the drafted chain starts; `ROOT` for the first chain.
     """
-    return source.pick(law, Counter(Purpose.DRAFT, position, base_len, segment))
+    return source.pick(distribution, Counter(Purpose.DRAFT, position, base_len, segment))
 
 
 @dataclass(frozen=True, slots=True)
 class _Prefix:
-    """A prefix of a block, and what verifies it.
+    """A prefix of a block, with the distributions that verify it.
 
     Attributes:
-        scale: probability, given the drafted tokens, that this prefix or a longer one is kept; p_i in Sun et al. 2024.
-        target: the target's law after the prefix; None for the whole block, which needs it only when kept.
-        draft: the law that the next drafted token was sampled from; None for the whole block.
+        scale: probability, given the drafted tokens, that at least this prefix is accepted; p_i in Sun et al. 2024.
+        target: the target's distribution after the prefix; None for the whole block, which needs it only if accepted.
+        draft: the distribution that the next drafted token was sampled from; None for the whole block.
     """
 
     scale: float
@@ -167,19 +173,19 @@ class _Prefix:
 
     @property
     def acceptance(self) -> float:
-        """Probability of keeping this prefix given that no longer one is kept; h_i in Sun et al. 2024."""
+        """Probability of accepting this prefix given that no longer one is accepted; h_i in Sun et al. 2024."""
         if self.target is None or self.draft is None:
             return self.scale
         mass = float((self.scale * self.target).sub_(self.draft).clamp_(min=0).sum())
-        # With scale 1 it is 1: as the limit, and because then nothing has been drafted that the target would not say.
+        # With scale 1 the formula is mass / mass; its limit is 1 also where the mass is 0.
         return 1.0 if self.scale == 1 else mass / (mass + 1 - self.scale)
 
 
 class _Block:
     """The drafted chain below a node, verified as one block."""
 
-    def __init__(self, tree: ProposalTree, law: TargetLaw, base_len: int, start: int) -> None:
-        self._law = law
+    def __init__(self, tree: ProposalTree, distribution_after: TargetDistributions, base_len: int, start: int) -> None:
+        self._distribution_after = distribution_after
         self._start = start
         self._position = base_len + tree.depth(start)
         self._base_len = base_len
@@ -187,11 +193,11 @@ class _Block:
         self._prefixes = self._weigh(tree)
 
     def _weigh(self, tree: ProposalTree) -> list[_Prefix]:
-        """Returns the prefixes that can be kept, shortest first (Sun et al. 2024, Alg. 2)."""
+        """Return the prefixes that can be accepted, shortest first (Sun et al. 2024, Alg. 2)."""
         prefixes: list[_Prefix] = []
         scale, number = 1.0, self._start
         for child in self.chain:
-            target = self._law(number)
+            target = self._distribution_after(number)
             draft = _dense(tree.node(child).draft_distribution, target)
             prefixes.append(_Prefix(scale, target, draft))
             token_id = tree.node(child).token_id
@@ -202,17 +208,17 @@ class _Block:
         return [*prefixes, _Prefix(scale)]
 
     def num_kept(self, source: DecisionSource) -> int:
-        """Returns the length of the prefix that is kept: the longest that its own draw keeps, none if no draw does."""
+        """Return the length of the accepted prefix: the longest whose own draw accepts it, 0 if there is none."""
         for num in range(len(self._prefixes) - 1, 0, -1):
             if source.accept(self._prefixes[num].acceptance, self._counter(num - 1, Purpose.ACCEPT)):
                 return num
         return 0
 
     def own_token(self, num_kept: int, source: DecisionSource) -> int:
-        """Returns the target's own token after the kept prefix: from the residual, or after all the bonus."""
+        """Return the target's token after the accepted prefix: recovered, or the bonus after the whole block."""
         prefix = self._prefixes[num_kept]
         if prefix.target is None or prefix.draft is None:
-            weights = self._law(self.chain[-1] if self.chain else self._start)
+            weights = self._distribution_after(self.chain[-1] if self.chain else self._start)
         else:
             weights = residual_distribution(prefix.target, prefix.draft, prefix.scale)
         return source.pick(weights, self._counter(num_kept, Purpose.RESIDUAL))
@@ -222,7 +228,7 @@ class _Block:
 
 
 def _drafted_chain(tree: ProposalTree, number: int) -> list[int]:
-    """Returns the drafted nodes below a node, as far as each brings the distribution it can have been sampled from."""
+    """Return the chain of drafted nodes below a node, up to the first whose distribution does not have its token."""
     chain: list[int] = []
     child = tree.drafted_child(number)
     while child is not None:
@@ -235,9 +241,9 @@ def _drafted_chain(tree: ProposalTree, number: int) -> list[int]:
 
 
 def _dense(distribution: SparseDistribution | None, like: Tensor) -> Tensor:
-    """Returns the law that is proportional to the distribution, as what was sampled from it followed: float64 [V]."""
+    """Return a sparse distribution as a dense, normalised one: float64 [V]."""
     if distribution is None:
-        raise ValueError("a drafted node brings no draft_distribution")
+        raise ValueError("a drafted node has no draft_distribution")
     weights = torch.tensor(distribution.probabilities, dtype=torch.float64, device=like.device)
     token_ids = torch.tensor(distribution.token_ids, device=like.device)
     return torch.zeros_like(like).index_put_((token_ids,), weights / weights.sum())

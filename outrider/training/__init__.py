@@ -24,4 +24,4 @@ A folder that `layers` wrote is an ordinary checkpoint with a map of the draft's
 are written in SGLang's layout, and read in that one and in the one of vLLM's speculators.
 """
 
-import outrider.lm  # noqa: F401  (before transformers, whose optional libraries it keeps quiet)
+import outrider.lm  # noqa: F401  (before transformers: it reduces the logging of transformers' optional libraries)

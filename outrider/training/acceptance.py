@@ -1,8 +1,8 @@
-"""How many of a draft's tokens a target would accept, told from texts that the target wrote.
+"""Acceptance of a draft's tokens, measured on texts that the target generated.
 
-In a text of the target's own, what a draft guesses is accepted as far as it is the text: a chain's guesses at depth k
-count only where all before them were right, and then they were made behind the very text. So one pass over a text gives
-the outcome of a round begun at any of its positions.
+The target would accept a draft's tokens as far as they equal the target's text: the prediction at depth k counts only
+if all previous ones are correct, and then it was made after this same text. So one pass over a text yields the outcome
+of a round that starts at any of its positions.
 """
 
 from dataclasses import dataclass
@@ -13,12 +13,12 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Acceptance:
-    """What rounds of drafting came to.
+    """Acceptance counts over rounds.
 
     Attributes:
-        num_rounds: rounds.
-        num_reached: rounds in which position k was judged, all before it being accepted: [depth].
-        num_accepted: rounds in which it was accepted too: [depth].
+        num_rounds: number of rounds.
+        num_reached: rounds in which all tokens before position k were accepted: [depth].
+        num_accepted: rounds in which position k was accepted too: [depth].
     """
 
     num_rounds: int
@@ -27,12 +27,12 @@ class Acceptance:
 
     @property
     def mean_acceptance_length(self) -> float:
-        """Output tokens a round, the target's own included; 1 where nothing was accepted."""
+        """Output tokens per round, including the recovered or bonus token; 1 if nothing was accepted."""
         return 1 + sum(self.num_accepted) / max(1, self.num_rounds)
 
     @property
     def rates(self) -> tuple[float, ...]:
-        """Acceptance rate at each position, of the rounds that reached it."""
+        """Acceptance rate at each position, in [0, 1], of the rounds that reached it."""
         return tuple(
             hit / reached if reached else 0.0 for hit, reached in zip(self.num_accepted, self.num_reached, strict=True)
         )
@@ -46,20 +46,20 @@ class Acceptance:
 
 
 def walk(is_right: Tensor, start: int, end: int) -> Acceptance:
-    """Goes through one text in rounds, as drafting would.
+    """Return the acceptance of a text that is generated in rounds of drafting.
 
     Args:
-        is_right: whether the guess at depth k made at column t is the text's token: bool [depth, T]. Its column t
-            guesses token t + k + 2, knowing the text up to token t + 1.
-        start: index of the answer's first token, at least 1: the target said it by itself, behind the prompt.
-        end: the text's length.
+        is_right: whether the prediction at depth k and column t equals the text's token: bool [depth, T]. Column t
+            predicts token t + k + 2 from the text up to token t + 1.
+        start: index of the answer's first token, at least 1; the target generates this token without a draft.
+        end: length of the text, in tokens.
     """
     depth = len(is_right)
     lengths = is_right.long().cumprod(0).sum(0).tolist()
     reached, accepted = [0] * depth, [0] * depth
     num_rounds, known = 0, start
     while known + 1 < end:
-        room = end - 1 - known  # guesses beyond the text's end are judged by nobody
+        room = end - 1 - known  # predictions beyond the text's end are not counted
         length = min(lengths[known - 1], room)
         num_rounds += 1
         for position in range(min(depth, room)):
@@ -70,11 +70,11 @@ def walk(is_right: Tensor, start: int, end: int) -> Acceptance:
 
 
 def greedy_matches(logits: Tensor, wanted: Tensor, width: int = 1) -> Tensor:
-    """Returns whether the wanted draft token is among the `width` likeliest: bool [...].
+    """Return whether the wanted token is among the `width` most likely draft tokens: bool [...].
 
     Args:
-        logits: of the draft: [..., draft_size].
-        wanted: index of the text's token in the draft's vocabulary, -1 where it has none: int64 [...].
+        logits: logits of the draft [..., draft_size].
+        wanted: draft token id of the text's token, -1 if it is not in the draft vocabulary: int64 [...].
         width: children that a node has.
     """
     top = logits.topk(min(width, logits.shape[-1]), dim=-1).indices
@@ -84,17 +84,17 @@ def greedy_matches(logits: Tensor, wanted: Tensor, width: int = 1) -> Tensor:
 def coupled_matches(
     logits: Tensor, target_log_probs: Tensor, wanted: Tensor, generator: torch.Generator, width: int = 1
 ) -> Tensor:
-    """Returns whether the draft, ranking by the noise with which the target drew the text, ranks its token that high.
+    """Return whether the draft ranks the text's token among its first `width` choices under the target's noise.
 
-    The text's token is the one with the largest log probability plus Gumbel noise. Given that, the noise is drawn from
-    what it may have been: the largest sum is a Gumbel variable, the others are ones cut off there (Maddison et al.
-    2014, "top-down" sampling).
+    The text's token has the largest sum of log-probability and Gumbel noise. The noise is sampled from its conditional
+    distribution given that token: the largest sum is a Gumbel variable, and all other sums are truncated at it
+    (Maddison et al. 2014, "A* Sampling", top-down sampling).
 
     Args:
-        logits: of the draft, at temperature 1: [N, draft_size].
-        target_log_probs: of the draft's tokens under the target, over all of the target's: float32 [N, draft_size].
+        logits: logits of the draft at temperature 1: [N, draft_size].
+        target_log_probs: the target's log-probabilities of the draft's tokens: float32 [N, draft_size].
         wanted: as in `greedy_matches`: [N].
-        generator: on the CPU, for the noise.
+        generator: CPU generator of the noise.
         width: children that a node has.
 
     Returns:
@@ -102,7 +102,7 @@ def coupled_matches(
     """
     known = wanted >= 0
     largest = _gumbel((len(logits), 1), generator).to(logits.device)
-    # Of a sum below `largest`, drawn by inverting the cut-off distribution function in logarithms.
+    # Sums truncated at `largest`, by inversion of the truncated distribution function in log space.
     free = target_log_probs + _gumbel(tuple(target_log_probs.shape), generator).to(logits.device)
     sums = -torch.logaddexp(-largest, -free)
     own = torch.nn.functional.one_hot(wanted.clamp(min=0), logits.shape[-1]).bool() & known[:, None]

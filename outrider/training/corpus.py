@@ -1,4 +1,4 @@
-"""Conversations to learn from: token ids, and where each answer begins."""
+"""Corpora of conversations for training: token ids, and the start of each answer."""
 
 import hashlib
 from collections.abc import Iterable, Sequence
@@ -19,14 +19,17 @@ _HELD_OUT_BINS: Final = 1000
 
 @dataclass(frozen=True)
 class Corpus:
-    """Conversations, one after another.
+    """A corpus of conversations, concatenated.
 
     Attributes:
-        token_ids: of all, chat template included: int32 [N].
-        offsets: where each begins, and N: int64 [n + 1].
-        answer_start: index within the conversation of the answer's first token: int32 [n].
-        greedy: whether the answer is the target's greedy one, else one at temperature 1: bool [n].
-        target_fingerprint: of the model that answered; empty where that is not known.
+        token_ids: token ids of all conversations, chat template included: int32 [N].
+        offsets: start of each conversation, then N: int64 [n + 1].
+        answer_start: index of the answer's first token within the conversation: int32 [n].
+        greedy: whether the answer was generated greedily, else at temperature 1: bool [n].
+        target_fingerprint: weights fingerprint of the model that answered; empty if unknown.
+
+    Raises:
+        InvalidArgument: the arrays contradict each other.
     """
 
     token_ids: NDArray[np.int32]
@@ -38,7 +41,7 @@ class Corpus:
     def __post_init__(self) -> None:
         num = len(self.offsets) - 1
         if num < 0 or len(self.answer_start) != num or len(self.greedy) != num:
-            raise InvalidArgument("offsets, answer_start and greedy are of different lengths", "data")
+            raise InvalidArgument("offsets, answer_start and greedy have different lengths", "data")
         lens = np.diff(self.offsets)
         if self.offsets[0] != 0 or self.offsets[-1] != len(self.token_ids) or bool((lens < 0).any()):
             raise InvalidArgument("offsets must ascend from 0 to the number of tokens", "data")
@@ -50,15 +53,15 @@ class Corpus:
 
     @property
     def lens(self) -> NDArray[np.int64]:
-        """Tokens of each conversation: int64 [n]."""
+        """Number of tokens of each conversation: int64 [n]."""
         return np.diff(self.offsets)
 
     def tokens(self, index: int) -> NDArray[np.int32]:
-        """Returns the token ids of one conversation."""
+        """Return the token ids of one conversation: int32."""
         return self.token_ids[self.offsets[index] : self.offsets[index + 1]]
 
     def select(self, indices: Sequence[int]) -> "Corpus":
-        """Returns these conversations, in this order."""
+        """Return these conversations, in this order."""
         return Corpus(
             np.concatenate([self.tokens(index) for index in indices] or [self.token_ids[:0]]),
             np.concatenate([[0], np.cumsum(self.lens[list(indices)])]).astype(np.int64),
@@ -68,15 +71,15 @@ class Corpus:
         )
 
     def cut(self, max_len: int) -> "Corpus":
-        """Returns the conversations with at most `max_len` tokens each, without those that then have no answer."""
+        """Return the conversations cut to `max_len` tokens, without those whose answer is cut off completely."""
         kept = [index for index in range(len(self)) if self.answer_start[index] < min(max_len, self.lens[index])]
         parts = [self.tokens(index)[:max_len] for index in kept]
         return _joined(parts, self.answer_start[kept], self.greedy[kept], self.target_fingerprint)
 
     def split(self, held_out: float) -> tuple["Corpus", "Corpus"]:
-        """Returns the conversations to learn from, and those held out.
+        """Return the conversations for training, and the held-out ones.
 
-        A conversation's prompt decides, so that one prompt is never in both, whatever else is in the corpus.
+        The choice is a function of the prompt, so that no prompt is in both parts.
 
         Args:
             held_out: share of the conversations, in (0, 1).
@@ -89,14 +92,14 @@ class Corpus:
         )
 
     def counts(self, vocabulary_size: int) -> NDArray[np.int64]:
-        """Returns how often each token stands in an answer: int64 [V]."""
+        """Return the number of occurrences of each token in answers: int64 [V]."""
         counts = np.zeros(vocabulary_size, np.int64)
         for index in range(len(self)):
             counts += np.bincount(self.tokens(index)[self.answer_start[index] :], minlength=vocabulary_size)
         return counts
 
     def save(self, path: Path) -> None:
-        """Writes one file, which is whole or not there."""
+        """Write the corpus to a .safetensors file, atomically."""
         scratch = path.with_suffix(".partial")
         save_file(
             {name: getattr(self, name) for name in _ARRAYS}, scratch, {"target_fingerprint": self.target_fingerprint}
@@ -105,10 +108,10 @@ class Corpus:
 
 
 def load_corpus(path: Path) -> Corpus:
-    """Returns a corpus from a .safetensors or .npz file, or from a folder of .safetensors shards.
+    """Return a corpus from a .safetensors or .npz file, or from a folder of .safetensors shards.
 
     Raises:
-        InvalidArgument: there is none, or it is not one.
+        InvalidArgument: there is no file, or it is not a valid corpus.
     """
     files = sorted(path.glob("*.safetensors")) if path.is_dir() else [path]
     if not files:
@@ -117,10 +120,10 @@ def load_corpus(path: Path) -> Corpus:
 
 
 def join(parts: Sequence[Corpus]) -> Corpus:
-    """Returns the conversations of all parts; they must be of one target."""
+    """Return the conversations of all parts; raise `InvalidArgument` if they are of different targets."""
     fingerprints = {part.target_fingerprint for part in parts}
     if len(fingerprints) != 1:
-        raise InvalidArgument("the shards were made with different targets", "data")
+        raise InvalidArgument("the shards were generated by different targets", "data")
     return Corpus(
         np.concatenate([part.token_ids for part in parts]),
         np.concatenate([[0], *_shifted(parts)]).astype(np.int64),
@@ -133,7 +136,7 @@ def join(parts: Sequence[Corpus]) -> Corpus:
 def from_conversations(
     conversations: Sequence[tuple[Sequence[int], int, bool]], target_fingerprint: str = ""
 ) -> Corpus:
-    """Returns a corpus of (token ids, answer start, whether greedy)."""
+    """Return the corpus of conversations given as (token ids, answer start, whether greedy)."""
     return _joined(
         [np.array(token_ids, np.int32) for token_ids, _, _ in conversations],
         np.array([start for _, start, _ in conversations], np.int32),
@@ -174,7 +177,7 @@ def _load_file(path: Path) -> Corpus:
             fingerprint = (file.metadata() or {}).get("target_fingerprint", "")
             return _corpus({name: file.get_tensor(name) for name in _ARRAYS}, fingerprint)
     except (OSError, KeyError, ValueError, SafetensorError) as error:
-        raise InvalidArgument(f"{path} is no corpus: {error}", "data") from error
+        raise InvalidArgument(f"{path} is not a valid corpus: {error}", "data") from error
 
 
 def _corpus(arrays: dict[str, NDArray[np.generic]], fingerprint: str) -> Corpus:

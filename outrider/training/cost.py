@@ -1,4 +1,4 @@
-"""What a draft's step costs next to a pass of its target, and what that predicts."""
+"""The cost of a draft step relative to a target pass, and the speedup that it predicts."""
 
 import time
 from collections.abc import Callable
@@ -7,30 +7,31 @@ from typing import Final
 import torch
 
 from outrider.training.methods import Method
-from outrider.training.teacher import Lesson, Teacher
+from outrider.training.teacher import Teacher
+from outrider.training.teacher_batches import TeacherBatch
 
 _NUM_TIMES: Final = 9
 
 
 @torch.no_grad()
 def cost_ratio(teacher: Teacher, method: Method) -> float:
-    """Returns the time of one guess for one position over that of the target's pass for one position.
+    """Return the time of a draft step divided by that of a target pass, each over one position.
 
-    Both uncompiled and without a cache, so attention to what came before is in neither; medians of a few times.
+    Both run uncompiled and without a KV cache, so that neither attends to previous positions; medians of 9 runs.
     """
     token_ids = torch.tensor([[3]], device=teacher.device) % teacher.vocabulary_size
     features, hidden, totals = teacher.run(token_ids)
     one = torch.ones(1, dtype=torch.long, device=teacher.device)
-    lesson = Lesson(token_ids, one, one * 0, one > 0, features, hidden, totals)
+    batch = TeacherBatch(token_ids, one, one * 0, one > 0, features, hidden, totals)
     with torch.autocast(teacher.device.type, torch.bfloat16):
-        draft_s = _median_s(lambda: [method.head(state) for state in method.states(lesson, 1)])
+        draft_s = _median_s(lambda: [method.head(state) for state in method.states(batch, 1)])
     return draft_s / _median_s(lambda: teacher.model(token_ids, use_cache=False))
 
 
 def predicted_speedup(mean_acceptance_length: float, depth: int, ratio: float) -> float:
-    """Returns tokens a second over plain decoding where drafting and verifying take turns (Leviathan et al. 2023).
+    """Return the speedup over plain decoding if drafting and verification alternate (Leviathan et al. 2023, Thm. 3.8).
 
-    A verification is taken to cost what a plain pass does.
+    A verification is assumed to cost the same as a plain pass.
     """
     return mean_acceptance_length / (1 + depth * ratio)
 

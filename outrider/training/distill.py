@@ -1,4 +1,4 @@
-"""A whole distillation: data, training, measurement, and the draft's folder."""
+"""Distillation of a draft: data, training, measurement, and the draft's folder."""
 
 import shutil
 import time
@@ -20,11 +20,12 @@ from outrider.training.methods import Method, make_method
 from outrider.training.options import DistillOptions, MethodKind
 from outrider.training.report import Results, draw_curve, write_card
 from outrider.training.synthesis import Synthesis, SynthesisOptions, read_prompts
-from outrider.training.teacher import LessonStore, Teacher, check_corpus
+from outrider.training.teacher import Teacher, check_corpus
+from outrider.training.teacher_batches import TeacherBatchStore
 from outrider.training.trainer import Curve, Progress, Trainer
 
 TREE: Final = (4, 2, 1, 1)
-"""Children of a node at each depth of the small tree that is measured beside chains."""
+"""Children per node at each depth of the tree whose acceptance is measured besides that of chains."""
 
 _STATE_BYTES: Final = 2
 _MAX_MEASURED: Final = 256
@@ -32,13 +33,13 @@ _MAX_MEASURED: Final = 256
 
 @dataclass(frozen=True, slots=True)
 class DataOptions:
-    """Where conversations come from: the first of these that is given, else from the target itself.
+    """The source of conversations: `corpus`, else answers to `prompts`, else the target generates both sides.
 
     Attributes:
-        corpus: a file or folder of conversations, as `load_corpus` reads it.
-        prompts: a file of JSON lines, as `read_prompts` reads it; the target answers.
-        synthesis: how the target makes or answers conversations.
-        kv_budget_bytes: memory for the conversations that it makes at once.
+        corpus: file or folder of conversations, in the format of `load_corpus`.
+        prompts: file of JSON lines, in the format of `read_prompts`, which the target answers.
+        synthesis: options of the generation of conversations.
+        kv_budget_bytes: maximum memory of the KV cache during generation.
     """
 
     corpus: Path | None = None
@@ -48,21 +49,21 @@ class DataOptions:
 
 
 class Reporter(Protocol):
-    """Is told how a distillation gets on."""
+    """A receiver of the progress of a distillation."""
 
     def stage(self, name: str, done: int, total: int) -> None:
-        """Some of a stage's work is done."""
+        """Report that `done` of `total` units of a stage are done."""
 
     def training(self, progress: Progress) -> None:
-        """A step of the training is done."""
+        """Report that a training step is done."""
 
 
 def distill(options: DistillOptions, data: DataOptions, command: str, reporter: Reporter) -> Results:
-    """Makes a draft in `options.output`; goes on where an interrupted run of the same options was.
+    """Distill a draft into `options.output`; resume an interrupted run with the same options.
 
     Raises:
-        InvalidArgument: an option is not understood, or does not fit the others.
-        ModelUnsupported: no draft can be made for this target.
+        InvalidArgument: an option or the data is invalid, or contradicts another option.
+        ModelUnsupported: the target cannot have a draft of this kind.
     """
     keep_freed_memory()
     started_s = time.monotonic()
@@ -74,16 +75,16 @@ def distill(options: DistillOptions, data: DataOptions, command: str, reporter: 
     train, held_out = corpus.cut(options.max_len).split(options.held_out)
     held_out = held_out.select(range(min(len(held_out), _MAX_MEASURED)))
     if not len(train) or not len(held_out):
-        raise InvalidArgument(f"{len(corpus)} conversations are too few to learn from and to measure on", "data")
+        raise InvalidArgument(f"{len(corpus)} conversations are too few for training and measurement", "data")
     counts = torch.from_numpy(train.counts(teacher.vocabulary_size))
     vocabulary = DraftVocabulary.most_frequent(counts, options.draft_vocab_size, teacher.eos_token_ids)
     method = make_method(teacher, vocabulary, options)
-    lessons = _store(teacher, train, work / "train", options)
+    batches = _store(teacher, train, work / "train", options)
     measured = _store(teacher, held_out, work / "held_out", options)
-    trainer = Trainer(method, vocabulary, lessons, measured, options, work)
-    for store in (measured, lessons) if trainer.resume() else (measured,):
+    trainer = Trainer(method, vocabulary, batches, measured, options, work)
+    for store in (measured, batches) if trainer.resume() else (measured,):
         for done in store.fill(options.tokens_per_batch):
-            reporter.stage("lessons", done, len(store.corpus.token_ids))
+            reporter.stage("teacher outputs", done, len(store.corpus.token_ids))
     trainer.run(time.monotonic() - started_s, reporter.training)
     results = _results(options, teacher, method, vocabulary, trainer, (train, held_out), source, command)
     save_draft(method, vocabulary, teacher, options)
@@ -99,8 +100,8 @@ def _corpus(options: DistillOptions, data: DataOptions, work: Path, reporter: Re
         return load_corpus(data.corpus), data.corpus.name
     folder = work / "data"
     _synthesise(options, data, folder, reporter)
-    kind = f"the prompts of {data.prompts.name}" if data.prompts else "prompts of its own"
-    return load_corpus(folder), f"written by the target itself, on {kind}, half of it greedy, half at temperature 1"
+    kind = f"the prompts of {data.prompts.name}" if data.prompts else "its own prompts"
+    return load_corpus(folder), f"generated by the target from {kind}, half of it greedily, half at temperature 1"
 
 
 def _synthesise(options: DistillOptions, data: DataOptions, folder: Path, reporter: Reporter) -> None:
@@ -111,16 +112,16 @@ def _synthesise(options: DistillOptions, data: DataOptions, folder: Path, report
     prompts = None
     if data.prompts is not None:
         if tokenizer is None:
-            raise InvalidArgument("the target has no tokenizer to read prompts with", "prompts")
+            raise InvalidArgument("the target has no tokenizer, which prompts require", "prompts")
         prompts = read_prompts(data.prompts, tokenizer)
     synthesis = Synthesis(loaded.model, tokenizer, folder, data.synthesis, prompts)
     for done in synthesis.run():
         reporter.stage("conversations", done, synthesis.num_conversations)
 
 
-def _store(teacher: Teacher, corpus: Corpus, folder: Path, options: DistillOptions) -> LessonStore:
+def _store(teacher: Teacher, corpus: Corpus, folder: Path, options: DistillOptions) -> TeacherBatchStore:
     num_bytes = len(corpus.token_ids) * teacher.hidden_size * 4 * _STATE_BYTES
-    return LessonStore(teacher, corpus, folder if num_bytes <= options.max_store_bytes else None)
+    return TeacherBatchStore(teacher, corpus, folder if num_bytes <= options.max_store_bytes else None)
 
 
 def _results(

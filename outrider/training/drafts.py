@@ -1,4 +1,4 @@
-"""Finished drafts: into a folder that a draft node loads."""
+"""Writing of trained drafts to folders that a draft service loads."""
 
 import torch
 
@@ -10,7 +10,7 @@ from outrider.training.teacher import Teacher
 
 
 def save_draft(method: Method, vocabulary: DraftVocabulary, teacher: Teacher, options: DistillOptions) -> None:
-    """Writes the draft into `options.output`."""
+    """Write the draft with its manifest to `options.output`."""
     options.output.mkdir(parents=True, exist_ok=True)
     manifest = DraftManifest(
         method=options.method.value,
@@ -32,7 +32,7 @@ def save_draft(method: Method, vocabulary: DraftVocabulary, teacher: Teacher, op
 
 
 def _features_of(method: MethodKind, teacher: Teacher) -> tuple[int, ...]:
-    """Returns the target's layers whose features a draft of this kind is made of."""
+    """Return the target layers whose features a draft of this kind reads."""
     match method:
         case MethodKind.EAGLE3:
             return teacher.feature_layers
@@ -60,5 +60,5 @@ def _save_layers(
 
 
 def num_trained(module: torch.nn.Module) -> int:
-    """Returns the number of weights that were trained."""
+    """Return the number of trainable weights."""
     return sum(item.numel() for item in module.parameters() if item.requires_grad)

@@ -1,10 +1,10 @@
-"""How this process gets its memory from the system."""
+"""Settings of the process's memory allocator."""
 
 import ctypes
 from contextlib import suppress
 from typing import Final
 
-# Of <malloc.h>.
+# From <malloc.h>.
 _M_TRIM_THRESHOLD: Final = -1
 _M_TOP_PAD: Final = -2
 _M_MMAP_MAX: Final = -4
@@ -12,10 +12,10 @@ _PAD_BYTES: Final = 256 << 20
 
 
 def keep_freed_memory() -> None:
-    """Has glibc keep freed memory for the next tensor; elsewhere nothing is done.
+    """Configure glibc to keep freed memory for the next tensor; no-op with other C libraries.
 
-    A step makes and drops tensors of tens of megabytes. By default each comes from the system, which clears it page by
-    page, and goes back: 2 cores spent a quarter of a training's time there.
+    A training step allocates and frees tensors of tens of megabytes. By default each is mapped from the system, which
+    clears it page by page, and unmapped again: on 2 cores that took a quarter of the training time.
     """
     with suppress(OSError, AttributeError):
         mallopt = ctypes.CDLL(None).mallopt

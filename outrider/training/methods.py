@@ -1,4 +1,4 @@
-"""The three kinds of drafts as what a trainer needs of them: guesses at every column of a text."""
+"""The three kinds of drafts in training: predictions at every column of a text."""
 
 import copy
 from abc import ABC, abstractmethod
@@ -15,20 +15,21 @@ from outrider.lm.heads.eagle3 import Eagle3Config, Eagle3Head
 from outrider.lm.heads.medusa import MedusaHeads
 from outrider.lm.heads.vocabulary import DraftVocabulary
 from outrider.training.options import DistillOptions, MethodKind
-from outrider.training.teacher import Lesson, Teacher
+from outrider.training.teacher import Teacher
+from outrider.training.teacher_batches import TeacherBatch
 
 _HEAD_NAMES: Final = {"input_layernorm.weight": "hidden_norm.weight"}
-"""What parts of a decoder layer are called in a head, where that differs."""
+"""Names of a decoder layer's weights in an EAGLE-3 head, where they differ."""
 
 
 class Method(ABC):
     """A draft in training.
 
     Attributes:
-        module: what is trained; its frozen parameters are the target's own.
-        depth: guesses one after another.
-        trained_depth: of these, those that the loss needs to look at.
-        shallow_depth: as many of these as train all weights; steps that look at these alone are cheaper.
+        module: module to train; its frozen parameters are the target's.
+        depth: number of consecutive tokens that are predicted.
+        trained_depth: number of depths in the loss.
+        shallow_depth: number of depths that train all weights; steps with only these are cheaper.
     """
 
     module: nn.Module
@@ -37,17 +38,17 @@ class Method(ABC):
     shallow_depth: int = 1
 
     @abstractmethod
-    def states(self, lesson: Lesson, depth: int) -> Iterator[Tensor]:
-        """Yields for k = 0 .. depth - 1 what `head` takes: [B, T, H]; column t guesses token t + k + 2."""
+    def states(self, batch: TeacherBatch, depth: int) -> Iterator[Tensor]:
+        """Yield, for k = 0 .. depth - 1, the input of `head`: [B, T, H]; column t predicts token t + k + 2."""
 
     @property
     @abstractmethod
     def head(self) -> nn.Linear:
-        """The output layer, over the draft's vocabulary."""
+        """The output layer over the draft vocabulary."""
 
 
 class Eagle3Method(Method):
-    """EAGLE-3's head, unrolled over its own outputs."""
+    """An EAGLE-3 head, unrolled over its own outputs (Li et al. 2025)."""
 
     module: Eagle3Head
 
@@ -56,7 +57,7 @@ class Eagle3Method(Method):
         config = Eagle3Config(_layer_config(teacher), teacher.hidden_size, len(vocabulary))
         self.module = Eagle3Head(config).to(teacher.device)
         _take_over(self.module.lm_head, teacher.output_layer, vocabulary)
-        _begin_as_last_layer(self.module, teacher)
+        _initialise_as_last_layer(self.module, teacher)
         self._embedding = teacher.embedding
 
     @property
@@ -64,17 +65,17 @@ class Eagle3Method(Method):
         """The output layer."""
         return self.module.lm_head
 
-    def states(self, lesson: Lesson, depth: int) -> Iterator[Tensor]:
+    def states(self, batch: TeacherBatch, depth: int) -> Iterator[Tensor]:
         """See `Method`."""
         embeddings = (
-            functional.embedding(_shifted(lesson.token_ids, step + 1), self._embedding).to(self.module.fc.weight.dtype)
+            functional.embedding(_shifted(batch.token_ids, step + 1), self._embedding).to(self.module.fc.weight.dtype)
             for step in range(depth)
         )
-        return self.module.unroll(lesson.features.to(self.module.fc.weight.dtype), embeddings)
+        return self.module.unroll(batch.features.to(self.module.fc.weight.dtype), embeddings)
 
 
 class MedusaMethod(Method):
-    """Medusa's heads, each on the target's last hidden state."""
+    """Medusa heads, each on the target's last hidden state (Cai et al. 2024)."""
 
     module: MedusaHeads
 
@@ -85,21 +86,21 @@ class MedusaMethod(Method):
 
     @property
     def head(self) -> nn.Linear:
-        """The output layer, which all heads share."""
+        """The output layer that all heads share."""
         return self.module.lm_head
 
-    def states(self, lesson: Lesson, depth: int) -> Iterator[Tensor]:
+    def states(self, batch: TeacherBatch, depth: int) -> Iterator[Tensor]:
         """See `Method`."""
-        hidden = lesson.hidden.to(self.module.lm_head.weight.dtype)
+        hidden = batch.hidden.to(self.module.lm_head.weight.dtype)
         for number, state in enumerate(self.module.unroll(hidden)):
             if number < depth:
                 yield state
 
 
 class LayersMethod(Method):
-    """A shallow model: some of the target's layers, between its embedding and its output layer.
+    """A shallow model: some of the target's layers between its embedding and its output layer.
 
-    What it guesses depends on the text alone, so every depth is the same guess at another column.
+    Its predictions depend on the text alone, so that every depth is the same prediction at another column.
     """
 
     trained_depth = 1
@@ -114,18 +115,18 @@ class LayersMethod(Method):
 
     @property
     def head(self) -> nn.Linear:
-        """The rows of the target's output layer that the draft's vocabulary has."""
+        """The rows of the target's output layer for the draft vocabulary."""
         return self._head
 
-    def states(self, lesson: Lesson, depth: int) -> Iterator[Tensor]:
+    def states(self, batch: TeacherBatch, depth: int) -> Iterator[Tensor]:
         """See `Method`."""
-        states = self.module(lesson.token_ids, use_cache=False).last_hidden_state
+        states = self.module(batch.token_ids, use_cache=False).last_hidden_state
         for number in range(depth):
             yield functional.pad(states[:, number + 1 :], (0, 0, 0, min(number + 1, states.shape[1])))
 
 
 def make_method(teacher: Teacher, vocabulary: DraftVocabulary, options: DistillOptions) -> Method:
-    """Returns a new draft, its weights as the options' seed gives them."""
+    """Return a new draft with weights initialised from the target and the seed of the options."""
     torch.manual_seed(options.seed)
     kinds: dict[MethodKind, Callable[[Teacher, DraftVocabulary, DistillOptions], Method]] = {
         MethodKind.EAGLE3: Eagle3Method,
@@ -136,7 +137,7 @@ def make_method(teacher: Teacher, vocabulary: DraftVocabulary, options: DistillO
 
 
 def chosen_layers(num_layers: int, num_wanted: int) -> list[int]:
-    """Returns which of the target's layers a shallow draft begins with: evenly spaced, the first and the last among."""
+    """Return the target layers that a shallow draft is initialised with: evenly spaced from the first to the last."""
     if num_wanted == 1:
         return [0]
     return [round(index * (num_layers - 1) / (num_wanted - 1)) for index in range(num_wanted)]
@@ -161,10 +162,10 @@ def _layer_config(teacher: Teacher) -> LlamaConfig:
     )
 
 
-def _begin_as_last_layer(head: Eagle3Head, teacher: Teacher) -> None:
-    """Has the head begin as the target's last layer over the last of the three features, where their weights fit.
+def _initialise_as_last_layer(head: Eagle3Head, teacher: Teacher) -> None:
+    """Initialise the head as the target's last layer over the last of the three features, if the shapes agree.
 
-    Measured on a target of 135 million weights, after 0.2 million tokens: 29 % of the first guesses are accepted,
+    Measured on a target of 135 million weights, after 0.2 million tokens: 29 % of the first predictions are accepted,
     against 25 % with random weights.
     """
     hidden_size, own = teacher.hidden_size, head.state_dict()
@@ -176,7 +177,7 @@ def _begin_as_last_layer(head: Eagle3Head, teacher: Teacher) -> None:
         for name, item in found.items():
             into = own.get(name)
             if into is not None and into.ndim == 2 and into.shape[1] == 2 * item.shape[1]:
-                # The half that looks at the feature; the target's layer sees no embedding beside it.
+                # The half for the feature; the target's layer has no embedding input.
                 into = into[:, item.shape[1] :]
             if into is not None and into.shape == item.shape:
                 into.copy_(item)
@@ -189,11 +190,11 @@ def _take_over(head: nn.Linear, output_layer: Tensor, vocabulary: DraftVocabular
 
 
 def _shallow(teacher: Teacher, num_layers: int) -> PreTrainedModel:
-    """Returns a model of the target's kind with a few of its layers, in float32."""
+    """Return a model of the target's class with a few of its layers, in float32."""
     config = copy.deepcopy(teacher.model.config)
     text = config.get_text_config()
     if num_layers > text.num_hidden_layers:
-        raise ModelUnsupported(f"the target has {text.num_hidden_layers} layers, fewer than {num_layers}")
+        raise ModelUnsupported(f"num_layers is {num_layers}, the target has {text.num_hidden_layers} layers")
     picked = chosen_layers(text.num_hidden_layers, num_layers)
     text.num_hidden_layers = num_layers
     if getattr(text, "layer_types", None):
@@ -206,7 +207,7 @@ def _shallow(teacher: Teacher, num_layers: int) -> PreTrainedModel:
 
 
 def _renumbered(weights: dict[str, Tensor], picked: Sequence[int]) -> dict[str, Tensor]:
-    """Returns the weights of the picked layers under their new numbers, and all that belong to no layer."""
+    """Return the weights of the picked layers under their new numbers, and the weights outside of layers."""
     renumbered = {}
     for name, weight in weights.items():
         parts = name.split(".")
@@ -221,5 +222,5 @@ def _renumbered(weights: dict[str, Tensor], picked: Sequence[int]) -> dict[str, 
 
 
 def _shifted(token_ids: Tensor, num: int) -> Tensor:
-    """Returns the token that comes `num` later at each column; 0 where the text has ended."""
+    """Return, at each column, the token id `num` positions later; 0 beyond the end of the text."""
     return functional.pad(token_ids[:, num:], (0, min(num, token_ids.shape[1])))

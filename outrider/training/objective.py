@@ -1,4 +1,4 @@
-"""What a draft is trained for: the target's distribution at every depth of its guesses."""
+"""The training objective of drafts: cross entropy with the target's distribution at every depth."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -11,21 +11,21 @@ from torch.nn import functional
 from outrider.lm.heads.vocabulary import DraftVocabulary
 from outrider.training.acceptance import Acceptance, coupled_matches, greedy_matches, walk
 from outrider.training.methods import Method
-from outrider.training.teacher import Lesson
+from outrider.training.teacher_batches import TeacherBatch
 
 DECAY: Final = 0.8
-"""Weight of a depth over that of the one before (Li et al. 2025, section 3.2)."""
+"""Weight of a depth relative to the previous one (Li et al. 2025, section 3.2)."""
 
 
 @dataclass(frozen=True)
 class Targets:
-    """The target's distributions over a lesson's answers, for the draft's vocabulary.
+    """The target's distributions at the answer tokens of a batch, over the draft vocabulary.
 
     Attributes:
-        rows: conversation of each answer token: int64 [N].
-        columns: its column, at least `depth` + 1 of the guesses made for it: int64 [N].
-        log_probs: logarithm of what the target gave each of the draft's tokens: float32 [N, draft_size].
-        wanted: index of the text's token in the draft's vocabulary; -1 where it has none: int64 [N].
+        rows: row of each answer token in the batch: int64 [N].
+        columns: column of each answer token, at least 2: int64 [N].
+        log_probs: the target's log-probabilities of the draft's tokens: float32 [N, draft_size].
+        wanted: draft token id of the text's token; -1 if it is not in the draft vocabulary: int64 [N].
     """
 
     rows: Tensor
@@ -35,38 +35,38 @@ class Targets:
 
 
 @torch.no_grad()
-def targets_of(lesson: Lesson, method: Method, vocabulary: DraftVocabulary) -> Targets:
-    """Returns what the target would say at each token of the answers that a first guess can be made for."""
-    is_target = lesson.is_answer.clone()
-    is_target[:, :2] = False  # nothing is guessed before two tokens are known
+def targets_of(batch: TeacherBatch, method: Method, vocabulary: DraftVocabulary) -> Targets:
+    """Return the target's distributions at all answer tokens that can be predicted."""
+    is_target = batch.is_answer.clone()
+    is_target[:, :2] = False  # the first prediction is of the third token
     rows, columns = is_target.nonzero(as_tuple=True)
-    logits = functional.linear(lesson.hidden[rows, columns - 1].to(method.head.weight.dtype), method.head.weight)
-    log_probs = logits.float() - lesson.log_totals[rows, columns - 1, None]
-    return Targets(rows, columns, log_probs, vocabulary.indices(lesson.token_ids[rows, columns]))
+    logits = functional.linear(batch.hidden[rows, columns - 1].to(method.head.weight.dtype), method.head.weight)
+    log_probs = logits.float() - batch.log_totals[rows, columns - 1, None]
+    return Targets(rows, columns, log_probs, vocabulary.indices(batch.token_ids[rows, columns]))
 
 
-def guesses(method: Method, lesson: Lesson, targets: Targets, depth: int) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yields for each depth the draft's logits [n, draft_size], and which of the targets they are for: int64 [n]."""
-    for number, states in enumerate(method.states(lesson, depth)):
+def predictions(method: Method, batch: TeacherBatch, targets: Targets, depth: int) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield, for each depth, the draft's logits [n, draft_size], and the indices of their targets: int64 [n]."""
+    for number, states in enumerate(method.states(batch, depth)):
         places = (targets.columns >= number + 2).nonzero().squeeze(1)
         chosen = states[targets.rows[places], targets.columns[places] - number - 2]
         yield functional.linear(chosen, method.head.weight), places
 
 
-def loss_of(method: Method, lesson: Lesson, targets: Targets, depth: int) -> Tensor:
-    """Returns the cross entropy of the draft under the target, a mean over tokens, weighed over depths.
+def loss_of(method: Method, batch: TeacherBatch, targets: Targets, depth: int) -> Tensor:
+    """Return the cross entropy of the draft under the target: a mean over tokens, weighted over depths (`DECAY`).
 
-    What the target gives tokens that the draft cannot say weighs nothing.
+    The probability of tokens outside the draft vocabulary is ignored.
 
     Args:
         method: the draft.
-        lesson: texts of the target.
-        targets: of the lesson.
-        depth: guesses one after another that are looked at.
+        batch: texts of the target.
+        targets: of the batch.
+        depth: number of depths in the loss.
     """
-    total = lesson.hidden.new_zeros((), dtype=torch.float32)
+    total = batch.hidden.new_zeros((), dtype=torch.float32)
     weights = 0.0
-    for number, (logits, places) in enumerate(guesses(method, lesson, targets, depth)):
+    for number, (logits, places) in enumerate(predictions(method, batch, targets, depth)):
         if len(places):
             wanted = targets.log_probs[places].exp()
             total = total + DECAY**number * functional.cross_entropy(logits.float(), wanted)
@@ -76,28 +76,32 @@ def loss_of(method: Method, lesson: Lesson, targets: Targets, depth: int) -> Ten
 
 @torch.no_grad()
 def measure(
-    method: Method, lesson: Lesson, vocabulary: DraftVocabulary, generator: torch.Generator, widths: tuple[int, ...]
+    method: Method,
+    batch: TeacherBatch,
+    vocabulary: DraftVocabulary,
+    generator: torch.Generator,
+    widths: tuple[int, ...],
 ) -> dict[bool, Acceptance]:
-    """Returns what drafting along the lesson's answers comes to, for greedy ones (True) and for sampled ones (False).
+    """Return the acceptance along the answers of a batch, for greedy answers (True) and sampled ones (False).
 
     Args:
         method: the draft.
-        lesson: texts of the target.
-        vocabulary: the draft's.
-        generator: for the noise that sampled answers may have been drawn with.
-        widths: children of a node at each depth; 1 everywhere is a chain.
+        batch: texts of the target.
+        vocabulary: vocabulary of the draft.
+        generator: CPU generator of the noise for sampled answers; see `coupled_matches`.
+        widths: children per node at each depth; a chain has 1 everywhere.
     """
-    targets = targets_of(lesson, method, vocabulary)
-    is_right = torch.zeros(len(widths), *lesson.token_ids.shape, dtype=torch.bool, device=lesson.token_ids.device)
-    for number, (logits, places) in enumerate(guesses(method, lesson, targets, len(widths))):
+    targets = targets_of(batch, method, vocabulary)
+    is_right = torch.zeros(len(widths), *batch.token_ids.shape, dtype=torch.bool, device=batch.token_ids.device)
+    for number, (logits, places) in enumerate(predictions(method, batch, targets, len(widths))):
         rows, columns, wanted = targets.rows[places], targets.columns[places], targets.wanted[places]
         greedy = greedy_matches(logits, wanted, widths[number])
         sampled = coupled_matches(logits, targets.log_probs[places], wanted, generator, widths[number])
-        is_right[number, rows, columns - number - 2] = torch.where(lesson.greedy[rows], greedy, sampled)
+        is_right[number, rows, columns - number - 2] = torch.where(batch.greedy[rows], greedy, sampled)
     none = Acceptance(0, (0,) * len(widths), (0,) * len(widths))
     found = {True: none, False: none}
-    for row in range(len(lesson.lens)):
-        start, end = max(1, int(lesson.answer_start[row])), int(lesson.lens[row])
-        kind = bool(lesson.greedy[row])
+    for row in range(len(batch.lens)):
+        start, end = max(1, int(batch.answer_start[row])), int(batch.lens[row])
+        kind = bool(batch.greedy[row])
         found[kind] = found[kind] + walk(is_right[:, row].cpu(), start, end)
     return found

@@ -1,4 +1,4 @@
-"""What a distillation is asked for."""
+"""Options of a distillation."""
 
 import re
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ _UNITS: Final = {"s": 1, "m": 60, "h": 3600}
 
 
 class MethodKind(StrEnum):
-    """The kinds of drafts that can be made."""
+    """The kinds of drafts."""
 
     LAYERS = "layers"
     EAGLE3 = "eagle3"
@@ -21,27 +21,27 @@ class MethodKind(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class DistillOptions:
-    """How a draft is made.
+    """Options of a distillation; an invalid one raises `InvalidArgument`.
 
     Attributes:
-        target: a folder, a hub id, or `embedded`.
-        output: folder of the draft; work in progress is kept in `output/work`.
-        method: what kind of draft.
-        budget_s: seconds that the training may take, all told; the schedule is planned to fit.
-        num_steps: optimizer steps, in place of what the budget allows; 0 lets the budget decide.
-        depth: tokens that the draft is trained to guess one after another.
-        draft_vocab_size: tokens that it can say.
-        num_layers: layers of a `layers` draft.
-        tokens_per_batch: of one pass, padding included.
-        accumulate: passes whose gradients make one step.
-        learning_rate: of AdamW, at its highest.
-        max_len: conversations are cut there, in tokens.
-        held_out: share of the conversations that is only measured on.
-        seed: of the order of the data and the initial weights.
+        target: folder, hub id, or `embedded`.
+        output: folder of the draft; intermediate files are in `output/work`.
+        method: kind of draft.
+        budget_s: total seconds for data and training; the schedule is planned to fit, above 0.
+        num_steps: optimizer steps; 0 for as many as fit into the budget.
+        depth: consecutive tokens that the draft is trained to predict, in [1, 16].
+        draft_vocab_size: size of the draft vocabulary, at least 1.
+        num_layers: layers of a `layers` draft, at least 1.
+        tokens_per_batch: tokens per pass, padding included, at least 1.
+        accumulate: passes per optimizer step, at least 1.
+        learning_rate: highest learning rate of AdamW, above 0.
+        max_len: length that conversations are cut to, in tokens, at least 1.
+        held_out: share of the conversations for measurement only, in (0, 1).
+        seed: seed of the order of the data and of the initial weights.
         device: `auto`, `cpu`, `cuda`, ...
-        max_store_bytes: disk for what the target computed; computed anew in every epoch where it takes more.
-        checkpoint_every_s: seconds between checkpoints; what comes after the last is repeated by an interrupted run.
-        trim: leave out a head's output layer, which is the target's own: whoever loads the head takes it from there.
+        max_store_bytes: maximum disk space of the teacher's outputs; if they need more, each epoch recomputes them.
+        checkpoint_every_s: seconds between checkpoints, at least 0; a resumed run repeats the steps after the last.
+        trim: whether to leave out a head's output layer, which the draft service then reads from the target's files.
     """
 
     target: str
@@ -73,19 +73,21 @@ class DistillOptions:
         _check("held_out", 0 < self.held_out < 1, "between 0 and 1")
         _check("depth", self.depth <= 16, "at most 16")
         _check(
-            "trim", not self.trim or self.method is not MethodKind.LAYERS, "off for `layers`, which is a whole model"
+            "trim",
+            not self.trim or self.method is not MethodKind.LAYERS,
+            "off for method `layers`, which writes a whole model",
         )
 
 
 def parse_duration(text: str) -> float:
-    """Returns the seconds of `90s`, `30m`, `1.5h`, or of a number of seconds.
+    """Return the seconds of `90s`, `30m`, `1.5h`, or of a number of seconds.
 
     Raises:
-        InvalidArgument: it is none.
+        InvalidArgument: the text is not a duration above 0.
     """
     match = re.fullmatch(r"(\d+(?:\.\d+)?)([smh]?)", text.strip())
     if match is None or float(match[1]) <= 0:
-        raise InvalidArgument(f"{text!r} is no duration such as 90s, 30m or 1.5h", "budget")
+        raise InvalidArgument(f"{text!r} is not a duration such as 90s, 30m or 1.5h", "budget")
     return float(match[1]) * _UNITS[match[2] or "s"]
 
 

@@ -1,4 +1,4 @@
-"""What a distillation leaves for people: a curve as a picture, and a model card."""
+"""The report of a distillation: a training curve and a model card."""
 
 import json
 import platform
@@ -15,23 +15,23 @@ from outrider.training.acceptance import Acceptance
 
 @dataclass(frozen=True)
 class Results:
-    """What a distillation came to.
+    """The results of a distillation.
 
     Attributes:
         method: layers, eagle3 or medusa.
-        target: as it was given.
-        data: where the conversations came from.
-        num_train: conversations learned from.
-        num_held_out: conversations measured on.
-        num_steps: optimizer steps.
-        num_tokens: tokens seen, repetitions included.
-        trained_s: seconds of training.
-        num_weights: that were trained.
-        draft_vocab_size: tokens that the draft can say.
-        acceptance: by name of a tree's shape, then for greedy answers (True) and sampled ones (False).
-        cost_ratio: time of a draft's step over that of a pass of the target, both for one position, uncompiled.
-        predicted_speedup: tokens a second over plain decoding, chains, greedy, if nothing overlaps.
-        command: that made it.
+        target: name of the target, as given.
+        data: source of the conversations.
+        num_train: number of conversations for training.
+        num_held_out: number of held-out conversations.
+        num_steps: number of optimizer steps.
+        num_tokens: number of training tokens, repetitions included.
+        trained_s: training time, in seconds.
+        num_weights: number of trained weights.
+        draft_vocab_size: size of the draft vocabulary.
+        acceptance: acceptance by proposal shape, then for greedy answers (True) and sampled ones (False).
+        cost_ratio: time of a draft step divided by that of a target pass, each over one position, uncompiled.
+        predicted_speedup: speedup over plain decoding with chains, greedy, if drafting and verification alternate.
+        command: command that made the draft.
     """
 
     method: str
@@ -50,7 +50,7 @@ class Results:
     command: str
 
     def as_json(self) -> dict[str, Any]:
-        """Returns the figures as plain values."""
+        """Return the figures as JSON values."""
         return {
             "method": self.method,
             "target": self.target,
@@ -75,7 +75,7 @@ class Results:
 
 
 def write_card(folder: Path, results: Results) -> None:
-    """Writes `README.md`, the model card, and `results.json`."""
+    """Write `README.md`, the model card, and `results.json`."""
     (folder / "results.json").write_text(json.dumps(results.as_json(), indent=2) + "\n")
     lines = [
         "---",
@@ -91,14 +91,14 @@ def write_card(folder: Path, results: Results) -> None:
         results.command,
         "```",
         "",
-        f"- Data: {results.data}; {results.num_train} conversations to learn from, {results.num_held_out} held out.",
-        f"- Training: {results.num_steps} steps, {results.num_tokens / 1e6:.2f} million tokens seen, "
+        f"- Data: {results.data}; {results.num_train} conversations for training, {results.num_held_out} held out.",
+        f"- Training: {results.num_steps} steps, {results.num_tokens / 1e6:.2f} million tokens, "
         f"{results.trained_s / 60:.1f} minutes on {_hardware()}, PyTorch {torch.__version__}.",
-        f"- A step of the draft takes {results.cost_ratio:.3f} of a pass of the target (one position, uncompiled).",
-        f"- Predicted speed over plain decoding (chains, greedy, nothing overlapping): "
+        f"- A draft step takes {results.cost_ratio:.3f} of the time of a target pass (one position, uncompiled).",
+        f"- Predicted speedup over plain decoding (chains, greedy, drafting and verification alternate): "
         f"{results.predicted_speedup:.2f}x.",
         "",
-        "Acceptance on held-out prompts, of rounds that reached the position:",
+        "Acceptance rate on held-out prompts, of the rounds that reached the position:",
         "",
         *_table(results.acceptance),
         "",
@@ -108,7 +108,7 @@ def write_card(folder: Path, results: Results) -> None:
 
 
 def draw_curve(path: Path, points: Sequence[dict[str, Any]]) -> None:
-    """Writes loss and held-out acceptance over steps to a PNG file."""
+    """Write a plot of loss and held-out acceptance over steps to a PNG file."""
     import matplotlib
 
     matplotlib.use("agg")

@@ -1,4 +1,4 @@
-"""How many steps a budget allows, and which step takes which conversations at which rate."""
+"""The training schedule: number of steps, learning rate, depths, and the conversations of each step."""
 
 import math
 from collections.abc import Iterator
@@ -16,11 +16,11 @@ _MIXING: Final = 0.1
 _DEEP_SHARE: Final = 0.33
 
 NUM_TIMED_STEPS: Final = 8
-"""Steps whose times decide how many there will be, where a budget is given."""
+"""Number of first steps whose times determine the number of steps that fit into the budget."""
 
 
 def rate(step: int, num_steps: int, highest: float) -> float:
-    """Returns the learning rate of a step: a linear rise, then half a cosine down to a twentieth."""
+    """Return the learning rate of a step: linear warmup, then cosine decay to 1/20 of `highest`."""
     warm = max(1, round(_WARM_SHARE * num_steps))
     if step < warm:
         return highest * (step + 1) / warm
@@ -29,33 +29,33 @@ def rate(step: int, num_steps: int, highest: float) -> float:
 
 
 def is_deep(step: int, num_steps: int) -> bool:
-    """Returns whether a step trains guesses of every depth, and not the first one alone.
+    """Return whether a step trains predictions of every depth, instead of the first depth alone.
 
-    A step over the first guess alone takes a fraction of the time and teaches it as much, and the deeper guesses are
-    made by the same weights: so those come last. Of the steps that are timed to make a plan, the first half is deep.
+    A step of the first depth alone takes a fraction of the time and trains that depth as well, and deeper predictions
+    use the same weights; so deep steps come last. Of the steps that are timed for the plan, the first half is deep.
 
     Args:
-        step: its number, from 0.
-        num_steps: of the plan; 0 while it is being made.
+        step: number of the step, from 0.
+        num_steps: number of steps of the plan; 0 before the plan exists.
     """
     return step < NUM_TIMED_STEPS // 2 or (num_steps > 0 and step >= (1 - _DEEP_SHARE) * num_steps)
 
 
 def steps_within(left_s: float, deep_s: float, shallow_s: float) -> int:
-    """Returns how many steps a plan has that fits into a time, at least 1.
+    """Return the number of steps of a plan that fits into a time, at least 1.
 
     Args:
-        left_s: the time.
-        deep_s: seconds of a step that is deep.
-        shallow_s: seconds of one that is not.
+        left_s: available time, in seconds.
+        deep_s: seconds per deep step.
+        shallow_s: seconds per shallow step.
     """
     return max(1, int(left_s / (_DEEP_SHARE * deep_s + (1 - _DEEP_SHARE) * shallow_s)))
 
 
 def batches(corpus: Corpus, tokens_per_batch: int, seed: int) -> Iterator[list[int]]:
-    """Yields numbers of conversations without end: each epoch has every one once, in an order that the seed decides.
+    """Yield batches of conversation indices without end: each epoch has every one once, in an order set by the seed.
 
-    Conversations of one batch are of about the same length, so that little is padded.
+    The conversations of a batch have similar lengths, so that there is little padding.
     """
     lens = corpus.lens
     for epoch in count():
@@ -67,12 +67,12 @@ def batches(corpus: Corpus, tokens_per_batch: int, seed: int) -> Iterator[list[i
 
 
 def groups(order: NDArray[np.int64], lens: NDArray[np.int64], tokens_per_batch: int) -> Iterator[list[int]]:
-    """Yields conversations in this order, as many together as fill a pass once all are padded to the longest.
+    """Yield groups of conversations in this order, as many per group as fit into a pass when padded to the longest.
 
     Args:
-        order: numbers of conversations.
-        lens: tokens of each conversation.
-        tokens_per_batch: of a pass, padding included; a single conversation may have more.
+        order: indices of conversations.
+        lens: number of tokens of each conversation.
+        tokens_per_batch: maximum tokens per pass, padding included; a single conversation may have more.
     """
     group: list[int] = []
     longest = 0

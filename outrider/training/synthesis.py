@@ -1,4 +1,4 @@
-"""Conversations made by the target itself: it says what users might ask, then answers."""
+"""Synthetic conversations: the target generates users' turns, then answers them."""
 
 import json
 from collections.abc import Iterator, Sequence
@@ -15,7 +15,7 @@ from outrider.lm.model import KVCache, LanguageModel, SessionStep
 from outrider.parameters import SamplingParameters
 from outrider.speculation.draws import Draw, target_draws
 from outrider.speculation.randomness import KeyedSource
-from outrider.speculation.sampling import LawTerms, TokenHistory
+from outrider.speculation.sampling import SamplingMetadata, TokenHistory
 from outrider.tokens import TokenSpan
 from outrider.training.corpus import Corpus, from_conversations
 
@@ -27,15 +27,15 @@ _SAMPLED: Final = SamplingParameters(temperature=1.0)
 
 @dataclass(frozen=True, slots=True)
 class SynthesisOptions:
-    """How conversations are made.
+    """Options of the generation of conversations.
 
     Attributes:
-        num_conversations: in all.
-        max_turn_len: tokens of what a user asks, at most.
-        max_answer_len: tokens of an answer, at most.
-        num_sessions: conversations made at once.
-        shard_size: conversations in a file; an interrupted run repeats at most one.
-        seed: of all draws.
+        num_conversations: number of conversations.
+        max_turn_len: maximum tokens of a user's turn.
+        max_answer_len: maximum tokens of an answer.
+        num_sessions: conversations generated concurrently.
+        shard_size: conversations per file; a resumed run repeats at most one file.
+        seed: seed of all random numbers.
     """
 
     num_conversations: int = 4000
@@ -47,8 +47,8 @@ class SynthesisOptions:
 
 
 @dataclass(slots=True)
-class _Sampling:
-    """One text that is being written."""
+class _Generation:
+    """One text that is being generated."""
 
     token_ids: list[int]
     parameters: SamplingParameters
@@ -60,14 +60,14 @@ class _Sampling:
 
 
 class Synthesis:
-    """Makes a corpus, shard by shard; shards that are there are kept.
+    """A generator of a corpus, shard by shard; existing shards are kept.
 
     Args:
-        model: the target, as services run it.
-        tokenizer: its tokenizer; without one, users' turns are drawn behind a random token, without a template.
-        folder: of the shards.
-        options: see there.
-        prompts: what users ask, in place of what the target would: token ids of whole prompts, template included.
+        model: the target.
+        tokenizer: tokenizer of the target; if None, users' turns follow two random tokens, without a chat template.
+        folder: folder of the shards.
+        options: see `SynthesisOptions`.
+        prompts: token ids of whole prompts, chat template included, instead of generated users' turns.
     """
 
     def __init__(
@@ -83,15 +83,15 @@ class Synthesis:
         self._folder = folder
         self._options = options
         self._prompts = prompts
-        self._template = Template(tokenizer) if tokenizer is not None and prompts is None else None
+        self._template = ChatTemplate(tokenizer) if tokenizer is not None and prompts is None else None
 
     @property
     def num_conversations(self) -> int:
-        """Conversations that will be there."""
+        """Number of conversations of the complete corpus."""
         return len(self._prompts) if self._prompts is not None else self._options.num_conversations
 
     def run(self) -> Iterator[int]:
-        """Makes what is missing; yields the number of conversations that are there, after each shard."""
+        """Generate the missing shards; yield the number of conversations done after each shard."""
         self._folder.mkdir(parents=True, exist_ok=True)
         for first in range(0, self.num_conversations, self._options.shard_size):
             last = min(first + self._options.shard_size, self.num_conversations)
@@ -101,7 +101,7 @@ class Synthesis:
             yield last
 
     def _shard(self, numbers: Sequence[int]) -> Corpus:
-        prompts = self._given(numbers) if self._prompts is not None else self._asked(numbers)
+        prompts = self._given(numbers) if self._prompts is not None else self._generated(numbers)
         is_greedy = [number % 2 == 0 for number in numbers]
         answers = self._write(
             [(number, prompt) for number, prompt in zip(numbers, prompts, strict=True)],
@@ -119,8 +119,8 @@ class Synthesis:
         assert self._prompts is not None
         return [list(self._prompts[number]) for number in numbers]
 
-    def _asked(self, numbers: Sequence[int]) -> list[list[int]]:
-        """Returns prompts whose user turns the target made up."""
+    def _generated(self, numbers: Sequence[int]) -> list[list[int]]:
+        """Return prompts with users' turns that the target generates."""
         starts = [(number, self._opening(number)) for number in numbers]
         turns = self._write(starts, [_TURN] * len(starts), self._options.max_turn_len, purpose=0)
         return [
@@ -141,9 +141,9 @@ class Synthesis:
         max_new: int,
         purpose: int,
     ) -> list[list[int]]:
-        """Returns what the model writes behind each start, an end-of-text token included."""
+        """Return the tokens that the model generates after each start, an end-of-text token included."""
         waiting = [
-            _Sampling(
+            _Generation(
                 list(start),
                 each,
                 min(max_new, self._model.info.max_session_len - len(start)),
@@ -154,7 +154,7 @@ class Synthesis:
             for (number, start), each in zip(starts, parameters, strict=True)
         ]
         texts = list(waiting)
-        active: list[_Sampling] = []
+        active: list[_Generation] = []
         while waiting or active:
             while waiting and len(active) < self._options.num_sessions:
                 active.append(waiting.pop(0))
@@ -165,7 +165,7 @@ class Synthesis:
             active = [text for text in active if not text.done]
         return [text.token_ids[text.start :] for text in texts]
 
-    def _pass(self, active: Sequence[_Sampling]) -> None:
+    def _pass(self, active: Sequence[_Generation]) -> None:
         stops = frozenset(self._model.info.eos_token_ids)
         steps = [
             SessionStep(text.cache, TokenSpan(text.cache.cached_len, tuple(text.token_ids[text.cache.cached_len :])))
@@ -175,7 +175,7 @@ class Synthesis:
         draws = [
             Draw(
                 row,
-                LawTerms(text.parameters, TokenHistory((), (), text.parameters), ()),
+                SamplingMetadata(text.parameters, TokenHistory((), (), text.parameters), ()),
                 text.source.key,
                 len(text.token_ids),
             )
@@ -187,39 +187,39 @@ class Synthesis:
             text.done = token_id in stops or len(text.token_ids) - text.start >= text.max_new
 
 
-class Template:
-    """The parts of a chat template around what a user says.
+class ChatTemplate:
+    """The parts of a chat template before and after a user's turn.
 
     Raises:
-        ModelUnsupported: the tokenizer has no chat template, or it does not keep what users say.
+        ModelUnsupported: the tokenizer has no chat template, or the template changes the content of turns.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self._tokenizer = tokenizer
         if not tokenizer.chat_template:
-            raise ModelUnsupported("the target has no chat template: give prompts of your own with --prompts")
+            raise ModelUnsupported("the target has no chat template: provide prompts with --prompts")
         text = _render(tokenizer, [{"role": "user", "content": _MARK}])
         before, found, self._after = text.partition(_MARK)
         if not found:
-            raise ModelUnsupported("the target's chat template changes what users say: give prompts with --prompts")
+            raise ModelUnsupported("the target's chat template changes users' turns: provide prompts with --prompts")
         self._before = before
         self.opening: list[int] = tokenizer.encode(before, add_special_tokens=False)
 
     def close(self, turn: Sequence[int]) -> list[int]:
-        """Returns the whole prompt around a user's turn, as it would be tokenised when somebody asked it."""
-        said = str(self._tokenizer.decode(list(turn), skip_special_tokens=True)).strip()
-        text = f"{self._before}{said}{self._after}"
+        """Return the prompt with a user's turn, tokenised as a request with this turn would be."""
+        content = str(self._tokenizer.decode(list(turn), skip_special_tokens=True)).strip()
+        text = f"{self._before}{content}{self._after}"
         return list(self._tokenizer.encode(text, add_special_tokens=False))
 
 
 def read_prompts(path: Path, tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
-    """Returns the token ids of prompts from a file of JSON lines.
+    """Return the token ids of prompts from a file of JSON lines.
 
-    A line is {"prompt": "..."} or {"messages": [{"role": ..., "content": ...}, ...]}, of which a last answer is left
-    out: the target gives its own.
+    A line is {"prompt": "..."} or {"messages": [{"role": ..., "content": ...}, ...]}; a last message of the assistant
+    is dropped, because the target generates the answer.
 
     Raises:
-        InvalidArgument: a line is not understood; the message gives its number.
+        InvalidArgument: a line is invalid, which the message gives by its number, or there are no prompts.
     """
     prompts = []
     for number, line in enumerate(path.read_text().splitlines(), 1):
@@ -241,10 +241,10 @@ def _prompt_text(item: dict[str, Any], tokenizer: PreTrainedTokenizerBase) -> st
         if messages and messages[-1]["role"] == "assistant":
             messages = messages[:-1]
         if not messages:
-            raise ValueError("messages must have one that is no answer")
+            raise ValueError("messages must have one that is not the assistant's")
         return _render(tokenizer, messages)
     if "prompt" not in item:
-        raise ValueError("neither prompt nor messages")
+        raise ValueError("must have prompt or messages")
     return str(item["prompt"])
 
 

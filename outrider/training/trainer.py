@@ -1,4 +1,4 @@
-"""The loop: steps, checkpoints, measurements, and a plan that keeps to a budget of time."""
+"""The training loop: steps, checkpoints, measurements, and a plan that fits into a time budget."""
 
 import json
 import time
@@ -18,7 +18,7 @@ from outrider.training.methods import Method
 from outrider.training.objective import loss_of, measure, targets_of
 from outrider.training.options import DistillOptions
 from outrider.training.schedule import NUM_TIMED_STEPS, batches, groups, is_deep, rate, steps_within
-from outrider.training.teacher import LessonStore
+from outrider.training.teacher_batches import TeacherBatchStore
 
 _NUM_MEASUREMENTS: Final = 12
 _MEASURE_SHARE: Final = 0.06
@@ -29,14 +29,14 @@ _DECAY: Final = 0.01
 
 @dataclass(frozen=True)
 class Progress:
-    """Where a training is.
+    """The progress of a training.
 
     Attributes:
-        step: steps done.
-        num_steps: of the plan; 0 while it is being made.
-        loss: of the last step.
-        acceptance: greedy acceptance rate at the first position, as last measured; None before.
-        remaining_s: seconds still to go, about.
+        step: number of steps done.
+        num_steps: number of steps of the plan; 0 before the plan exists.
+        loss: loss of the last step.
+        acceptance: last measured greedy acceptance rate at the first position, in [0, 1]; None before the first.
+        remaining_s: estimated remaining time, in seconds.
     """
 
     step: int
@@ -47,32 +47,32 @@ class Progress:
 
 
 class Trainer:
-    """Trains a method's module on stored lessons.
+    """A trainer of a method's module on batches with the teacher's outputs.
 
-    All that decides a step is a function of its number, the plan and the options: a run that was killed and goes on
-    from its last checkpoint gives the same curve as one that was not.
+    Each step is a function of its number, the plan and the options, so that a run that was killed and resumed from its
+    last checkpoint has the same curve as an uninterrupted one.
 
     Args:
-        method: what is trained.
-        vocabulary: the draft's.
-        lessons: to learn from.
-        held_out: to measure on.
-        options: see there.
-        folder: for `checkpoint.pt` and `curve.jsonl`.
+        method: draft to train.
+        vocabulary: vocabulary of the draft.
+        batches: conversations for training.
+        held_out: conversations for measurement.
+        options: see `DistillOptions`.
+        folder: folder of `checkpoint.pt` and `curve.jsonl`.
     """
 
     def __init__(
         self,
         method: Method,
         vocabulary: DraftVocabulary,
-        lessons: LessonStore,
-        held_out: LessonStore,
+        batches: TeacherBatchStore,
+        held_out: TeacherBatchStore,
         options: DistillOptions,
         folder: Path,
     ) -> None:
         self._method = method
         self._vocabulary = vocabulary
-        self._lessons = lessons
+        self._store = batches
         self._held_out = held_out
         self._options = options
         self._checkpoint = folder / "checkpoint.pt"
@@ -89,25 +89,25 @@ class Trainer:
 
     @property
     def num_steps(self) -> int:
-        """Steps of the plan; 0 while it is being made."""
+        """Number of steps of the plan; 0 before the plan exists."""
         return self._num_steps
 
     @property
     def num_tokens(self) -> int:
-        """Tokens seen so far, repetitions included."""
+        """Number of training tokens so far, repetitions included."""
         return self._num_tokens
 
     @property
     def trained_s(self) -> float:
-        """Seconds of training, over all starts."""
+        """Training time over all runs, in seconds."""
         return self._trained_s
 
     def run(self, spent_s: float = 0.0, report: Callable[[Progress], None] = lambda _: None) -> None:
-        """Trains until the plan is done.
+        """Train until all steps of the plan are done.
 
         Args:
-            spent_s: seconds of the budget that went into getting here.
-            report: is told after each step.
+            spent_s: seconds of the budget that were used before.
+            report: called after each step.
         """
         self._spent_s = spent_s
         if self._step == 0:
@@ -121,7 +121,7 @@ class Trainer:
             self._step += 1
             now_s = time.monotonic()
             self._trained_s = before_s + now_s - started_s
-            # Of each kind the last one, as the first ones warm up.
+            # The last time of each kind, because the first steps warm up.
             self._times_s[is_deep(self._step - 1, self._num_steps)] = now_s - began_s
             self._plan()
             is_last = self._step == self._num_steps
@@ -134,20 +134,20 @@ class Trainer:
             report(Progress(self._step, self._num_steps, loss, self._acceptance, self._left_s()))
 
     def measure(self, widths: tuple[int, ...]) -> dict[bool, Acceptance]:
-        """Returns what drafting comes to on all that was held out, for greedy answers (True) and sampled ones."""
+        """Return the acceptance on the held-out conversations, for greedy answers (True) and sampled ones (False)."""
         found: dict[bool, Acceptance] = {}
         self._method.module.eval()
         generator = torch.Generator().manual_seed(self._options.seed)
         lens = self._held_out.corpus.lens
         for indices in groups(lens.argsort(kind="stable"), lens, self._options.tokens_per_batch):
             with self._precision():
-                part = measure(self._method, self._held_out.lesson(indices), self._vocabulary, generator, widths)
+                part = measure(self._method, self._held_out.batch(indices), self._vocabulary, generator, widths)
             found = {kind: found[kind] + part[kind] if found else part[kind] for kind in part}
         self._method.module.train()
         return found
 
     def save(self) -> None:
-        """Writes a checkpoint, which is whole or not there."""
+        """Write a checkpoint, atomically."""
         state = {
             "identity": self._identity(),
             "step": self._step,
@@ -163,7 +163,7 @@ class Trainer:
         scratch.rename(self._checkpoint)
 
     def resume(self) -> bool:
-        """Goes back to the last checkpoint, or to the beginning; returns whether steps are left to do.
+        """Load the last checkpoint, if there is one; return whether steps remain.
 
         Raises:
             InvalidArgument: the checkpoint is of another training.
@@ -174,7 +174,7 @@ class Trainer:
         state = torch.load(self._checkpoint, weights_only=True)
         if state["identity"] != self._identity():
             raise InvalidArgument(
-                f"{self._checkpoint} is of another training (other data, method or settings); remove it to start anew",
+                f"{self._checkpoint} is of another training (other data, method or options); remove it to start again",
                 "output",
             )
         self._step, self._num_tokens = state["step"], state["num_tokens"]
@@ -186,23 +186,23 @@ class Trainer:
         return not self._num_steps or self._step < self._num_steps
 
     def _identity(self) -> dict[str, Any]:
-        """Returns what must be the same for a checkpoint to be of use."""
+        """Return the values that must be equal for a checkpoint to be valid."""
         options = self._options
         names = ("depth", "draft_vocab_size", "tokens_per_batch", "accumulate", "learning_rate", "max_len", "seed")
         shape = [list(item.shape) for item in self._parameters]
         return {
             "method": options.method.value,
-            "lessons": self._lessons.identity,
+            "teacher_outputs": self._store.identity,
             "shapes": shape,
             **{name: getattr(options, name) for name in names},
         }
 
     def _batches(self) -> Iterator[list[int]]:
-        source = batches(self._lessons.corpus, self._options.tokens_per_batch, self._options.seed)
+        source = batches(self._store.corpus, self._options.tokens_per_batch, self._options.seed)
         return islice(source, self._step * self._options.accumulate, None)
 
     def _train(self, source: Iterator[list[int]]) -> float:
-        # While the plan is being made its length is not known; a rise takes no notice of it.
+        # Before the plan exists its length is unknown; with so many steps these are in the warmup.
         num_steps = self._num_steps or 10**6
         for group in self._optimizer.param_groups:
             group["lr"] = rate(self._step, num_steps, self._options.learning_rate)
@@ -210,20 +210,20 @@ class Trainer:
         method = self._method
         depth = method.trained_depth if is_deep(self._step, self._num_steps) else method.shallow_depth
         for indices in source:
-            lesson = self._lessons.lesson(indices)
+            batch = self._store.batch(indices)
             with self._precision():
-                targets = targets_of(lesson, self._method, self._vocabulary)
-                loss = loss_of(self._method, lesson, targets, depth) / self._options.accumulate
+                targets = targets_of(batch, self._method, self._vocabulary)
+                loss = loss_of(self._method, batch, targets, depth) / self._options.accumulate
             loss.backward()  # type: ignore[no-untyped-call]
             total += loss.item()
-            self._num_tokens += int(lesson.lens.sum())
+            self._num_tokens += int(batch.lens.sum())
         nn.utils.clip_grad_norm_(self._parameters, _CLIP)
         self._optimizer.step()
         self._optimizer.zero_grad(set_to_none=True)
         return total
 
     def _plan(self) -> None:
-        """Fixes the number of steps, once what the two kinds of them take is known."""
+        """Set the number of steps, once steps of both kinds have been timed."""
         if not self._num_steps and self._step >= NUM_TIMED_STEPS:
             budget_s = self._options.budget_s * (1 - _MEASURE_SHARE)
             left_s = budget_s - self._spent_s - self._trained_s
@@ -231,12 +231,12 @@ class Trainer:
             self.save()
 
     def _step_s(self, *, deep: bool) -> float:
-        """Returns what a step of a kind takes; where none was timed since the start, by one of the other kind."""
+        """Return the seconds of a step of a kind; estimated from the other kind if none was timed in this run."""
         other_s = self._times_s[not deep] if deep not in self._times_s else 0.0
         return self._times_s.get(deep, other_s * self._method.trained_depth if deep else other_s)
 
     def _left_s(self) -> float:
-        """Returns about how long the steps that are left take; 0 while their number is not known."""
+        """Return the estimated seconds of the remaining steps; 0 before the plan exists."""
         kinds = [is_deep(step, self._num_steps) for step in range(self._step, self._num_steps)]
         return sum(kinds) * self._step_s(deep=True) + (len(kinds) - sum(kinds)) * self._step_s(deep=False)
 
@@ -259,22 +259,22 @@ class Trainer:
 
 
 class Curve:
-    """Lines of JSON about the steps of a training: losses, and measurements."""
+    """A file of JSON lines with the losses and measurements of a training."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
 
     def append(self, point: dict[str, Any]) -> None:
-        """Adds a line."""
+        """Append a point."""
         with self._path.open("a") as file:
             file.write(json.dumps(point) + "\n")
 
     def points(self) -> list[dict[str, Any]]:
-        """Returns all lines."""
+        """Return all points in order."""
         return [json.loads(line) for line in self._path.read_text().splitlines()] if self._path.exists() else []
 
     def truncate(self, step: int) -> None:
-        """Drops what was noted beyond a step."""
+        """Drop the points after a step."""
         kept = [json.dumps(point) + "\n" for point in self.points() if point["step"] <= step]
         self._path.write_text("".join(kept))
 

@@ -9,7 +9,7 @@ import torch
 from outrider.parameters import AcceptanceRule, FinishReason
 from outrider.speculation.draws import Draw, target_draws
 from outrider.speculation.logprobs import token_logprobs
-from outrider.speculation.sampling import LawTerms, TokenHistory, target_distribution
+from outrider.speculation.sampling import SamplingMetadata, TokenHistory, target_distribution
 from outrider.speculation.verification import Outcome, follow_draws, verify_rejection
 from outrider.tokens import ROOT, ProposalTree, TokenLogprobs, TokenOrigin
 from target_service.engine.results import RoundResult
@@ -74,7 +74,7 @@ def _draws(item: Round) -> Iterator[Draw]:
     """Yields the draws of the target's own tokens, after the base and after each node."""
     request, base_len = item.request, len(item.request.resident.token_ids)
     for number, history in enumerate(_histories(item)):
-        terms = LawTerms(request.parameters, history, request.stop_token_ids)
+        terms = SamplingMetadata(request.parameters, history, request.stop_token_ids)
         yield Draw(item.first_row + number, terms, request.source.key, base_len + item.tree.depth(number))
 
 

@@ -102,9 +102,9 @@ class Speculation:
         return self._wait_until
 
     @property
-    def is_abreast(self) -> bool:
+    def is_caught_up(self) -> bool:
         """Whether the last token of the text is among the nodes that have arrived, or what they were planted under."""
-        return self._lookahead.is_abreast and self._lookahead.num_numbered > 0
+        return self._lookahead.is_caught_up and self._lookahead.num_numbered > 0
 
     def change(self, terms: SpeculationTerms) -> None:
         """Speculates on other terms from now on; without a draft no round waits."""
@@ -141,10 +141,10 @@ class Speculation:
         if planted_len > len(token_ids) or part.known_len > len(token_ids):
             return False
         if part.first_node == 1:
-            if planted_len < self._lookahead.planted_len:
+            if planted_len < self._lookahead.base_len:
                 return False
             self._plant(planted_len, token_ids)
-        if planted_len != self._lookahead.planted_len or part.first_node != self._lookahead.num_numbered + 1:
+        if planted_len != self._lookahead.base_len or part.first_node != self._lookahead.num_numbered + 1:
             return False
         self._policy.draft.note_answer(part.known_len, now, _depth_of(part))
         self._policy.draft.step_s = part.step_time_s or self._policy.draft.step_s
@@ -265,7 +265,7 @@ class Speculation:
     def advance(self, token_ids: Sequence[int]) -> bool:
         """Learns what a round output; returns whether all of it was among the nodes that had arrived."""
         self._lookahead.follow(token_ids)
-        return self.is_abreast
+        return self.is_caught_up
 
     def observe(self, num_accepted: int, depth: int, num_nodes: int, wait_s: float, rest_s: float) -> None:
         """Learns what became of a round.
@@ -324,7 +324,7 @@ class Speculation:
         return [draft.arrival_s(num, is_running=is_running) for num in range(1, num_awaited + 1)]
 
     def _depth(self) -> int:
-        return self._lookahead.max_depth if self._lookahead.is_abreast else 0
+        return self._lookahead.max_depth if self._lookahead.is_caught_up else 0
 
     def _guesses_beside(self, line: Sequence[int], max_depth: int) -> Iterator[Candidate]:
         parents = {self._lookahead.root, *line}

@@ -1,4 +1,4 @@
-"""Every bench gives its figures, on models so small that it takes seconds."""
+"""Every benchmark returns its figures, on models so small that it takes seconds."""
 
 from pathlib import Path
 
@@ -26,7 +26,7 @@ pytestmark = pytest.mark.slow
 
 
 async def test_load(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    # Every proposal is waited for, so that there are enough of them to tell the acceptance.
+    # Every round waits for its proposal, so that there are enough to measure acceptance.
     monkeypatch.setenv("OUTRIDER_ADAPTIVE_SPECULATION", "false")
     monkeypatch.setenv("OUTRIDER_DRAFT_MAX_WAIT_S", "5")
     options = load.Options(
@@ -122,7 +122,7 @@ async def test_context(tmp_path: Path) -> None:
 async def test_drafts(tmp_path: Path) -> None:
     target = save_target(tmp_path / "target")
     save_tokenizer(tmp_path / "target")
-    # The target as its own draft: every token is accepted, here and by transformers.
+    # The target is its own draft: every token is accepted, also by transformers.
     options = drafts.Options("model", draft=target, model=target, num_prompts=1, num_tokens=24)
     result = await drafts.measure(options)
     assert [(row["kind"], row["temperature"], row["proposal"]) for row in result.rows] == [
@@ -147,7 +147,7 @@ async def test_capacity(tmp_path: Path) -> None:
     timed = "markov:vocabulary=64;order=1;step_s=0.01;row_s=0.0005"
     options = capacity.Options(rate=1e6, sessions="1,2", drafts="1", num_tokens=12, model=timed, draft=timed)
     result = await capacity.measure(options)
-    # No load gives so much: each deployment is left after the first one.
+    # No load reaches this rate: each deployment ends after the first one.
     assert [(row["deployment"], row["sessions"]) for row in result.rows] == [("colocated", 1), ("1 drafts", 1)]
     assert result.figures["gain_expected"] == pytest.approx(1 + 4 * 0.0105 / 0.0125)
     assert result.figures["sessions_colocated"] == result.figures["sessions_1_drafts"] == 0
@@ -251,7 +251,7 @@ async def test_commits(tmp_path: Path) -> None:
 
 async def test_orchestrator(tmp_path: Path) -> None:
     result = await orchestrator.measure(orchestrator.Options(sessions="1,4", duration_s=0.5))
-    assert [(row["sessions"], row["asked rounds/s"] == "any") for row in result.rows] == [
+    assert [(row["sessions"], row["requested rounds/s"] == "any") for row in result.rows] == [
         (1, True),
         (4, True),
         (result.rows[2]["sessions"], False),

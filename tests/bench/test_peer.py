@@ -1,4 +1,4 @@
-"""transformers in a process of its own."""
+"""The transformers process."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""How far a bench is: lines in a log, few of them, and never on standard output."""
+"""The progress of a benchmark: few lines in a log, and none on standard output."""
 
 import pytest
 

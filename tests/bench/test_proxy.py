@@ -1,4 +1,4 @@
-"""The proxy does what its links say, and what it breaks is broken for both ends."""
+"""The proxy applies the settings of its links, and its faults affect both ends."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -35,7 +35,7 @@ async def connect(proxy: Proxy) -> Connection:
 
 
 async def echoed(connection: Connection, data: bytes) -> float:
-    """Returns the seconds until all of the data was back."""
+    """Return the seconds until all data has returned."""
     reader, writer = connection
     began = asyncio.get_running_loop().time()
     writer.write(data)

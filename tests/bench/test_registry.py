@@ -1,4 +1,4 @@
-"""The benches by name, and what their options refuse. What they measure is tested by `make bench-check`."""
+"""The benchmarks by name, and the validation of their options; `make bench-check` tests their figures."""
 
 import json
 import subprocess
@@ -29,7 +29,7 @@ def test_there_are_ten_prompts_of_each_kind() -> None:
 
 def test_every_bench_names_its_options() -> None:
     assert {"load", "engine", "context"} <= set(registry.names())
-    with pytest.raises(InvalidArgument, match="there are: sessions"):
+    with pytest.raises(InvalidArgument, match="the options are sessions"):
         registry.run("load", arguments={"nonsense": "1"})
 
 
@@ -56,7 +56,7 @@ def test_waves_follow_until_all_prompt_lengths_have_been() -> None:
 
 
 def test_the_command_line_measures_and_draws(tmp_path: Path) -> None:
-    """In a process of its own: gRPC's asyncio keeps to the event loop that it was first used in."""
+    """Run in a process of its own, because gRPC's asyncio is bound to the first event loop that uses it."""
     picture = tmp_path / "commits.png"
     program = [sys.executable, "-c", "from outrider.cli.main import main; main()"]
     options = ["num_sessions=20", "num_rounds=32", "prompt_len=20", "--json", "--plot", str(picture)]

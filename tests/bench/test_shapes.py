@@ -39,5 +39,5 @@ def test_an_8b_has_8_billion_weights() -> None:
 
 
 def test_an_unknown_shape_is_refused() -> None:
-    with pytest.raises(InvalidArgument, match="there are: 8b"):
+    with pytest.raises(InvalidArgument, match="the shapes are 8b"):
         ensure_shape("9b")

@@ -1,4 +1,4 @@
-"""Which gaps count as held up by a long prompt."""
+"""Which gaps overlap with the prefill of a long prompt."""
 
 import pytest
 
@@ -7,7 +7,7 @@ from bench.traffic import Trace
 
 
 def test_gaps_that_overlap_with_a_prefill_are_told_from_the_others() -> None:
-    # A session that decodes every second, and once takes three.
+    # A session with a delta every second, and one gap of three seconds.
     trace = Trace(0.0, [*map(float, range(1, 12)), 14.0, 15.0, 16.0])
     stall = gaps_of([trace], [(11.5, 14.5)])
     assert stall.quiet == [1.0] * 6

@@ -241,7 +241,7 @@ def test_bench_lists_what_there_is() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (("--budget", "3d"), "'3d' is no duration such as 90s, 30m or 1.5h"),
+        (("--budget", "3d"), "'3d' is not a duration such as 90s, 30m or 1.5h"),
         (("--data", "{folder}"), "has no .safetensors file"),
         (("--steps", "1", "--data", "{folder}/none"), "does not exist"),
     ],

@@ -28,7 +28,7 @@ GREEDY = terms(SamplingParameters(temperature=0, max_tokens=10_000))
 def _greedy(token_ids: list[int], num: int) -> tuple[int, ...]:
     model, tokens = markov(), list(token_ids)
     for _ in range(num):
-        tokens.append(int(model.law[model.context(tokens)].argmax()))
+        tokens.append(int(model.transitions[model.context(tokens)].argmax()))
     return tuple(tokens[len(token_ids) :])
 
 
@@ -198,7 +198,7 @@ def test_a_draft_that_is_the_target_is_always_accepted(rule: AcceptanceRule) -> 
             tree.append(node)
 
         def law(node: int, drafted: tuple[int, ...] = drafted) -> torch.Tensor:
-            return model.law[model.context([*base, *drafted[:node]])]
+            return model.transitions[model.context([*base, *drafted[:node]])]
 
         outcome = verify(tree, law, len(base), KeyedSource(seed))
         assert outcome.token_ids[:-1] == drafted

@@ -50,7 +50,7 @@ def _go_on(drafter: ModelDrafter, proposal: OpenProposal, token_ids: list[int]) 
 def _ranking(token_ids: list[int], parameters: SamplingParameters) -> list[int]:
     """Returns all tokens as the draft ranks them behind these."""
     model = markov()
-    scores = model.law[model.context(token_ids)].log()
+    scores = model.transitions[model.context(token_ids)].log()
     if not parameters.is_greedy:
         scores = scores + KeyedSource(11).gumbel(torch.arange(24), Counter(Purpose.TARGET, len(token_ids)))
     return scores.argsort(descending=True).tolist()
@@ -218,7 +218,7 @@ def test_under_rejection_a_sampled_child_comes_first_with_its_law_whatever_it_is
             counter = Counter(Purpose.DRAFT, 3 + len(paths[number]) - 1, 3, segments[node.parent])
             assert node.token_id == source.pick(law, counter)
             context = [*planted, *paths[node.parent]]
-            torch.testing.assert_close(law, markov().law[markov().context(context)])
+            torch.testing.assert_close(law, markov().transitions[markov().context(context)])
         else:
             assert node.kind is NodeKind.GUESSED
 

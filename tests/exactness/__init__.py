@@ -1,1 +1,1 @@
-"""The proof that output follows the target's law: production rules, run on every outcome of every decision."""
+"""Proofs that the output follows the target's distribution: the rules are run on every outcome of every decision."""

@@ -1,4 +1,4 @@
-"""Generation in rounds, as production drives the rules: draft a tree, verify it, go on behind the output."""
+"""Generation in rounds, as in production: draft a tree, verify it, append the output."""
 
 import random
 from collections.abc import Callable
@@ -8,46 +8,46 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from outrider.speculation.verification import DecisionSource, Outcome, TargetLaw, draft_rejection
+from outrider.speculation.verification import DecisionSource, Outcome, TargetDistributions, draft_rejection
 from outrider.tokens import ROOT, NodeKind, ProposalNode, ProposalTree, SparseDistribution
 from tests.exactness.models import MarkovChain, Model, Text, V
 from tests.exactness.sources import every_run
 
-Rule = Callable[[ProposalTree, TargetLaw, int, DecisionSource], Outcome]
+Rule = Callable[[ProposalTree, TargetDistributions, int, DecisionSource], Outcome]
 Truncation = Callable[[Tensor], Tensor]
 
 
 class Drafter(Protocol):
-    """Proposes a tree behind a text."""
+    """A drafter that proposes a tree after a text."""
 
     def __call__(self, text: Text, source: DecisionSource) -> ProposalTree: ...
 
 
-def full(law: Tensor) -> Tensor:
-    return law
+def full(distribution: Tensor) -> Tensor:
+    return distribution
 
 
-def sparse(law: Tensor) -> Tensor:
-    """Keeps the two most likely tokens."""
-    kept = law.masked_fill(law < law.topk(2).values[-1], 0.0)
+def sparse(distribution: Tensor) -> Tensor:
+    """Keep the two most likely tokens."""
+    kept = distribution.masked_fill(distribution < distribution.topk(2).values[-1], 0.0)
     return kept / kept.sum()
 
 
-def greedy(law: Tensor) -> Tensor:
-    return torch.zeros_like(law).index_fill_(0, law.argmax(), 1.0)
+def greedy(distribution: Tensor) -> Tensor:
+    return torch.zeros_like(distribution).index_fill_(0, distribution.argmax(), 1.0)
 
 
 TRUNCATIONS: dict[str, Truncation] = {"full": full, "sparse": sparse, "greedy": greedy}
 
 
-def distribution(law: Tensor) -> SparseDistribution:
-    token_ids = law.nonzero().squeeze(1).tolist()
-    return SparseDistribution(tuple(token_ids), tuple(law[token_ids].tolist()))
+def sparse_distribution(distribution: Tensor) -> SparseDistribution:
+    token_ids = distribution.nonzero().squeeze(1).tolist()
+    return SparseDistribution(tuple(token_ids), tuple(distribution[token_ids].tolist()))
 
 
 @dataclass(frozen=True)
 class ChainDrafter:
-    """Drafts a chain of `num` nodes; shorter where it meets `stop_token_id`, as production ends at stop tokens."""
+    """Drafts a chain of `num` nodes, which ends at `stop_token_id`, as in production."""
 
     model: MarkovChain
     truncation: Truncation = full
@@ -60,20 +60,20 @@ class ChainDrafter:
         return tree
 
     def extend(self, tree: ProposalTree, start: int, text: Text, source: DecisionSource, num: int) -> None:
-        """Drafts `num` nodes below `start`; `text` is what the tree continues."""
+        """Draft `num` nodes below `start` in a tree that continues `text`."""
         number = start
         for _ in range(num):
-            behind = (*text, *(tree.node(node).token_id for node in tree.path(number)))
-            law = self.truncation(self.model.law(behind))
-            token_id = draft_rejection(law, len(text), len(behind), source, start)
-            number = tree.append(ProposalNode(number, token_id, NodeKind.DRAFTED, distribution(law)))
+            prefix = (*text, *(tree.node(node).token_id for node in tree.path(number)))
+            distribution = self.truncation(self.model.distribution(prefix))
+            token_id = draft_rejection(distribution, len(text), len(prefix), source, start)
+            number = tree.append(ProposalNode(number, token_id, NodeKind.DRAFTED, sparse_distribution(distribution)))
             if token_id == self.stop_token_id:
                 return
 
 
 @dataclass(frozen=True)
 class TreeDrafter:
-    """Drafts a chain, guesses beside its first `num_guessed_at` nodes, and drafts a node below the first guess."""
+    """Drafts a chain, guesses siblings of its first `num_guessed_at` nodes, and drafts a node below the first guess."""
 
     chain: ChainDrafter
     num_guessed_at: int = 2
@@ -92,7 +92,7 @@ class TreeDrafter:
 
 @dataclass(frozen=True)
 class AnyTreeDrafter:
-    """Drafts a tree of a shape drawn for each text: chains below guesses, guesses below guesses, laws left out."""
+    """Drafts a tree of a random shape per text: chains and guesses below guesses, some without distributions."""
 
     model: MarkovChain
     seed: int
@@ -117,38 +117,38 @@ class AnyTreeDrafter:
     def _draft(
         self, tree: ProposalTree, parent: int, text: Text, source: DecisionSource, segment: int, shape: random.Random
     ) -> int:
-        behind = (*text, *(tree.node(node).token_id for node in tree.path(parent)))
-        law = self.model.law(behind)
-        token_id = draft_rejection(law, len(text), len(behind), source, segment)
-        told = distribution(law) if shape.random() < 0.8 else None
-        return tree.append(ProposalNode(parent, token_id, NodeKind.DRAFTED, told))
+        prefix = (*text, *(tree.node(node).token_id for node in tree.path(parent)))
+        distribution = self.model.distribution(prefix)
+        token_id = draft_rejection(distribution, len(text), len(prefix), source, segment)
+        reported = sparse_distribution(distribution) if shape.random() < 0.8 else None
+        return tree.append(ProposalNode(parent, token_id, NodeKind.DRAFTED, reported))
 
 
 def verify_round(text: Text, tree: ProposalTree, target: Model, rule: Rule, source: DecisionSource) -> Outcome:
-    def law(number: int) -> Tensor:
-        return target.law((*text, *(tree.node(node).token_id for node in tree.path(number))))
+    def distribution_after(number: int) -> Tensor:
+        return target.distribution((*text, *(tree.node(node).token_id for node in tree.path(number))))
 
-    return rule(tree, law, len(text), source)
+    return rule(tree, distribution_after, len(text), source)
 
 
 def generate(num: int, target: MarkovChain, drafter: Drafter, rule: Rule, source: DecisionSource) -> Text:
-    """Generates at least `num` tokens in as many rounds as it takes."""
+    """Generate at least `num` tokens in as many rounds as it takes."""
     text: Text = ()
     while len(text) < num:
         text += verify_round(text, drafter(text, source), target, rule, source).token_ids
     return text
 
 
-def output_law(num: int, target: MarkovChain, drafter: Drafter, rule: Rule) -> dict[Text, float]:
-    """Returns the joint law of the first `num` output tokens.
+def output_distribution(num: int, target: MarkovChain, drafter: Drafter, rule: Rule) -> dict[Text, float]:
+    """Return the joint distribution of the first `num` output tokens.
 
-    Rounds are enumerated once for each text they can continue, and weighed with that text's probability: what a round
+    Rounds are enumerated once per text that they can continue, and weighted with its probability: what a round
     decides is independent of the rounds before, given the text, iff no counter decides twice (see `check_counters`).
     """
     open_texts: dict[Text, float] = {(): 1.0}
     finished: dict[Text, float] = {}
     while open_texts:
-        # Shortest first, because only shorter texts lead to a text: its weight is complete then.
+        # Shortest first, because only shorter texts lead to a text, so that its weight is complete.
         text = min(open_texts, key=len)
         weight = open_texts.pop(text)
 
@@ -162,9 +162,9 @@ def output_law(num: int, target: MarkovChain, drafter: Drafter, rule: Rule) -> d
     return finished
 
 
-def joint_output_law(num: int, target: MarkovChain, drafter: Drafter, rule: Rule) -> dict[Text, float]:
-    """Returns the same law by enumerating whole generations, all rounds of each."""
-    law: dict[Text, float] = {}
+def joint_output_distribution(num: int, target: MarkovChain, drafter: Drafter, rule: Rule) -> dict[Text, float]:
+    """Return the same distribution by enumerating whole generations, all rounds of each."""
+    distribution: dict[Text, float] = {}
     for text, probability in every_run(lambda source: generate(num, target, drafter, rule, source)[:num]):
-        law[text] = law.get(text, 0.0) + probability
-    return law
+        distribution[text] = distribution.get(text, 0.0) + probability
+    return distribution

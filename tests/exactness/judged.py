@@ -1,4 +1,4 @@
-"""Rounds as the target's engine makes them, for proofs over `decide_all` itself: logits in, results out."""
+"""Rounds of the target's engine, for proofs over `decide_all` itself: logits in, results out."""
 
 from collections.abc import Callable, Collection, Sequence
 from typing import cast
@@ -19,7 +19,7 @@ from target_service.engine.stream import Stream
 MAX_LEN = 200
 
 Judge = Callable[[Sequence[Round], Tensor, int], list[RoundResult]]
-"""What `decide_all` is, or a wrong rule in its place."""
+"""`decide_all`, or a wrong rule in its place."""
 
 
 def request_of(
@@ -32,8 +32,8 @@ def request_of(
     window_end: int = MAX_LEN,
     source: DecisionSource | None = None,
 ) -> Request:
-    """Returns a request on a session of these tokens; its source is that of the parameters' seed if none is given."""
-    # Judging a round touches neither the stream, nor the cache, nor what has arrived.
+    """Return a request on a session of these tokens; its source is that of the parameters' seed if none is given."""
+    # Deciding a round uses neither the stream, nor the cache, nor the speculation.
     return Request(
         number=1,
         stream=cast(Stream, None),
@@ -52,5 +52,5 @@ def request_of(
 
 
 def judge(request: Request, logits: Tensor, tree: ProposalTree, judges: Judge = decide_all) -> RoundResult:
-    """Judges one session's proposal; its logits are [1 + len(tree), V]."""
+    """Decide one session's round; its logits are [1 + len(tree), V]."""
     return judges([Round(request, 0, tree)], logits, MAX_LEN)[0]

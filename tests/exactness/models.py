@@ -1,4 +1,4 @@
-"""Small Markov models whose laws are known exactly: the next token depends on the last one."""
+"""Small Markov models with known distributions: the next token depends on the last one."""
 
 from dataclasses import dataclass
 from itertools import product
@@ -14,28 +14,28 @@ Text = tuple[int, ...]
 
 
 class Model(Protocol):
-    """A model by its law."""
+    """A model that is defined by its distributions."""
 
-    def law(self, text: Text) -> Tensor:
-        """Returns the law after a text: float64 [V]."""
+    def distribution(self, text: Text) -> Tensor:
+        """Return the distribution after a text: float64 [V]."""
 
 
 @dataclass(frozen=True, eq=False)
 class MarkovChain:
-    """Row t of `rows`, float64 [V + 1, V], is the law after token t; the last row is that of the first token."""
+    """Row t of `rows`, float64 [V + 1, V], is the distribution after token t; the last row is of the first token."""
 
     rows: Tensor
 
-    def law(self, text: Text) -> Tensor:
+    def distribution(self, text: Text) -> Tensor:
         return self.rows[text[-1] if text else V]
 
     def joint(self, num: int) -> dict[Text, float]:
-        """Returns the probability of every text of `num` tokens."""
+        """Return the probability of every text of `num` tokens."""
         joint: dict[Text, float] = {}
         for text in product(range(V), repeat=num):
             probability = 1.0
             for position, token_id in enumerate(text):
-                probability *= float(self.law(text[:position])[token_id])
+                probability *= float(self.distribution(text[:position])[token_id])
             joint[text] = probability
         return joint
 
@@ -46,7 +46,7 @@ def random_chain(seed: int, scale: float = 1.0) -> MarkovChain:
 
 
 def only(chain: MarkovChain, token_ids: tuple[int, ...]) -> MarkovChain:
-    """Returns the chain given that no other token comes."""
+    """Return the chain conditioned on these token ids."""
     mask = torch.zeros(V, dtype=torch.float64)
     mask[list(token_ids)] = 1
     rows = chain.rows * mask

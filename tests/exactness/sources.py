@@ -1,4 +1,4 @@
-"""Decision sources for proofs: one that takes every outcome in turn, one that notices a counter that decides twice."""
+"""Decision sources for proofs: one enumerates every outcome, one detects counters that decide twice."""
 
 from collections.abc import Callable, Hashable, Iterator
 from typing import TypeVar
@@ -11,7 +11,7 @@ ResultT = TypeVar("ResultT", bound=Hashable)
 
 
 class ForkingSource:
-    """Decides as a script says, and beyond it for the first possible outcome; `weight` is the probability of it all."""
+    """Decides by a script, and after its end for the first possible outcome; `weight` is the probability of the run."""
 
     def __init__(self, script: list[int]) -> None:
         self._script = script
@@ -40,7 +40,7 @@ class ForkingSource:
 
 
 def every_run(run: Callable[[ForkingSource], ResultT]) -> Iterator[tuple[ResultT, float]]:
-    """Yields the result of every possible run, with its probability; `run` must depend on its source alone."""
+    """Yield the result of every possible run, with its probability; `run` must depend on its source alone."""
     script: list[int] = []
     while True:
         source = ForkingSource(script)
@@ -52,7 +52,7 @@ def every_run(run: Callable[[ForkingSource], ResultT]) -> Iterator[tuple[ResultT
 
 
 def _next_script(script: list[int], num_options: list[int]) -> list[int]:
-    """Returns the script of the next run in order, empty after the last."""
+    """Return the script of the next run in order, empty after the last."""
     script = script + [0] * (len(num_options) - len(script))
     while script and script[-1] + 1 == num_options[len(script) - 1]:
         script.pop()
@@ -64,7 +64,7 @@ class CounterReusedError(AssertionError):
 
 
 class RecordingSource:
-    """Decides as a keyed source does, and raises `CounterReusedError` where a counter decides a second time."""
+    """Decides as a keyed source does, and raises `CounterReusedError` if a counter decides a second time."""
 
     def __init__(self, seed: int) -> None:
         self._source = KeyedSource(seed)
@@ -79,7 +79,7 @@ class RecordingSource:
         return self._source.accept(probability, counter)
 
     def _record(self, counter: Counter) -> None:
-        # The words are what the generator sees: two counters with the same words would share their noise.
+        # The words are the generator's input: two counters with the same words would share their noise.
         if counter.words in self.counters:
             raise CounterReusedError(f"{counter} decided before")
         self.counters.add(counter.words)

@@ -1,4 +1,4 @@
-"""Production's own trees of drafts follow the target's distribution, whether they wait for verdicts or run ahead."""
+"""The production draft trees follow the target's distribution, both with and without lookahead."""
 
 import random
 from collections.abc import Sequence
@@ -28,39 +28,39 @@ VOCABULARY = DraftVocabulary(torch.arange(V), V)
 
 
 class Draft:
-    """Grows trees of one session, a step at a time."""
+    """Grows the trees of one session step by step."""
 
     def __init__(self, model: MarkovChain, source: DecisionSource, kind: type[DraftTree], sizes: Sequence[int]) -> None:
         self._model, self._source, self._kind, self._sizes = model, source, kind, sizes
         self._values = ByLikelihood.of_one_session() if kind is WrongTree else NodeValues.of_one_session()
         self._text: list[int] = []
-        self._plant()
+        self._start_tree()
 
-    def _plant(self) -> None:
+    def _start_tree(self) -> None:
         proposal = OpenProposal("s", self._text, TERMS, *self._sizes)
         kind_of_choices = WeighedChoices if self._kind is WrongTree else SampledChoices
         self._tree = self._kind(
             proposal, 0, kind_of_choices(proposal, TreeOptions(), VOCABULARY, self._source), self._values
         )
-        self._planted, self._num_sent = tuple(self._text), 0
+        self._base, self._num_sent = tuple(self._text), 0
 
-    def hear(self, news: Text) -> None:
-        """Learns that the text has gone on."""
+    def advance(self, news: Text) -> None:
+        """Append tokens to the text."""
         self._text += news
         if not self._tree.follow(news):
-            self._plant()
+            self._start_tree()
 
     def step(self) -> ProposalPart | None:
-        """Runs what would be run next, and sends what comes of it."""
+        """Run the next step; return the nodes to send."""
         tree = self._tree
         nodes = [node for _, node in tree.frontier(2)] if tree.has_run_root else [tree.root]
         if not nodes:
             return None
         texts = [(*self._text, *_path(tree, node)) for node in nodes]
-        tree.expand(nodes, torch.stack([self._model.law(text).log() for text in texts]))
+        tree.expand(nodes, torch.stack([self._model.distribution(text).log() for text in texts]))
         made = tuple(tree.take())
         first, self._num_sent = self._num_sent + 1, self._num_sent + len(made)
-        base = Base(len(self._planted), 1)
+        base = Base(len(self._base), 1)
         return ProposalPart(base, first, made, complete=False, known_len=len(self._text)) if made else None
 
 
@@ -72,7 +72,7 @@ def _path(tree: DraftTree, node: Node) -> Text:
 
 
 class WrongTree(DraftTree):
-    """Orders and admits sampled tokens by how probable the draft finds them, as it may under `coupled` alone."""
+    """Orders and sends sampled tokens by their draft probability, which is allowed under `coupled` alone."""
 
     _compares = True  # type: ignore[assignment]
 
@@ -81,16 +81,18 @@ class WrongTree(DraftTree):
 
 
 class WeighedChoices(SampledChoices):
-    """Sampled tokens that have a likelihood, in the order of it among the guesses."""
+    """Sampled tokens with a likelihood, by which they are ordered among the guesses."""
 
     def behind(self, places: Sequence[Place], logits: Tensor, num: int) -> list[list[Choice]]:
         rows = zip(logits.exp(), super().behind(places, logits, num), strict=True)
-        weighed = [[item._replace(likelihood=float(law[item.token_id])) for item in row] for law, row in rows]
+        weighed = [
+            [item._replace(likelihood=float(distribution[item.token_id])) for item in row] for distribution, row in rows
+        ]
         return [sorted(row, key=lambda item: -item.likelihood) for row in weighed]
 
 
 class ByLikelihood(NodeValues):
-    """Values of nodes that are their likelihoods."""
+    """Values of nodes that equal their likelihoods."""
 
     def value(self, depth: int, rank: int, likelihood: float) -> float:
         return likelihood
@@ -105,7 +107,7 @@ def generate(
     sizes: Sequence[int],
     kind: type[DraftTree] = DraftTree,
 ) -> Text:
-    """Generates `num` tokens; what happens when depends on the round alone."""
+    """Generate `num` tokens with a timing that depends on the round alone."""
     target, model = PAIRS[pair]
     (depth, _, ahead), draft = sizes, Draft(model, source, kind, sizes)
     speculation = Speculation(SpeculationTerms(depth, 1.0, ahead), TERMS.acceptance_rule, Experience(), adapts=False)
@@ -119,28 +121,28 @@ def generate(
         must, may = speculation.offer(num - len(text))
         tree = speculation.tree([*must, *(item.number for item in islice(may, when.randrange(4)))])
 
-        def law(number: int, text: Text = text) -> Tensor:
-            return target.law((*text, *(tree.node(node).token_id for node in tree.path(number))))  # noqa: B023
+        def distribution_after(number: int, text: Text = text) -> Tensor:
+            return target.distribution((*text, *(tree.node(node).token_id for node in tree.path(number))))  # noqa: B023
 
-        news = verify_rejection(tree, law, len(text), source).token_ids
+        news = verify_rejection(tree, distribution_after, len(text), source).token_ids
         text = (*text, *news)
         speculation.advance(news)
         if len(text) >= num:
             break
-        draft.hear(news)
+        draft.advance(news)
     return text[:num]
 
 
 def _distance(num: int, pair: str, **how: object) -> float:
-    """Returns the total variation between the distribution of texts and the target's."""
-    law: dict[Text, float] = {}
+    """Return the total variation between the distribution of texts and that of the target."""
+    distribution: dict[Text, float] = {}
     for text, probability in every_run(partial(generate, num=num, pair=pair, **how)):  # type: ignore[arg-type]
-        law[text] = law.get(text, 0.0) + probability
-    return total_variation(law, PAIRS[pair][0].joint(num))
+        distribution[text] = distribution.get(text, 0.0) + probability
+    return total_variation(distribution, PAIRS[pair][0].joint(num))
 
 
 SIZES = {"chain, waits": (2, 2, 0), "tree, waits": (2, 4, 0), "ahead": (2, 0, 6), "ahead, bounded": (2, 3, 6)}
-"""Tokens that a round verifies along one path, nodes of a proposal, and nodes ahead of verdicts."""
+"""Tokens that a round verifies along one path, maximum nodes of a proposal, and lookahead."""
 
 
 @pytest.mark.parametrize("size", SIZES)

@@ -1,6 +1,6 @@
-"""Under `coupled` the output is plain decoding's, token by token, whatever was proposed.
+"""Under `coupled` the output equals that of plain decoding, token by token, whatever was proposed.
 
-All of it runs `decide_all`, as the target's engine calls it: logits go in, results come out, and the noise is keyed.
+All tests run `decide_all`, as the target's engine calls it: logits in, results out, with keyed noise.
 """
 
 from collections.abc import Iterator, Sequence
@@ -26,11 +26,11 @@ MAX_NODES = 6
 PREFIX: Text = (2, 0, 1)
 
 Forest = tuple["Forest | None", ...]
-"""A node by its children: one place for each token id."""
+"""A node as its children: one element per token id."""
 
 
 def forests(num_nodes: int) -> Iterator[Forest]:
-    """Yields every node with that many nodes below it."""
+    """Yield every node with this number of nodes below it."""
     yield from _children(num_nodes, V)
 
 
@@ -69,12 +69,12 @@ PARAMETERS = [
     SamplingParameters(seed=5, min_p=0.3, logit_bias={1: 0.5}),
     SamplingParameters(seed=6, temperature=0.0, repetition_penalty=1.3, frequency_penalty=0.7),
 ]
-"""Noise, temperature, penalties that differ from branch to branch, and each way to truncate."""
+"""Noise, temperature, penalties that differ between branches, and each kind of truncation."""
 
 
 @dataclass
 class AnyLogits:
-    """A model that depends on all the text: logits for each text of up to `MAX_NODES` tokens behind the prefix."""
+    """A model that depends on the whole text: logits for each text of up to `MAX_NODES` tokens after the prefix."""
 
     seed: int
     rows: dict[Text, int] = field(default_factory=dict)
@@ -83,26 +83,26 @@ class AnyLogits:
         generator = torch.Generator().manual_seed(self.seed)
         self.logits = torch.randn(sum(V**num for num in range(MAX_NODES + 1)), V, generator=generator)
 
-    def row(self, behind: Text) -> int:
-        """Returns the row of `logits` behind these tokens."""
-        return self.rows.setdefault(behind, len(self.rows))
+    def row(self, prefix: Text) -> int:
+        """Return the row of `logits` after these tokens."""
+        return self.rows.setdefault(prefix, len(self.rows))
 
 
 def plain_decoding(model: AnyLogits, parameters: SamplingParameters) -> Text:
-    """Returns what the target says by itself, by picks from its laws, one after the other."""
+    """Return the tokens of plain decoding, picked from the target's distributions one by one."""
     text = PREFIX
     while len(text) <= len(PREFIX) + MAX_NODES:
-        behind = text[len(PREFIX) :]
-        history = TokenHistory(PREFIX, behind, parameters)
-        law = target_distribution(model.logits[model.row(behind)], parameters, history, ())
-        text = (*text, KeyedSource(parameters.seed or 0).pick(law, Counter(Purpose.TARGET, len(text))))
+        prefix = text[len(PREFIX) :]
+        history = TokenHistory(PREFIX, prefix, parameters)
+        distribution = target_distribution(model.logits[model.row(prefix)], parameters, history, ())
+        text = (*text, KeyedSource(parameters.seed or 0).pick(distribution, Counter(Purpose.TARGET, len(text))))
     return text[len(PREFIX) :]
 
 
 def check_trees(model: AnyLogits, trees: Sequence[ProposalTree], judges: Judge, num_cases: int = 1) -> None:
-    """Raises `PathError` unless every round outputs plain decoding's tokens, and all of them that were proposed.
+    """Raise `PathError` unless every round outputs the tokens of plain decoding, as far as they were proposed.
 
-    All rounds are judged in one pass. A tree is met by `num_cases` of `PARAMETERS`, which take turns.
+    All rounds are decided in one pass. A tree is tested with `num_cases` of `PARAMETERS`, in turn.
     """
     plain = {parameters.seed: plain_decoding(model, parameters) for parameters in PARAMETERS}
     rounds: list[Round] = []
@@ -126,7 +126,7 @@ def _tokens(tree: ProposalTree, number: int) -> Text:
 
 
 def _path(tree: ProposalTree, plain: Text) -> tuple[int, ...]:
-    """Returns the nodes of plain decoding's tokens, as far as they were proposed."""
+    """Return the nodes of the tokens of plain decoding, as far as they were proposed."""
     path: list[int] = []
     while (child := tree.child(path[-1] if path else ROOT, plain[len(path)])) is not None:
         path.append(child)
@@ -161,7 +161,7 @@ def test_rounds_without_proposals_are_plain_decoding() -> None:
 
 
 def noise_by_base(rounds: Sequence[Round], logits: Tensor, max_len: int) -> list[RoundResult]:
-    """Counts positions from the base, so that the noise depends on how rounds fell."""
+    """Count positions from the base, so that the noise depends on the rounds."""
     return decide_all([_with_request(item, _without_tokens(item)) for item in rounds], logits, max_len)
 
 
@@ -170,17 +170,17 @@ def _without_tokens(item: Round) -> dict[str, object]:
 
 
 def by_rejection(rounds: Sequence[Round], logits: Tensor, max_len: int) -> list[RoundResult]:
-    """Follows the target's law, but not its draws."""
+    """Decide with the target's distribution, but not with its draws."""
     return decide_all([_with_request(item, {"rule": AcceptanceRule.REJECTION}) for item in rounds], logits, max_len)
 
 
 def rows_of_the_node_before(rounds: Sequence[Round], logits: Tensor, max_len: int) -> list[RoundResult]:
-    """Takes the row of each node for that of the next one."""
+    """Use the row of each node for the next one."""
     return decide_all(rounds, logits.roll(1, 0), max_len)
 
 
 def history_of_the_base(rounds: Sequence[Round], logits: Tensor, max_len: int) -> list[RoundResult]:
-    """Leaves a branch's own tokens out of its penalties."""
+    """Omit a branch's own tokens from its penalties."""
 
     def histories(item: Round) -> list[TokenHistory]:
         return [TokenHistory(PREFIX, (), item.request.parameters)] * (1 + len(item.tree))
@@ -204,7 +204,7 @@ def test_other_rules_do_not_pass(wrong: Judge) -> None:
 
 @dataclass
 class Session:
-    """A session whose draft has its target's noise."""
+    """A session whose draft uses the target's noise."""
 
     pair: tuple[MarkovChain, MarkovChain]
     num: int
@@ -220,32 +220,34 @@ class Session:
         return tuple(self.request.resident.token_ids)
 
     def tree(self) -> ProposalTree:
-        """Returns a chain of the draft's own draws, with its runners-up beside it."""
+        """Return a chain of the draft's draws, with its next choices as siblings."""
         tree, number = ProposalTree(), ROOT
         for _ in range(self.num):
-            behind = (*self.text, *_tokens(tree, number))
-            first, *others = _ranked(self.pair[1].law(behind), len(behind), self.source)[: self.width]
+            prefix = (*self.text, *_tokens(tree, number))
+            first, *others = _ranked(self.pair[1].distribution(prefix), len(prefix), self.source)[: self.width]
             parent, number = number, tree.append(ProposalNode(number, first))
             for token_id in others:
                 tree.append(ProposalNode(parent, token_id, NodeKind.GUESSED))
         return tree
 
     def logits(self, tree: ProposalTree) -> Tensor:
-        """Returns the target's logits behind the text, and behind each node."""
+        """Return the target's logits after the text, and after each node."""
         target = self.pair[0]
-        return torch.stack([target.law((*self.text, *_tokens(tree, node))).log() for node in range(1 + len(tree))])
+        return torch.stack(
+            [target.distribution((*self.text, *_tokens(tree, node))).log() for node in range(1 + len(tree))]
+        )
 
 
-def _ranked(law: Tensor, position: int, source: KeyedSource) -> list[int]:
-    """Returns the tokens that a draft can propose, in the order of its law and the target's noise."""
-    scores = law / source.exponential(torch.arange(V), Counter(Purpose.TARGET, position))
-    ranked = [token_id for token_id in scores.argsort(descending=True).tolist() if law[token_id] > 0]
-    assert ranked[0] == draft_coupled(law, position, source)
+def _ranked(distribution: Tensor, position: int, source: KeyedSource) -> list[int]:
+    """Return the tokens that a draft can propose, ranked by its distribution and the target's noise."""
+    scores = distribution / source.exponential(torch.arange(V), Counter(Purpose.TARGET, position))
+    ranked = [token_id for token_id in scores.argsort(descending=True).tolist() if distribution[token_id] > 0]
+    assert ranked[0] == draft_coupled(distribution, position, source)
     return ranked
 
 
 def run(sessions: Sequence[Session], num: int) -> list[RoundResult]:
-    """Generates at least `num` tokens in each session, side by side in passes; returns all results."""
+    """Generate at least `num` tokens in each session, batched in passes; return all results."""
     results: list[RoundResult] = []
     while any(len(session.text) < num for session in sessions):
         trees = [session.tree() for session in sessions]
@@ -261,16 +263,16 @@ def run(sessions: Sequence[Session], num: int) -> list[RoundResult]:
 
 @cache
 def plain_text(pair: str, seed: int) -> Text:
-    """Returns what the target says by itself, by picks from its laws."""
+    """Return the text of plain decoding, picked from the target's distributions."""
     text: Text = ()
     source = KeyedSource(seed)
     while len(text) < MAX_LEN:
-        text = (*text, source.pick(PAIRS[pair][0].law(text), Counter(Purpose.TARGET, len(text))))
+        text = (*text, source.pick(PAIRS[pair][0].distribution(text), Counter(Purpose.TARGET, len(text))))
     return text
 
 
 SHAPES = [(0, 1), (1, 1), (1, 2), (4, 1), (4, 2)]
-"""Length of a chain, and how many of the draft's choices stand at each of its positions."""
+"""Length of a chain, and number of the draft's choices at each of its positions."""
 
 
 def test_generations_of_many_rounds_are_plain_decoding() -> None:

@@ -1,4 +1,4 @@
-"""Rejection token by token (Leviathan et al. 2023, Alg. 1): the rule's plain form, to compare with and to break."""
+"""Tokenwise rejection sampling (Leviathan et al. 2023, Alg. 1), for comparison and for known wrong rules."""
 
 from collections.abc import Callable
 
@@ -6,14 +6,14 @@ import torch
 from torch import Tensor
 
 from outrider.speculation.randomness import Counter, Purpose
-from outrider.speculation.verification import DecisionSource, Outcome, TargetLaw, residual_distribution
+from outrider.speculation.verification import DecisionSource, Outcome, TargetDistributions, residual_distribution
 from outrider.tokens import ROOT, ProposalTree, TokenOrigin
 
 Acceptance = Callable[[Tensor, Tensor, int], float]
-"""Of the target's law, the draft's, and the drafted token: the probability that it is kept."""
+"""Maps the target's distribution, the draft's, and the drafted token to the acceptance probability."""
 
 Replacement = Callable[[Tensor, Tensor], Tensor]
-"""Of the target's law and the draft's: the law of the token in place of a rejected one."""
+"""Maps the target's and the draft's distribution to the distribution of the recovered token."""
 
 
 def ratio(target: Tensor, draft: Tensor, token_id: int) -> float:
@@ -22,18 +22,18 @@ def ratio(target: Tensor, draft: Tensor, token_id: int) -> float:
 
 def verify_tokenwise(
     tree: ProposalTree,
-    law: TargetLaw,
+    distribution_after: TargetDistributions,
     base_len: int,
     source: DecisionSource,
     acceptance: Acceptance = ratio,
     replacement: Replacement = residual_distribution,
 ) -> Outcome:
-    """Verifies the main line; guesses are ignored."""
+    """Verify the drafted chain below the root; guessed nodes are ignored."""
     path: list[int] = []
     while True:
         number = path[-1] if path else ROOT
         position = base_len + len(path)
-        weights = law(number)
+        weights = distribution_after(number)
         child = tree.drafted_child(number)
         sparse = tree.node(child).draft_distribution if child is not None else None
         if child is None or sparse is None:

@@ -1,4 +1,4 @@
-"""Fixtures of the models' tests."""
+"""Fixtures of the model tests."""
 
 from collections.abc import Iterator
 
@@ -8,7 +8,7 @@ import torch
 
 @pytest.fixture(scope="module")
 def two_threads() -> Iterator[None]:
-    """Two threads, where how rows are shared among them is what the bits of a pass may depend on."""
+    """Use two threads, because the bits of a pass may depend on how rows are split between threads."""
     before = torch.get_num_threads()
     torch.set_num_threads(2)
     yield

@@ -1,4 +1,4 @@
-"""Tiny random models for tests, saved as folders that the loader takes."""
+"""Tiny random models for tests, saved as folders that the loader reads."""
 
 from pathlib import Path
 
@@ -38,7 +38,7 @@ RECURRENT = MambaConfig(vocab_size=64, hidden_size=32, num_hidden_layers=2, stat
 
 
 def save_model(config: PretrainedConfig, folder: Path, *, dtype: torch.dtype = torch.float32, seed: int = 0) -> str:
-    """Saves a random model whose logits are spread widely, and returns its folder's name."""
+    """Save a random model whose logits are spread widely, and return its folder's name."""
     torch.manual_seed(seed)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     with torch.no_grad():

@@ -1,4 +1,4 @@
-"""Attention in blocks: equal to the formula, and independent of how many rows and blocks a pass has."""
+"""Attention in blocks: equal to the formula, and independent of the numbers of rows and blocks of a pass."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Compiled layers: what they check before a call, and what they must not share."""
+"""Compiled layers: their guards, and the code that they must not share."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""The embedded model, as every start loads it."""
+"""The embedded model."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Features stand beside keys and values: whatever is cached has them, however it came to be cached."""
+"""Features are stored with keys and values: every cached position has them, however it was cached."""
 
 from pathlib import Path
 
@@ -79,7 +79,7 @@ def test_an_accepted_branch_has_the_features_of_a_plain_run(model: LanguageModel
     source(model).keep(LAYERS)
     plain, branched = model.new_cache(b"plain"), model.new_cache(b"branched")
     run(model, plain, TEXT)
-    # The branch that is kept is the second one, and crosses the boundary of a page.
+    # The second branch is accepted, and crosses a page boundary.
     tree = guesses((ROOT, 5), (1, 6), (ROOT, TEXT[30]), (3, TEXT[31]), (4, TEXT[32]), (5, TEXT[33]))
     run(model, branched, TEXT[:30], tree)
     branched.keep((3, 4, 5, 6))
@@ -138,7 +138,7 @@ def test_their_memory_is_part_of_the_kv_budget(model: LanguageModel) -> None:
     assert after.page_bytes == before.page_bytes + source(model).page_bytes
     assert after.num_pages < before.num_pages
     assert after.num_pages * after.page_bytes <= before.num_pages * before.page_bytes <= 1 << 22
-    # All pages that are left can be held, and their features read.
+    # All remaining pages can be allocated, and their features read.
     caches = [model.new_cache(bytes([number])) for number in range(4)]
     length = after.max_len // 4 // 32 * 32
     for cache in caches:

@@ -1,4 +1,4 @@
-"""Blocks carry a KV cache from one process to another, bit for bit."""
+"""KV blocks move a KV cache from one process to another, bit for bit."""
 
 from pathlib import Path
 
@@ -57,7 +57,7 @@ def test_a_restored_session_has_the_bits_it_was_computed_with(folder: str, layer
     assert restored.absent(TEXT) == []
     assert restored.adopt(TEXT) == 3 * blocks.block_len
     assert torch.equal(run(second, restored, len(TEXT)), wanted)
-    assert others.take_fresh() == []  # what was restored is there already
+    assert others.take_fresh() == []  # restored blocks are not fresh
     if layers:
         assert first.features is not None and second.features is not None
         given = second.features.read(restored, layers, 0, len(TEXT))
@@ -80,7 +80,7 @@ def test_tenants_and_other_texts_have_other_digests(folder: str) -> None:
     other = (4, *TEXT[1:])
     assert not {digest for _, digest in own} & {digest for _, digest in model.new_cache(b"other").absent(TEXT)}
     assert not {digest for _, digest in own} & {digest for _, digest in model.new_cache(SALT).absent(other)}
-    # The last token is always run, so a page that ends with it is not asked for.
+    # The last token is always run, so that a page that ends with it is never a hit.
     assert model.new_cache(SALT).absent(TEXT[:64]) == own[:1]
 
 
@@ -112,11 +112,11 @@ def test_wrong_sizes_and_full_memory(folder: str) -> None:
     fresh = blocks.take_fresh()
     page_bytes = first.kv_usage.page_bytes
     small, others = load(folder, kv_budget_bytes=4 * page_bytes)
-    with pytest.raises(ValueError, match="are expected"):
+    with pytest.raises(ValueError, match="must have"):
         others.put(fresh[0][0], 0, fresh[0][1][:-1])
     held = small.new_cache(b"another")
     run(small, held, 70)
-    assert move(fresh, others) == [True, True, True]  # the first ones make room: one page is left
+    assert move(fresh, others) == [True, True, True]  # the first pages are evicted: one page is free
     assert small.kv_usage.num_reusable == 1
     run(small, held, 100)
     assert move(fresh[:1], others) == [False]

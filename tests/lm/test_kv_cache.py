@@ -1,11 +1,12 @@
-"""A session's table of pages: spans, trees, sharing, copy on write, and nothing leaked."""
+"""A session's page table: spans, trees, sharing, copy-on-write, and no leaked pages."""
 
 import random
 
 import pytest
 
-from outrider.lm.kv_cache import KVPoolFull, PagedKVCache, main_line
+from outrider.lm.kv_cache import KVPoolFull, PagedKVCache
 from outrider.lm.pages import PagePool
+from outrider.lm.step_layout import main_line
 from outrider.tokens import NodeKind, ProposalNode, ProposalTree, TokenSpan
 from tests.proposals import chain
 
@@ -14,7 +15,7 @@ EMPTY = ProposalTree()
 
 
 class Memory:
-    """What stands in each slot, written as a model would: the token and its position stand for keys and values."""
+    """The content of each slot, written as by a model, with token and position in place of keys and values."""
 
     def __init__(self, num_pages: int) -> None:
         self.pool = PagePool(num_pages, PAGE_LEN, page_bytes=1)
@@ -37,7 +38,7 @@ class Memory:
             whole = [*span.token_ids, *(tree.node(number).token_id for number in branch.path)]
             for position, token_id in enumerate(whole, start=span.start):
                 assert self.slots[_slot(branch.table, position)] == (token_id, position)
-        cache.note_run()
+        cache.mark_run()
 
     def tokens(self, cache: PagedKVCache) -> list[int]:
         found = [self.slots[_slot(cache.table, position)] for position in range(cache.cached_len)]
@@ -106,7 +107,7 @@ def test_sessions_share_full_pages_but_for_the_last_token() -> None:
     first, second = PagedKVCache(memory.pool), PagedKVCache(memory.pool)
     tokens = tuple(range(8))
     memory.run(first, TokenSpan(0, tokens))
-    assert second.adopt(tokens) == 4  # the last token has to be run for its logits
+    assert second.adopt(tokens) == 4  # the last token must be run for its logits
     assert second.adopt((*tokens, 9)) == 4
     assert memory.pool.usage.num_held == 2
     memory.run(second, _span(8, 9))
@@ -157,7 +158,7 @@ def test_released_tokens_are_found_again_with_their_unfilled_page() -> None:
     memory.run(cache, _span(6, 6, 7, 8))
     assert memory.tokens(cache) == list(range(9))
     cache.release()
-    assert cache.adopt([*range(8), 99, 100]) == 8  # another token in the page that was not full
+    assert cache.adopt([*range(8), 99, 100]) == 8  # a different token in the partly filled page
 
 
 def test_a_full_pool_refuses_and_takes_nothing() -> None:

@@ -1,4 +1,4 @@
-"""The memory of the pool: zeros that cost nothing before they are written to."""
+"""The memory of the pool: zeros that take no memory before they are written."""
 
 import os
 from pathlib import Path

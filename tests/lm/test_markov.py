@@ -1,4 +1,4 @@
-"""The model of known law."""
+"""The Markov model."""
 
 import subprocess
 import sys
@@ -19,19 +19,19 @@ def test_logits_are_the_law_of_the_last_tokens() -> None:
     cache = model.new_cache()
     logits = model.forward([SessionStep(cache, TokenSpan(0, (1, 4, 2)), chain((3, 0)))])[0]
     for row, last in enumerate([(4, 2), (2, 3), (3, 0)]):
-        assert torch.allclose(logits[row].softmax(-1), model.law[last[1] + 5 * last[0]], atol=1e-12)
+        assert torch.allclose(logits[row].softmax(-1), model.transitions[last[1] + 5 * last[0]], atol=1e-12)
     cache.keep((1,))
     assert cache.cached_len == 4
     again = model.forward([SessionStep(cache, TokenSpan(4, (0,)))])[0]
     assert torch.equal(again[0], logits[2])
 
 
-def test_noise_mixes_laws() -> None:
+def test_noise_mixes_distributions() -> None:
     target = MarkovModel.from_name("markov:vocabulary=6")
     same = MarkovModel.from_name("markov:vocabulary=6,noise=0")
     draft = MarkovModel.from_name("markov:vocabulary=6,noise=0.5")
-    assert torch.equal(target.law, same.law)
-    assert 0.05 < (target.law - draft.law).abs().sum(-1).mean() / 2 < 0.5
+    assert torch.equal(target.transitions, same.transitions)
+    assert 0.05 < (target.transitions - draft.transitions).abs().sum(-1).mean() / 2 < 0.5
     assert target.info.fingerprint != draft.info.fingerprint
     assert target.info.tokenizer_fingerprint == draft.info.tokenizer_fingerprint
 
@@ -45,7 +45,7 @@ def test_wrong_options_are_named(name: str) -> None:
 
 
 def test_workers_with_a_markov_model_import_no_transformers() -> None:
-    """Which takes seconds: tests of what goes wrong restart such workers all the time."""
+    """Importing it takes seconds, and fault tests restart such workers often."""
     modules = "target_service.__main__, draft_service.__main__, outrider.drafters.model"
     load = "from outrider.lm.loading import load_model; load_model('markov:vocabulary=8')"
     code = f"import sys, {modules}; {load}; sys.exit('transformers' in sys.modules)"

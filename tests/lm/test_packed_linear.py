@@ -75,7 +75,7 @@ def test_layers_that_do_not_match_stay_apart() -> None:
 
 @torch.no_grad()
 def test_packed_weights_go_with_their_layers() -> None:
-    """However many models a process loads, it keeps the weights of those that it has."""
+    """Packed weights are freed with their model."""
     kept = PackedLinear(nn.Linear(64, 64, bias=False, dtype=torch.bfloat16))
     rows = torch.randn(4, 64).bfloat16()
     expected = kept(rows)

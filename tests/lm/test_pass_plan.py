@@ -1,4 +1,4 @@
-"""Plans of passes as whole numbers."""
+"""Pass plans as integers."""
 
 import random
 

@@ -1,4 +1,4 @@
-"""Models through Outrider's attention: equal to transformers, equal bit for bit however a position is computed."""
+"""Models with Outrider's attention: equal to transformers, and batch-invariant bit for bit."""
 
 import itertools
 import random
@@ -54,7 +54,7 @@ def _tokens(num: int, seed: int = 0) -> tuple[int, ...]:
 
 
 def _run(model: LanguageModel, tokens: tuple[int, ...], cuts: list[int]) -> torch.Tensor:
-    """Returns the logits after the last token, run in spans that end at the cuts."""
+    """Return the logits after the last token, run in spans that end at the cuts."""
     cache = model.new_cache()
     for start, end in itertools.pairwise([0, *cuts, len(tokens)]):
         logits = model.forward([SessionStep(cache, TokenSpan(start, tokens[start:end]))])[0]
@@ -95,7 +95,7 @@ def test_bits_do_not_depend_on_the_number_of_rows(model: LanguageModel) -> None:
         first, last = model.new_cache(), model.new_cache()
         for cache in (first, last):
             model.forward([SessionStep(cache, TokenSpan(0, tokens[:-1]), wants_logits=False)])
-        # Kernels take rows by blocks, and what is left over may be another one's: so both ends of the pass.
+        # Kernels process rows in blocks, and remaining rows may use another kernel: so both ends of the pass.
         steps = [
             SessionStep(first, TokenSpan(39, tokens[-1:]), chain(_tokens(num_rows - 1, seed=num_rows))),
             SessionStep(last, TokenSpan(39, tokens[-1:])),
@@ -154,7 +154,7 @@ def test_dropped_proposals_leave_no_trace(model: LanguageModel) -> None:
 
 
 class FloatGated(nn.Module):
-    """A layer behind a gate that is computed in float32, as a router is, and shows every bit of it."""
+    """A layer with a float32 gate, like a router, whose output depends on every bit of the gate."""
 
     def __init__(self, layer: nn.Module, num_in: int) -> None:
         super().__init__()
@@ -206,7 +206,7 @@ def test_without_invariance_it_is_right_and_says_so(tmp_path: Path, config: str,
 
 
 def test_without_invariance_bounded_scores_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(ModelUnsupported, match="bounds its scores"):
+    with pytest.raises(ModelUnsupported, match="bounds attention scores"):
         load_model(save_model(CONFIGS["gemma2-softcap-window"], tmp_path), LoadOptions(invariant=False))
 
 

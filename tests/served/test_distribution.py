@@ -73,7 +73,7 @@ def expected(found: Sequence[Block], block_len: int) -> dict[Block, float]:
 def _probability(context: int, tokens: tuple[int, ...]) -> float:
     size, probability = MODEL.info.vocabulary_size, 1.0
     for token_id in tokens:
-        probability *= float(MODEL.law[context][token_id])
+        probability *= float(MODEL.transitions[context][token_id])
         context = context * size % size**MODEL.options.order + token_id
     return probability
 
@@ -134,7 +134,7 @@ async def test_a_wrong_rule_is_caught_through_the_served_api() -> None:
 def test_the_test_of_fit_has_power(block_len: int) -> None:
     """A distribution of blocks at a total variation of 0.1 from the target's is told apart by as many of them."""
     num = NUM_STREAMS * STREAM_LEN // block_len
-    contexts = range(len(MODEL.law))
+    contexts = range(len(MODEL.transitions))
     counts: Counter[Block] = Counter()
     for context in contexts:
         right = {
@@ -164,7 +164,7 @@ def first_tokens() -> Mapping[tuple[int, ...], float]:
     law: dict[tuple[int, ...], float] = {(): 1.0}
     for _ in range(NUM_TOKENS):
         law = {
-            (*tokens, token_id): weight * float(MODEL.law[MODEL.context((*PROMPT, *tokens))][token_id])
+            (*tokens, token_id): weight * float(MODEL.transitions[MODEL.context((*PROMPT, *tokens))][token_id])
             for tokens, weight in law.items()
             for token_id in range(MODEL.info.vocabulary_size)
         }

@@ -84,7 +84,7 @@ def _stops(parameters: SamplingParameters) -> set[int]:
 
 
 def _law(parameters: SamplingParameters, output: Sequence[int]) -> list[float]:
-    logits = MODEL.law[MODEL.context((*PROMPT, *output))].log().tolist()
+    logits = MODEL.transitions[MODEL.context((*PROMPT, *output))].log().tolist()
     return reference_distribution(logits, parameters, PROMPT, output, _stops(parameters))
 
 
@@ -131,7 +131,7 @@ async def test_logprobs_are_those_of_the_raw_logits(client: OutriderClient, num_
     assert drafted.logprobs == plain.logprobs
     assert len(plain.logprobs) == len(plain.token_ids)
     for index, (token_id, found) in enumerate(zip(plain.token_ids, plain.logprobs, strict=True)):
-        law = MODEL.law[MODEL.context((*PROMPT, *plain.token_ids[:index]))].tolist()
+        law = MODEL.transitions[MODEL.context((*PROMPT, *plain.token_ids[:index]))].tolist()
         ordered = sorted(range(MODEL.info.vocabulary_size), key=lambda token: -law[token])
         assert found.logprob == pytest.approx(math.log(law[token_id]), abs=1e-5)
         assert found.rank == ordered.index(token_id) + 1

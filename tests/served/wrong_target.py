@@ -4,7 +4,7 @@ import torch
 
 import target_service.engine.rounds
 from outrider.speculation.randomness import Counter
-from outrider.speculation.verification import DecisionSource, Outcome, TargetLaw, verify_rejection
+from outrider.speculation.verification import DecisionSource, Outcome, TargetDistributions, verify_rejection
 from outrider.tokens import ProposalTree, TokenOrigin
 from target_service.__main__ import main
 
@@ -22,7 +22,7 @@ class _TopInsteadOfResidual:
         return self._source.accept(probability, counter)
 
 
-def wrong_rule(tree: ProposalTree, law: TargetLaw, base_len: int, source: DecisionSource) -> Outcome:
+def wrong_rule(tree: ProposalTree, law: TargetDistributions, base_len: int, source: DecisionSource) -> Outcome:
     """Judges by the rejection rule, with the wrong replacement where one is due."""
     right = verify_rejection(tree, law, base_len, source)
     if right.origins[-1] is TokenOrigin.RECOVERED:

@@ -1,4 +1,4 @@
-"""Measured values of choices: they follow what happens, depth by depth, and begin at what is usual."""
+"""Measured acceptance rates: they follow the observations at each depth, and start at the prior."""
 
 import random
 

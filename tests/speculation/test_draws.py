@@ -1,4 +1,4 @@
-"""Draws of many rows at once: each is the pick from its own law, and the same whichever rows are beside it."""
+"""Batched draws: each is the pick from its own distribution, and independent of the other rows."""
 
 import math
 import random
@@ -13,7 +13,7 @@ from torch import Tensor
 from outrider.parameters import SamplingParameters
 from outrider.speculation.draws import Draw, target_draws
 from outrider.speculation.randomness import Counter, KeyedSource, Purpose, vocabulary_exponential
-from outrider.speculation.sampling import LawTerms, TokenHistory, target_distribution
+from outrider.speculation.sampling import SamplingMetadata, TokenHistory, target_distribution
 from tests.oracle import reference_distribution
 from tests.repetition import seeds
 
@@ -51,12 +51,12 @@ def random_draws(size: int, num: int = NUM, seed: int = 0) -> list[Draw]:
 def _random_draw(draw: random.Random, row: int, size: int) -> Draw:
     parameters = SamplingParameters(**draw.choice(PARAMETERS))
     prompt, output = ([draw.randrange(size) for _ in range(draw.randrange(30))] for _ in range(2))
-    terms = LawTerms(parameters, TokenHistory(prompt, output, parameters), (size - 1,))
-    return Draw(row, terms, KeyedSource(draw.getrandbits(64)).key, draw.randrange(2**31))
+    metadata = SamplingMetadata(parameters, TokenHistory(prompt, output, parameters), (size - 1,))
+    return Draw(row, metadata, KeyedSource(draw.getrandbits(64)).key, draw.randrange(2**31))
 
 
-def law_of(logits: Tensor, draw: Draw) -> Tensor:
-    return target_distribution(logits, draw.terms.parameters, draw.terms.history, draw.terms.stop_token_ids)
+def distribution_of(logits: Tensor, draw: Draw) -> Tensor:
+    return target_distribution(logits, draw.metadata.parameters, draw.metadata.history, draw.metadata.stop_token_ids)
 
 
 def source_of(draw: Draw) -> KeyedSource:
@@ -64,18 +64,18 @@ def source_of(draw: Draw) -> KeyedSource:
 
 
 def picked(logits: Tensor, draw: Draw) -> int:
-    return source_of(draw).pick(law_of(logits, draw), Counter(Purpose.TARGET, draw.position))
+    return source_of(draw).pick(distribution_of(logits, draw), Counter(Purpose.TARGET, draw.position))
 
 
 def batches(num: int) -> Iterator[list[int]]:
-    """Yields rows in batches of several sizes, in several orders."""
+    """Yield rows in batches of several sizes, in several orders."""
     order = random.Random(num).sample(range(NUM), NUM)
     for start in range(0, NUM, num):
         yield order[start : start + num]
 
 
 def alone(logits: Tensor, draw: Draw) -> int:
-    only = Draw(0, draw.terms, draw.key, draw.position)
+    only = Draw(0, draw.metadata, draw.key, draw.position)
     return target_draws(logits[draw.row : draw.row + 1].clone(), [only])[0]
 
 
@@ -102,7 +102,7 @@ def test_a_draw_is_the_same_alone_and_beside_others(num: int, size: int) -> None
         *(pytest.param(seed, SIZES[-1], marks=pytest.mark.slow) for seed in range(1, 4)),
     ],
 )
-def test_a_draw_is_the_pick_from_its_law(seed: int, size: int) -> None:
+def test_a_draw_is_the_pick_from_its_distribution(seed: int, size: int) -> None:
     logits, draws = random_logits(size, seed=seed), random_draws(size, seed=seed)
     expected = [picked(row, draw) for row, draw in zip(logits, draws, strict=True)]
     assert target_draws(logits, draws) == expected
@@ -110,21 +110,21 @@ def test_a_draw_is_the_pick_from_its_law(seed: int, size: int) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 @pytest.mark.parametrize("seed", seeds(4, 20))
-def test_hundreds_of_small_draws_are_the_picks_from_the_oracles_laws(seed: int, dtype: torch.dtype) -> None:
+def test_hundreds_of_small_draws_are_the_picks_from_the_oracles_distributions(seed: int, dtype: torch.dtype) -> None:
     size, num = 24, 100
     logits, draws = random_logits(size, num, seed).to(dtype), random_draws(size, num, seed)
     for token_id, draw, row in zip(target_draws(logits, draws), draws, logits.tolist(), strict=True):
-        law = _reference(row, draw)
-        assert source_of(draw).pick(torch.tensor(law), Counter(Purpose.TARGET, draw.position)) == token_id
+        distribution = _reference(row, draw)
+        assert source_of(draw).pick(torch.tensor(distribution), Counter(Purpose.TARGET, draw.position)) == token_id
 
 
 def _reference(logits: Sequence[float], draw: Draw) -> list[float]:
-    parameters, history = draw.terms.parameters, draw.terms.history
+    parameters, history = draw.metadata.parameters, draw.metadata.history
     output = [token_id for token_id, count in zip(*history.output_counts(), strict=True) for _ in range(count)]
-    output = output or [0] * history.num_output  # kept only where it matters
+    output = output or [0] * history.num_output  # stored only with penalties
     prompt = [] if not parameters.needs_history else history.seen()
-    law = reference_distribution(logits, parameters, prompt, output, draw.terms.stop_token_ids)
-    return [float(weight) for weight in torch.tensor(law, dtype=torch.float64)]
+    distribution = reference_distribution(logits, parameters, prompt, output, draw.metadata.stop_token_ids)
+    return [float(weight) for weight in torch.tensor(distribution, dtype=torch.float64)]
 
 
 @pytest.mark.parametrize("size", SIZES)
@@ -143,8 +143,11 @@ def test_noise_of_a_row_has_the_same_bits_alone_and_beside_others(size: int) -> 
 
 
 def test_many_draws_may_be_of_one_row() -> None:
-    logits, terms = random_logits(16), LawTerms(SamplingParameters(), TokenHistory((), (), SamplingParameters()), ())
-    draws = [Draw(3, terms, (1, 2), position) for position in range(200)]
+    logits, metadata = (
+        random_logits(16),
+        SamplingMetadata(SamplingParameters(), TokenHistory((), (), SamplingParameters()), ()),
+    )
+    draws = [Draw(3, metadata, (1, 2), position) for position in range(200)]
     assert target_draws(logits, draws) == [picked(logits[3], draw) for draw in draws]
 
 
@@ -156,14 +159,14 @@ def test_no_draws_give_no_tokens() -> None:
 @pytest.mark.parametrize("values", [{}, {"temperature": 0}, {"top_k": 1}, {"top_p": 0.5}, {"logit_bias": {1: 1.0}}])
 def test_logits_without_a_law_are_refused(bad: list[float], values: dict[str, Any]) -> None:
     parameters = SamplingParameters(**values)
-    terms = LawTerms(parameters, TokenHistory((), (), parameters), ())
+    metadata = SamplingMetadata(parameters, TokenHistory((), (), parameters), ())
     with pytest.raises(ValueError, match="finite"):
-        target_draws(torch.tensor([[0.0, 1.0], bad]), [Draw(row, terms, (0, 0), 0) for row in range(2)])
+        target_draws(torch.tensor([[0.0, 1.0], bad]), [Draw(row, metadata, (0, 0), 0) for row in range(2)])
 
 
 def test_ties_go_to_the_lowest_id() -> None:
     parameters = SamplingParameters(temperature=0)
-    terms = LawTerms(parameters, TokenHistory((), (), parameters), ())
+    metadata = SamplingMetadata(parameters, TokenHistory((), (), parameters), ())
     logits = torch.zeros(40, 49152).bfloat16()
     logits[:, [70, 30000, 49151]] = 1
-    assert target_draws(logits, [Draw(row, terms, (0, 0), 0) for row in range(40)]) == [70] * 40
+    assert target_draws(logits, [Draw(row, metadata, (0, 0), 0) for row in range(40)]) == [70] * 40

@@ -1,4 +1,4 @@
-"""Log-probabilities: against a plain ranking, and the same whichever rows are beside a row."""
+"""Log-probabilities: compared with a plain ranking, and independent of the other rows."""
 
 import math
 

@@ -1,4 +1,4 @@
-"""A tree ahead of the text: it is followed, pruned and caught up with, and no text can make it say a wrong thing."""
+"""A proposal tree that outlives rounds: following, pruning and catching up, compared with brute force."""
 
 import random
 
@@ -14,7 +14,7 @@ def _guess(parent: int, token_id: int) -> ProposalNode:
 
 
 def _planted() -> Lookahead:
-    """Returns a tree: 5 7 9 along the main line, 6 beside 5 with 8 below it."""
+    """Return a tree: 5 7 9 along the first branch, 6 as a sibling of 5 with 8 below it."""
     tree = Lookahead(10)
     for node in (_guess(0, 5), _guess(0, 6), _guess(1, 7), _guess(2, 8), _guess(3, 9)):
         tree.add(node)
@@ -23,14 +23,14 @@ def _planted() -> Lookahead:
 
 def test_a_branch_that_is_followed_becomes_the_tree() -> None:
     tree = _planted()
-    assert (len(tree), tree.max_depth, tree.is_abreast) == (5, 3, True)
+    assert (len(tree), tree.max_depth, tree.is_caught_up) == (5, 3, True)
     tree.follow([5])
     assert (tree.root, len(tree), tree.max_depth, tree.root_depth) == (1, 2, 2, 1)
     assert not tree.is_live(2) and not tree.is_live(4)
     assert tree.add(_guess(2, 1)) == 6, "what comes for a branch that is gone is numbered, and nothing else"
     assert len(tree) == 2
     tree.follow([7, 9])
-    assert (tree.root, len(tree), tree.is_abreast) == (5, 0, True)
+    assert (tree.root, len(tree), tree.is_caught_up) == (5, 0, True)
     assert tree.add(_guess(5, 3)) == 7
     assert tree.max_depth == 1
 
@@ -38,15 +38,15 @@ def test_a_branch_that_is_followed_becomes_the_tree() -> None:
 def test_a_text_that_is_ahead_is_caught_up_with_by_nodes_that_come_late() -> None:
     tree = _planted()
     tree.follow([5, 7, 9, 1, 2])
-    assert not tree.is_abreast and len(tree) == 0 and tree.max_depth == 0
+    assert not tree.is_caught_up and len(tree) == 0 and tree.max_depth == 0
     assert list(tree.candidates(9)) == []
     tree.add(_guess(5, 4))
     tree.add(_guess(5, 1))
-    assert tree.root == 7 and not tree.is_abreast
+    assert tree.root == 7 and not tree.is_caught_up
     tree.add(_guess(6, 2))
     assert tree.root == 7, "below another branch"
     tree.add(_guess(7, 2))
-    assert tree.is_abreast and tree.root == 9
+    assert tree.is_caught_up and tree.root == 9
     tree.add(_guess(9, 3))
     assert tree.max_depth == 1
 
@@ -104,7 +104,7 @@ def test_rates_learn_from_nodes_in_time_and_late() -> None:
 
 @pytest.mark.parametrize("seed", range(30))
 def test_it_is_what_the_paths_say_in_whichever_order_nodes_and_text_come(seed: int) -> None:
-    """A brute force over paths: a node is live iff the text can still come to it."""
+    """A brute-force model over paths: a node is live iff the text can still reach it."""
     draw = random.Random(seed)
     tree, paths, text = Lookahead(0), {ROOT: ()}, []
     for _ in range(60):
@@ -124,8 +124,8 @@ def test_it_is_what_the_paths_say_in_whichever_order_nodes_and_text_come(seed: i
             tree.follow([token_id])
         known = max((path for path in paths.values() if path == tuple(text[: len(path)])), key=len)
         assert tree.root_depth == len(known)
-        assert tree.is_abreast == (len(known) == len(text))
-        if tree.is_abreast:
+        assert tree.is_caught_up == (len(known) == len(text))
+        if tree.is_caught_up:
             live = {path for path in paths.values() if path[: len(text)] == tuple(text)}
             assert {paths[number] for number in paths if tree.is_live(number)} == live
             assert tree.max_depth == max(len(path) for path in live) - len(text)

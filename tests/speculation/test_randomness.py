@@ -11,7 +11,7 @@ from torch import Tensor
 from outrider.speculation.randomness import Counter, KeyedSource, Purpose, philox4x32
 
 ALPHA = 1e-6
-"""Significance of every statistical test here; seeds are fixed, so a test that passes always does."""
+"""Significance level of the statistical tests; seeds are fixed, so that results are deterministic."""
 
 DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
 
@@ -193,9 +193,9 @@ def test_successive_uniforms_are_independent() -> None:
 @pytest.mark.parametrize("weights", [[0.5, 0.2, 0.0, 0.3], [3.0, 1.0], [0.001, 0.999], [0.0] * 100 + [1.0, 2.0, 3.0]])
 @pytest.mark.parametrize("num", [1000, pytest.param(16_000, marks=pytest.mark.slow)])
 def test_picks_follow_the_weights(num: int, weights: list[float]) -> None:
-    law = torch.tensor(weights, dtype=torch.float64)
+    distribution = torch.tensor(weights, dtype=torch.float64)
     source = KeyedSource(123)
-    picks = [source.pick(law, Counter(Purpose.TARGET, position)) for position in range(num)]
+    picks = [source.pick(distribution, Counter(Purpose.TARGET, position)) for position in range(num)]
     support = [token_id for token_id, weight in enumerate(weights) if weight > 0]
     assert set(picks) <= set(support)
     expected = [num * weights[token_id] / sum(weights) for token_id in support]
@@ -205,21 +205,25 @@ def test_picks_follow_the_weights(num: int, weights: list[float]) -> None:
 def test_a_pick_is_the_gumbel_max() -> None:
     source = KeyedSource(6)
     for position in range(50):
-        law = torch.rand(64, dtype=torch.float64, generator=torch.Generator().manual_seed(position))
+        distribution = torch.rand(64, dtype=torch.float64, generator=torch.Generator().manual_seed(position))
         counter = Counter(Purpose.TARGET, position)
-        assert source.pick(law, counter) == int((law.log() + source.gumbel(torch.arange(64), counter)).argmax())
+        assert source.pick(distribution, counter) == int(
+            (distribution.log() + source.gumbel(torch.arange(64), counter)).argmax()
+        )
 
 
 @pytest.mark.parametrize("num_support", [2, 10, 63, 64])
 def test_picks_from_a_part_of_the_vocabulary_use_the_same_noise(num_support: int) -> None:
-    """Whether noise is drawn for all tokens or for the support alone depends on the share of it, the pick does not."""
+    """The pick does not depend on whether noise is computed for all tokens or for the support alone."""
     source = KeyedSource(6)
     for position in range(50):
         generator = torch.Generator().manual_seed(position)
-        law = torch.rand(64, dtype=torch.float64, generator=generator)
-        law[torch.randperm(64, generator=generator)[num_support:]] = 0
+        distribution = torch.rand(64, dtype=torch.float64, generator=generator)
+        distribution[torch.randperm(64, generator=generator)[num_support:]] = 0
         counter = Counter(Purpose.TARGET, position)
-        assert source.pick(law, counter) == int((law / source.exponential(torch.arange(64), counter)).argmax())
+        assert source.pick(distribution, counter) == int(
+            (distribution / source.exponential(torch.arange(64), counter)).argmax()
+        )
 
 
 class SameNoise(KeyedSource):
@@ -229,16 +233,16 @@ class SameNoise(KeyedSource):
 
 @pytest.mark.parametrize("size", [5, 500])
 def test_ties_go_to_the_lowest_id(size: int) -> None:
-    law = torch.zeros(size, dtype=torch.float64)
-    law[[1, 2, 4]] = 1 / 3
-    assert SameNoise(0).pick(law, Counter(Purpose.TARGET, 0)) == 1
+    distribution = torch.zeros(size, dtype=torch.float64)
+    distribution[[1, 2, 4]] = 1 / 3
+    assert SameNoise(0).pick(distribution, Counter(Purpose.TARGET, 0)) == 1
 
 
 def test_one_possible_token_takes_no_noise(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(KeyedSource, "exponential", None)
-    law = torch.zeros(10, dtype=torch.float64)
-    law[7] = 1
-    assert KeyedSource(0).pick(law, Counter(Purpose.TARGET, 0)) == 7
+    distribution = torch.zeros(10, dtype=torch.float64)
+    distribution[7] = 1
+    assert KeyedSource(0).pick(distribution, Counter(Purpose.TARGET, 0)) == 7
 
 
 def test_weights_without_a_positive_one_are_refused() -> None:
@@ -248,9 +252,9 @@ def test_weights_without_a_positive_one_are_refused() -> None:
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_picks_do_not_depend_on_the_device(device: str) -> None:
-    law = torch.rand(5000, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    distribution = torch.rand(5000, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
     source = KeyedSource(77)
     counters = [Counter(Purpose.TARGET, position) for position in range(20)]
-    assert [source.pick(law.to(device), counter) for counter in counters] == [
-        source.pick(law, counter) for counter in counters
+    assert [source.pick(distribution.to(device), counter) for counter in counters] == [
+        source.pick(distribution, counter) for counter in counters
     ]

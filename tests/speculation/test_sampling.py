@@ -1,4 +1,4 @@
-"""The law of the next token: against the plain oracle in vLLM's order, and transformers' processors."""
+"""The distribution of the next token, compared with the plain oracle and transformers' logits processors."""
 
 import math
 import random
@@ -29,7 +29,7 @@ def random_logits(seed: int, size: int = V, scale: float = 2.0) -> Tensor:
     return torch.randn(size, generator=torch.Generator().manual_seed(seed)) * scale
 
 
-def law_of(
+def distribution_of(
     logits: Tensor, prompt: Sequence[int] = (), output: Sequence[int] = (), stop: Sequence[int] = (), **values: Any
 ) -> Tensor:
     parameters = SamplingParameters(**values)
@@ -53,20 +53,20 @@ def random_parameters(draw: random.Random) -> SamplingParameters:
 
 
 @pytest.mark.parametrize("seed", range(400))
-def test_any_parameters_give_the_oracles_law(seed: int) -> None:
+def test_any_parameters_give_the_oracles_distribution(seed: int) -> None:
     draw = random.Random(seed)
     parameters = random_parameters(draw)
     prompt = [draw.randrange(V) for _ in range(draw.randrange(10))]
     output = [draw.randrange(V) for _ in range(draw.randrange(10))]
     logits = random_logits(seed).to(draw.choice([torch.float32, torch.bfloat16, torch.float64]))
     before = logits.clone()
-    law = target_distribution(logits, parameters, TokenHistory(prompt, output, parameters), STOP)
+    distribution = target_distribution(logits, parameters, TokenHistory(prompt, output, parameters), STOP)
     expected = reference_distribution(logits.tolist(), parameters, prompt, output, STOP)
     assert torch.equal(logits, before)
-    assert law.dtype == torch.float64
-    assert float(law.sum()) == pytest.approx(1, abs=1e-14)
-    assert law.tolist() == pytest.approx(expected, abs=1e-13)
-    assert [weight > 0 for weight in law.tolist()] == [weight > 0 for weight in expected]
+    assert distribution.dtype == torch.float64
+    assert float(distribution.sum()) == pytest.approx(1, abs=1e-14)
+    assert distribution.tolist() == pytest.approx(expected, abs=1e-13)
+    assert [weight > 0 for weight in distribution.tolist()] == [weight > 0 for weight in expected]
 
 
 PROCESSORS: dict[str, tuple[LogitsProcessor, dict[str, Any]]] = {
@@ -85,25 +85,27 @@ def test_meanings_are_those_of_transformers(name: str, seed: int) -> None:
     logits = random_logits(seed).double()
     prompt, output = [1, 5, 5, 9], [2, 9, 30]
     scores = processor(torch.tensor([[*prompt, *output]]), logits[None].clone())[0]
-    assert law_of(logits, prompt, output, **values).tolist() == pytest.approx(scores.softmax(-1).tolist(), abs=1e-13)
+    assert distribution_of(logits, prompt, output, **values).tolist() == pytest.approx(
+        scores.softmax(-1).tolist(), abs=1e-13
+    )
 
 
 def test_truncations_apply_in_order() -> None:
-    """With top_k first, top_p is of what top_k left: 0.5 / 0.8 reaches 0.6 by itself, 0.5 would not."""
+    """top_p applies to the tokens after top_k: 0.5 / 0.8 reaches 0.6 alone, 0.5 would not."""
     logits = torch.tensor([0.5, 0.3, 0.2], dtype=torch.float64).log()
-    assert law_of(logits, top_k=2, top_p=0.6).tolist() == [1, 0, 0]
-    assert law_of(logits, top_p=0.6).tolist() == pytest.approx([0.625, 0.375, 0])
+    assert distribution_of(logits, top_k=2, top_p=0.6).tolist() == [1, 0, 0]
+    assert distribution_of(logits, top_p=0.6).tolist() == pytest.approx([0.625, 0.375, 0])
 
 
 def test_tokens_that_tie_with_the_kth_all_stay() -> None:
-    law = law_of(torch.tensor([1.0, 2.0, 1.0, 1.0, 0.0]), top_k=2)
-    assert [weight > 0 for weight in law.tolist()] == [True, True, True, True, False]
+    distribution = distribution_of(torch.tensor([1.0, 2.0, 1.0, 1.0, 0.0]), top_k=2)
+    assert [weight > 0 for weight in distribution.tolist()] == [True, True, True, True, False]
 
 
 def test_a_nucleus_takes_the_lower_id_first_among_equals() -> None:
-    assert law_of(torch.zeros(4), top_p=0.5).tolist() == [0.5, 0.5, 0, 0]
-    assert law_of(torch.zeros(4), top_p=0.26).tolist() == [0.5, 0.5, 0, 0]
-    assert law_of(torch.zeros(4), top_p=0.01).tolist() == [1, 0, 0, 0]
+    assert distribution_of(torch.zeros(4), top_p=0.5).tolist() == [0.5, 0.5, 0, 0]
+    assert distribution_of(torch.zeros(4), top_p=0.26).tolist() == [0.5, 0.5, 0, 0]
+    assert distribution_of(torch.zeros(4), top_p=0.01).tolist() == [1, 0, 0, 0]
 
 
 @pytest.mark.parametrize("top_p", [0.3, 0.9, 0.9999])
@@ -111,48 +113,54 @@ def test_a_nucleus_takes_the_lower_id_first_among_equals() -> None:
 def test_a_nucleus_of_a_large_vocabulary_is_the_same_whether_or_not_all_is_sorted(top_p: float, scale: float) -> None:
     logits = random_logits(1, size=5000, scale=scale).bfloat16()  # bfloat16 makes ties
     expected = reference_distribution(logits.tolist(), SamplingParameters(top_p=top_p))
-    assert law_of(logits, top_p=top_p).tolist() == pytest.approx(expected, abs=1e-13)
+    assert distribution_of(logits, top_p=top_p).tolist() == pytest.approx(expected, abs=1e-13)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
 def test_greedy_takes_the_lowest_id_among_the_largest(dtype: torch.dtype) -> None:
     logits = torch.tensor([0.0, 7.0, 7.0, -1.0], dtype=dtype)
-    law = law_of(logits, temperature=0, top_k=3, top_p=0.1, min_p=0.5)
-    assert law.tolist() == [0, 1, 0, 0]
-    assert law.dtype == torch.float64
+    distribution = distribution_of(logits, temperature=0, top_k=3, top_p=0.1, min_p=0.5)
+    assert distribution.tolist() == [0, 1, 0, 0]
+    assert distribution.dtype == torch.float64
 
 
 @pytest.mark.parametrize("temperature", [1e-12, 1e-5])
 def test_a_tiny_temperature_is_the_limit_and_not_infinite(temperature: float) -> None:
-    assert law_of(torch.tensor([1.0, 3.0, 3.0, 2.0]), temperature=temperature).tolist() == [0, 0.5, 0.5, 0]
+    assert distribution_of(torch.tensor([1.0, 3.0, 3.0, 2.0]), temperature=temperature).tolist() == [0, 0.5, 0.5, 0]
 
 
 def test_impossible_tokens_stay_impossible() -> None:
     logits = torch.tensor([-math.inf, 0.0, 1.0])
-    law = law_of(logits, [0], [0, 0], logit_bias={0: 100}, repetition_penalty=2, frequency_penalty=-2, temperature=0.5)
-    assert law[0] == 0
-    assert float(law.sum()) == pytest.approx(1)
+    distribution = distribution_of(
+        logits, [0], [0, 0], logit_bias={0: 100}, repetition_penalty=2, frequency_penalty=-2, temperature=0.5
+    )
+    assert distribution[0] == 0
+    assert float(distribution.sum()) == pytest.approx(1)
 
 
 @pytest.mark.parametrize("bad", [[-math.inf, -math.inf], [math.nan, 1.0], [math.inf, 1.0]])
 @pytest.mark.parametrize("temperature", [0, 1])
 def test_logits_without_a_law_are_refused(bad: list[float], temperature: float) -> None:
     with pytest.raises(ValueError, match="finite"):
-        law_of(torch.tensor(bad), temperature=temperature)
+        distribution_of(torch.tensor(bad), temperature=temperature)
 
 
 @pytest.mark.parametrize("temperature", [0, 1])
 def test_stop_tokens_are_withheld_until_min_tokens(temperature: float) -> None:
     logits = torch.zeros(V)
     logits[STOP[0]] = 9
-    assert law_of(logits, output=[1], stop=STOP, min_tokens=2, temperature=temperature)[list(STOP)].tolist() == [0, 0]
-    assert law_of(logits, output=[1, 1], stop=STOP, min_tokens=2, temperature=temperature)[STOP[0]] > 0.9
+    assert distribution_of(logits, output=[1], stop=STOP, min_tokens=2, temperature=temperature)[
+        list(STOP)
+    ].tolist() == [0, 0]
+    assert distribution_of(logits, output=[1, 1], stop=STOP, min_tokens=2, temperature=temperature)[STOP[0]] > 0.9
 
 
 def test_presence_and_frequency_count_the_output_only() -> None:
     logits = torch.zeros(3, dtype=torch.float64)
-    law = law_of(logits, prompt=[0, 0], output=[1, 2, 2], presence_penalty=1, frequency_penalty=0.5)
-    assert law.tolist() == pytest.approx(torch.tensor([0, -1.5, -2.0], dtype=torch.float64).softmax(-1).tolist())
+    distribution = distribution_of(logits, prompt=[0, 0], output=[1, 2, 2], presence_penalty=1, frequency_penalty=0.5)
+    assert distribution.tolist() == pytest.approx(
+        torch.tensor([0, -1.5, -2.0], dtype=torch.float64).softmax(-1).tolist()
+    )
 
 
 @pytest.mark.parametrize(
@@ -178,8 +186,8 @@ def test_a_history_keeps_nothing_that_no_penalty_needs() -> None:
 
 
 def test_a_law_does_not_depend_on_what_else_is_in_memory() -> None:
-    """A row of a batch and a copy of it give equal bits."""
+    """A row of a batch and a copy of it alone have equal bits."""
     rows = random_logits(0, 5 * V).reshape(5, V)
     for row in rows:
         for values in ({}, {"top_k": 5}, {"top_p": 0.9}, {"temperature": 0}):
-            assert torch.equal(law_of(row, **values), law_of(row.clone(), **values))
+            assert torch.equal(distribution_of(row, **values), distribution_of(row.clone(), **values))

@@ -69,7 +69,7 @@ async def test_greedy_output_is_the_argmax_of_the_law() -> None:
         output = await caller.plain(1, PROMPT, GREEDY, stop_token_ids=())
     table, tokens = model(), list(PROMPT)
     for token_id in output:
-        assert token_id == int(table.law[table.context(tokens)].argmax())
+        assert token_id == int(table.transitions[table.context(tokens)].argmax())
         tokens.append(token_id)
     assert len(output) == 40
 
@@ -381,7 +381,7 @@ async def test_rejection_accepts_a_draft_that_reports_the_law_it_sampled_from() 
             num_drafted += verdict.num_draft_tokens
             branch, nodes = list(tokens), []
             for depth in range(num):
-                law = table.law[table.context(branch)]
+                law = table.transitions[table.context(branch)]
                 branch.append(draft_rejection(law, len(tokens), len(branch), source))
                 sparse = SparseDistribution(tuple(range(12)), tuple(law.tolist()))
                 nodes.append(ProposalNode(depth, branch[-1], NodeKind.DRAFTED, sparse))

@@ -13,7 +13,7 @@ TEMPLATE = (
 
 
 def save_target(folder: Path) -> str:
-    """Saves a random model in which the last token says much, and earlier ones something; returns the folder's name."""
+    """Save a random model that depends mostly on the last token; return the folder's name."""
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=64,
@@ -37,7 +37,7 @@ def save_target(folder: Path) -> str:
 
 
 def save_tokenizer(folder: Path) -> PreTrainedTokenizerFast:
-    """Adds a tokenizer of 64 words, with a chat template, to a target."""
+    """Add a tokenizer of 64 words, with a chat template, to a target."""
     words = ["<unk>", "<s>", "</s>", "user", "assistant", *(f"w{number}" for number in range(59))]
     tokenizer = Tokenizer(models.WordLevel({word: number for number, word in enumerate(words)}, "<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()

@@ -1,4 +1,4 @@
-"""What a draft's guesses come to: rounds along a text, and the noise that a text may have been drawn with."""
+"""Acceptance along a text, and the conditional noise of a text."""
 
 import pytest
 import torch
@@ -39,17 +39,17 @@ def test_greedy_guesses_are_right_where_the_token_is_among_the_likeliest() -> No
 
 @pytest.mark.parametrize("width", [1, 2])
 def test_noise_is_drawn_as_it_may_have_been(width: int) -> None:
-    """Over many texts: as often right as a draft beside a target that draws with the same noise."""
+    """Over many texts, predictions are correct as often as with a target that draws with the same noise."""
     num = 60_000
     torch.manual_seed(0)
     target, draft = torch.randn(2, 6)
     log_probs = target.log_softmax(-1)
     noise = -(-torch.rand(num, 6).clamp_(1e-12, 1 - 1e-7).log()).log()
-    said = (log_probs + noise).argmax(-1)
+    drawn = (log_probs + noise).argmax(-1)
     ranked = (draft.log_softmax(-1) + noise)[:, :5].topk(width, dim=-1).indices
-    expected = (ranked == said[:, None]).any(-1).float().mean()
-    # The draft cannot say the last token.
-    wanted = torch.where(said < 5, said, -1)
+    expected = (ranked == drawn[:, None]).any(-1).float().mean()
+    # The last token is not in the draft vocabulary.
+    wanted = torch.where(drawn < 5, drawn, -1)
     found = coupled_matches(
         draft[:5].expand(num, 5), log_probs[:5].expand(num, 5), wanted, torch.Generator().manual_seed(1), width
     )
@@ -59,5 +59,5 @@ def test_noise_is_drawn_as_it_may_have_been(width: int) -> None:
 def test_a_draft_that_is_the_target_is_always_right() -> None:
     logits = torch.randn(500, 40) * 3
     log_probs = logits.log_softmax(-1)
-    said = torch.distributions.Categorical(logits=logits).sample()
-    assert coupled_matches(logits, log_probs, said, torch.Generator().manual_seed(0)).all()
+    drawn = torch.distributions.Categorical(logits=logits).sample()
+    assert coupled_matches(logits, log_probs, drawn, torch.Generator().manual_seed(0)).all()

@@ -1,4 +1,4 @@
-"""Conversations on disk, and which of them are held out."""
+"""Corpora on disk, and the choice of held-out conversations."""
 
 from pathlib import Path
 
@@ -76,7 +76,7 @@ def test_arrays_that_do_not_fit_are_refused(wrong: dict[str, np.ndarray]) -> Non
 
 def test_what_is_no_corpus_is_refused(tmp_path: Path) -> None:
     (tmp_path / "a.npz").write_text("no")
-    with pytest.raises(InvalidArgument, match=r"a\.npz is no corpus"):
+    with pytest.raises(InvalidArgument, match=r"a\.npz is not a valid corpus"):
         load_corpus(tmp_path / "a.npz")
     with pytest.raises(InvalidArgument, match=r"no \.safetensors file"):
         load_corpus(tmp_path)

@@ -29,7 +29,7 @@ def test_deep_guesses_come_last() -> None:
     kinds = [is_deep(step, 100) for step in range(100)]
     planned = kinds[NUM_TIMED_STEPS:]
     assert planned == sorted(planned) and 15 < sum(planned) < 50
-    # While the plan is being made both kinds are timed.
+    # Before the plan exists, both kinds are timed.
     assert {is_deep(step, 0) for step in range(NUM_TIMED_STEPS)} == {True, False}
     assert kinds[:NUM_TIMED_STEPS] == [is_deep(step, 0) for step in range(NUM_TIMED_STEPS)]
 
@@ -55,7 +55,7 @@ def test_durations_are_read(text: str, seconds: float) -> None:
 
 @pytest.mark.parametrize("text", ["", "m", "-3m", "0", "3d", "1h30m"])
 def test_what_is_no_duration_is_refused(text: str) -> None:
-    with pytest.raises(InvalidArgument, match="no duration"):
+    with pytest.raises(InvalidArgument, match="not a duration"):
         parse_duration(text)
 
 

@@ -1,14 +1,14 @@
-"""Attention whose bits do not depend on how a position was computed: the transformers implementation `outrider`.
+"""Batch-invariant paged attention, registered with transformers as the attention implementation `outrider`.
 
-A row's output is a function of its own query and of the keys and values at positions up to its own, in its own table
-of pages, summed page by page (or block by block) in order of position. Neither the other rows of a pass nor later
-positions change it, so a decode pass, a prefill chunk, a verification row, a side branch of a tree, another session's
-page and a replay give equal bits.
+A row's output is a function of its own query and of the keys and values at positions up to its own, in its own page
+table, summed page by page (or block by block) in order of position. It does not depend on the other rows of a pass or
+on later positions, so that a decode pass, a prefill chunk, a verification row and a replay produce equal bits;
+`TransformersModel` checks this at every start.
 
-Two kernels do it: `flex` (PyTorch's flex attention, compiled, the faster one) and `blocks` (plain PyTorch operations
-over blocks of 256 positions, where there is no C++ compiler). A third, `sdpa`, trades it for speed where that was
-configured. Each way the model passes the new rows' queries, keys and values, packed over all sessions, with the pass
-as keyword argument.
+Two kernels are batch-invariant: `flex` (PyTorch's flex attention, compiled, the faster one) and `blocks` (plain PyTorch
+operations, for systems without a C++ compiler). A third, `sdpa`, is not, and is used if invariance is turned off. The
+model passes the queries, keys and values of the new rows of all sessions in one tensor each, and the pass as keyword
+argument.
 
 Measured with PyTorch 2.13 on a CPU with AVX-512:
 
@@ -38,7 +38,7 @@ from transformers import AttentionInterface
 from outrider.errors import ModelUnsupported
 from outrider.lm.attention.blocks import BLOCK_LEN, BlockPass
 from outrider.lm.attention.flex import FlexPass, flex_attend
-from outrider.lm.attention.rows import MIN_ROWS, PassRows, filled_rows, lay_out_rows
+from outrider.lm.attention.rows import MIN_ROWS, PassRows, lay_out_rows, padded_rows
 from outrider.lm.attention.sdpa import SdpaPass
 from outrider.lm.attention.shapes import ShapePass
 
@@ -51,8 +51,8 @@ __all__ = [
     "PassRows",
     "SdpaPass",
     "ShapePass",
-    "filled_rows",
     "lay_out_rows",
+    "padded_rows",
 ]
 
 NAME = "outrider"
@@ -72,26 +72,29 @@ def _attend(
     s_aux: torch.Tensor | None = None,
     **_: object,
 ) -> tuple[torch.Tensor, None]:
-    """Implements transformers' attention interface.
+    """Implement transformers' attention interface.
 
     Args:
-        module: the attention layer; `ShapePass.attach` has given it its keys and values.
-        query: [1, num_heads, rows, key_dim], all steps packed.
+        module: the attention layer, with the keys and values that `ShapePass.attach` assigned.
+        query: [1, num_heads, rows, key_dim], the rows of all steps concatenated.
         key: [1, num_kv_heads, rows, key_dim].
         value: [1, num_kv_heads, rows, value_dim].
-        attention_mask: unused; what a row sees follows from its position and table.
+        attention_mask: unused; the keys that a row attends to follow from its position and page table.
         outrider_pass: the layout of the rows.
         scaling: factor of the scores.
-        sliding_window: a row sees this many positions, itself included; None for all.
-        softcap: bound of the scores by tanh; None for none.
-        s_aux: attention sinks, which these kernels do not have.
+        sliding_window: number of positions that a row attends to, its own included; None for all.
+        softcap: bound of the scores, applied by tanh; None for none.
+        s_aux: attention sinks, which these kernels do not support.
 
     Returns:
-        Outputs [1, rows, num_heads, value_dim], and no weights.
+        Outputs [1, rows, num_heads, value_dim], and None for the attention weights.
+
+    Raises:
+        ModelUnsupported: the model uses attention sinks, or a score bound with the `sdpa` kernel.
     """
     if s_aux is not None:
-        raise ModelUnsupported("the model uses attention sinks, which Outrider's attention does not have")
-    # The compiler follows this function, and a type is what it can decide on.
+        raise ModelUnsupported("the model uses attention sinks, which Outrider's attention does not support")
+    # torch.compile traces this function, and can branch on types.
     if isinstance(outrider_pass, FlexPass):
         return flex_attend(module, query, key, value, outrider_pass, scaling, sliding_window, softcap), None
     return outrider_pass.attend(module, query, key, value, scaling, sliding_window, softcap), None

@@ -1,10 +1,8 @@
-"""Attention by plain PyTorch operations, in blocks of `BLOCK_LEN` positions counted from 0.
+"""Batch-invariant attention by plain PyTorch operations, in blocks of `BLOCK_LEN` positions counted from 0.
 
-    scores and weights in float32; the weighted values of each block summed by one matrix product of fixed shape;
-    the blocks added one after another in order of position.
-
-Later blocks only add exact zeros and the number of rows does not change a row's sums (float32 products of at least
-`MIN_ROWS` rows, any number of blocks, measured for CPU).
+Scores and weights are float32. The weighted values of each block are summed by one matrix product of fixed shape, and
+the blocks are added sequentially in order of position. Later blocks only add exact zeros, and the number of rows does
+not change a row's sums (measured on CPUs: float32 products of at least `MIN_ROWS` rows, any number of blocks).
 """
 
 from dataclasses import dataclass, field
@@ -16,12 +14,12 @@ from outrider.lm.kv_storage import KVStorage
 from outrider.lm.pages import SCRATCH_PAGE
 
 BLOCK_LEN = 256
-"""Positions per block. Part of the numerics: attention sums within a block, then over blocks."""
+"""Positions per block. It affects the numerics: attention sums within a block, then over blocks."""
 
 
 @dataclass(slots=True)
 class _BranchTensors:
-    """A branch of the pass: pages [num_blocks * pages a block], rows and positions [at least MIN_ROWS]."""
+    """A branch of the pass: pages, int64 [num_blocks * pages per block]; rows, positions, int64 [at least MIN_ROWS]."""
 
     pages: torch.Tensor
     rows: torch.Tensor
@@ -30,7 +28,7 @@ class _BranchTensors:
     biases: dict[tuple[int, int | None], torch.Tensor] = field(default_factory=dict)
 
     def bias(self, group: int, window: int | None) -> torch.Tensor:
-        """Returns 0 where a row sees a key and -inf elsewhere: float32 [num_blocks, 1, group * rows, BLOCK_LEN]."""
+        """Return 0 for keys that a row attends to, else -inf: float32 [num_blocks, 1, group * rows, BLOCK_LEN]."""
         if (group, window) not in self.biases:
             keys = torch.arange(self.num_blocks * BLOCK_LEN, device=self.positions.device)
             rows = self.positions.repeat(group).unsqueeze(1)
@@ -41,11 +39,11 @@ class _BranchTensors:
 
 
 class BlockPass:
-    """One pass over the rows of several sessions.
+    """One forward pass over the rows of several sessions.
 
     Args:
-        rows: where they stand.
-        storage: the pages; `page_len` divides `BLOCK_LEN`.
+        rows: their positions, page tables and write slots.
+        storage: memory of the pages; its `page_len` divides `BLOCK_LEN`.
     """
 
     def __init__(self, rows: PassRows, storage: KVStorage) -> None:
@@ -65,7 +63,7 @@ class BlockPass:
         sliding_window: int | None,
         softcap: float | None,
     ) -> torch.Tensor:
-        """Writes the new keys and values, then attends; see `_attend`."""
+        """Write the new keys and values, then attend; arguments and result as of `_attend`."""
         keys: torch.Tensor = module.kv_keys  # type: ignore[assignment]
         values: torch.Tensor = module.kv_values  # type: ignore[assignment]
         for stored, new in ((keys, key), (values, value)):
@@ -86,18 +84,18 @@ class BlockPass:
         window: int | None,
         softcap: float | None,
     ) -> torch.Tensor:
-        """Returns outputs [rows, num_heads, value_dim] float32; `query` is [num_heads, rows, key_dim]."""
+        """Return outputs, float32 [rows, num_heads, value_dim]; `query` is float32 [num_heads, rows, key_dim]."""
         num_heads, num_rows, _ = query.shape
         num_kv_heads = keys.shape[1]
         group = num_heads // num_kv_heads
-        # Query heads that share a key head become rows of one product, so keys are never repeated.
+        # Query heads that share a key head become rows of one product, so that keys need not be repeated.
         grouped = query.reshape(num_kv_heads, group * num_rows, -1)
         bias = branch.bias(group, window)
         summed = block_attention(grouped, self._blocks(branch, keys), self._blocks(branch, values), bias, softcap)
         return summed.view(num_kv_heads, group, num_rows, -1).permute(2, 0, 1, 3).flatten(1, 2)
 
     def _blocks(self, branch: _BranchTensors, stored: torch.Tensor) -> torch.Tensor:
-        """Returns the branch's keys or values in order of position: [num_blocks, num_kv_heads, BLOCK_LEN, dim]."""
+        """Return the branch's keys or values in order of position: [num_blocks, num_kv_heads, BLOCK_LEN, dim]."""
         pages = stored.view(-1, self._page_len, *stored.shape[1:])[branch.pages]
         return pages.reshape(branch.num_blocks, BLOCK_LEN, *stored.shape[1:]).transpose(1, 2)
 
@@ -106,7 +104,7 @@ def _branch_tensors(branch: PassBranch, page_len: int, device: torch.device) -> 
     num_blocks = max(branch.positions) // BLOCK_LEN + 1
     num_pages = num_blocks * BLOCK_LEN // page_len
     pages = [*branch.table[:num_pages], *[SCRATCH_PAGE] * (num_pages - len(branch.table))]
-    # Repeating the last row keeps the matrix products at MIN_ROWS rows; the repetitions write the same result again.
+    # The last row is repeated so that matrix products have at least MIN_ROWS rows; repetitions write the same result.
     missing = max(0, MIN_ROWS - len(branch.rows))
     rows = [*branch.rows, *[branch.rows[-1]] * missing]
     positions = [*branch.positions, *[branch.positions[-1]] * missing]
@@ -121,14 +119,14 @@ def _branch_tensors(branch: PassBranch, page_len: int, device: torch.device) -> 
 def block_attention(
     query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, bias: torch.Tensor, softcap: float | None = None
 ) -> torch.Tensor:
-    """Returns softmax(query keys + bias) values, summed block by block in order of position.
+    """Return softmax(query keys^T + bias) values, summed block by block in order of position.
 
     Args:
-        query: float32 [H, R, D], scaled; R at least `MIN_ROWS`.
+        query: scaled, float32 [H, R, D]; R at least `MIN_ROWS`.
         keys: [num_blocks, H, BLOCK_LEN, D], any floating dtype.
-        values: [num_blocks, H, BLOCK_LEN, E].
-        bias: float32 [num_blocks, 1, R, BLOCK_LEN], 0 or -inf; every row sees at least one key.
-        softcap: bound of the scores by tanh; None for none.
+        values: [num_blocks, H, BLOCK_LEN, E], any floating dtype.
+        bias: float32 [num_blocks, 1, R, BLOCK_LEN], 0 or -inf; 0 for at least one key of every row.
+        softcap: bound of the scores, applied by tanh; None for none.
 
     Returns:
         float32 [H, R, E].
@@ -137,7 +135,7 @@ def block_attention(
     if softcap is not None:
         scores = torch.tanh(scores / softcap) * softcap
     scores += bias
-    # A maximum is exact in any order, so taking it over all blocks at once keeps a row independent of their number.
+    # A maximum is exact in any order, so that it may be taken over all blocks at once.
     weights = scores.sub_(scores.amax(dim=-1, keepdim=True).amax(dim=0)).exp_()
     parts = torch.matmul(weights, values.float())
     totals = weights.sum(dim=-1, keepdim=True)

@@ -1,8 +1,8 @@
-"""Attention by PyTorch's flex attention, compiled: each row reads the pages of its own table.
+"""Batch-invariant attention by PyTorch's compiled flex attention: each row reads the pages of its own table.
 
-All pages together are one long sequence of keys, of which a block mask lists, for every row, the pages of its table.
-Query heads that share a key head are the rows of one unit of work, so a unit has the same shape in every pass: that is
-what makes its bits independent of the pass.
+The pages of the pool form one sequence of keys; a block mask lists, for every row, the pages of its table. The query
+heads of a row that share a key head are one query block, so that a block has the same shape in every pass and its bits
+do not depend on the pass.
 """
 
 from collections.abc import Callable
@@ -12,7 +12,7 @@ import torch
 import torch._dynamo
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
-from outrider.lm.attention.rows import PassRows, filled_rows
+from outrider.lm.attention.rows import PassRows, padded_rows
 from outrider.lm.kv_storage import KVStorage, lazy_zeros
 from outrider.lm.pages import SCRATCH_PAGE
 
@@ -20,16 +20,16 @@ _NUM_ROWS: Final = 4096
 
 
 class FlexPass(NamedTuple):
-    """One pass; N rows, of which the last ones may fill it up.
+    """The tensors of one pass of N rows, padding included.
 
     Attributes:
-        write_rows: int64 [W].
-        write_slots: int64 [W].
-        row_positions: int32 [at least N].
-        row_pages: first slot of the page that each row's own position is on: int32 [at least N].
-        slot_positions: int32 [num_slots].
-        num_pages: pages that each row reads: int32 [1, 1, N].
-        pages: their numbers: int32 [1, 1, N, pages of the storage].
+        write_rows: rows whose keys and values are written: int64 [W].
+        write_slots: slots that they are written to: int64 [W].
+        row_positions: session position of each row: int32 [at least N].
+        row_pages: first slot of the page that holds each row's own position: int32 [at least N].
+        slot_positions: session position of each slot: int32 [num_slots].
+        num_pages: number of pages that each row reads: int32 [1, 1, N].
+        pages: page numbers of each row: int32 [1, 1, N, pages of the storage].
     """
 
     write_rows: torch.Tensor
@@ -42,11 +42,11 @@ class FlexPass(NamedTuple):
 
 
 class FlexPasses:
-    """Makes passes; keeps the memory of positions and page lists between them.
+    """A factory of passes that reuses the memory of positions and page lists.
 
     Args:
-        storage: of keys and values.
-        row_step: passes are filled up to a multiple of so many rows.
+        storage: memory of keys and values.
+        row_step: passes are padded to a multiple of this number of rows.
     """
 
     def __init__(self, storage: KVStorage, row_step: int) -> None:
@@ -57,24 +57,24 @@ class FlexPasses:
             _mark_static(tensor)
 
     def make(self, rows: PassRows) -> FlexPass:
-        """Returns the pass over these rows; the one before is void."""
-        num_rows = filled_rows(rows.num_rows, self._row_step)
+        """Return the pass over these rows; it overwrites the tensors of the previous pass."""
+        num_rows = padded_rows(rows.num_rows, self._row_step)
         if num_rows > len(self._positions):
             self._make_room(2 * num_rows)
-        # Beyond a row's number of pages its list is not read, so what an earlier pass left there does not matter.
+        # A row's page list is not read beyond its number of pages, so that old entries need not be cleared.
         pages, positions = self._pages[:num_rows], self._positions[:num_rows]
         for branch in rows.branches:
             index = torch.tensor(branch.rows)
             positions[index] = torch.tensor(branch.positions, dtype=torch.int32)
             pages[index, : len(branch.table)] = torch.tensor(branch.table, dtype=torch.int32)
-        # Rows that fill the pass up look at one slot that nobody uses.
+        # Padding rows read the scratch page.
         positions[rows.num_rows :] = 0
         pages[rows.num_rows :, 0] = SCRATCH_PAGE
         last = positions // self._storage.page_len
         torch.mul(pages.gather(1, last.long()[:, None])[:, 0], self._storage.page_len, out=self._row_pages[:num_rows])
         return FlexPass(
-            write_rows=_filled_up(rows.write_rows),
-            write_slots=_filled_up(rows.write_slots),
+            write_rows=_padded(rows.write_rows),
+            write_slots=_padded(rows.write_slots),
             row_positions=self._positions,
             row_pages=self._row_pages,
             slot_positions=self._storage.positions,
@@ -89,13 +89,13 @@ class FlexPasses:
         _mark_static(self._row_pages)
 
 
-def _filled_up(values: list[int]) -> torch.Tensor:
-    # A repeated write changes nothing, and a size of 1 would be compiled by itself.
-    return torch.tensor(values + [values[-1]] * (filled_rows(len(values)) - len(values)))
+def _padded(values: list[int]) -> torch.Tensor:
+    # A repeated write has no effect, and a size of 1 would be compiled separately.
+    return torch.tensor(values + [values[-1]] * (padded_rows(len(values)) - len(values)))
 
 
 def _mark_static(tensor: torch.Tensor) -> None:
-    # A symbol for the size of what a mask looks up breaks the code that PyTorch 2.13 generates.
+    # With symbolic sizes of the tensors that a mask reads, PyTorch 2.13 generates invalid code.
     torch._dynamo.mark_static(tensor)
 
 
@@ -109,7 +109,7 @@ def flex_attend(
     sliding_window: int | None,
     softcap: float | None,
 ) -> torch.Tensor:
-    """Writes the new keys and values, then attends; see `_attend`. To be compiled: else it is slow and takes memory."""
+    """Write the new keys and values, attend; see `_attend`. Must be compiled, else it is slow and takes much memory."""
     keys: torch.Tensor = module.kv_keys  # type: ignore[assignment]
     values: torch.Tensor = module.kv_values  # type: ignore[assignment]
     _write(keys, key, outrider_pass)
@@ -125,7 +125,7 @@ def flex_attend(
         score_mod=_softcap(softcap) if softcap is not None else None,
         block_mask=_block_mask(outrider_pass, (group, page_len), (num_rows * group, keys.shape[0]), sliding_window),
         scale=scaling,
-        # The other kernel splits the keys between threads by their number.
+        # The decoding kernel splits the keys between threads by their number, which changes the bits.
         kernel_options={"FORCE_USE_FLEX_ATTENTION": True},
     )
     assert isinstance(output, torch.Tensor)
@@ -149,7 +149,7 @@ def _block_mask(
         if window is not None:
             other = slot_positions[slot]
             return (other <= row_positions[row]) & (other > row_positions[row] - window)
-        # All of a row's pages but the one it is on itself are seen whole, so no slot's position need be looked up.
+        # A row attends to all of each page but the last, so that slot positions need not be read.
         offset = slot - row_pages[row]
         return (offset <= row_positions[row] % page_len) | (offset >= page_len)
 

@@ -1,21 +1,21 @@
-"""Where the rows of a pass stand: positions, tables, and the slots that their keys and values go to."""
+"""The layout of the rows of a pass: positions, page tables, and the slots of their keys and values."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from outrider.lm.kv_cache import Branch, StepLayout
+from outrider.lm.step_layout import Branch, StepLayout
 
 MIN_ROWS = 4
-"""Passes have at least so many rows, and usually a multiple of them: other numbers take other kernels, with other bits.
+"""Minimum rows of a pass, and the default multiple that passes are padded to: other numbers select other kernels.
 
-Measured with float32 linear layers on 2 threads: 1 to 3, 5 to 7 and 9 to 11 rows give other bits than 4, 8 and 12,
-because the rows are split between threads down to fewer than 4; bfloat16 differed for 1 row only.
+Measured with float32 linear layers on 2 threads: 1 to 3, 5 to 7 and 9 to 11 rows have other bits than 4, 8 and 12,
+because rows are split between threads into parts of fewer than 4; bfloat16 differed for 1 row only.
 """
 
 
 @dataclass(frozen=True, slots=True)
 class PassBranch:
-    """A branch of one of the steps; its rows are numbered over the whole pass."""
+    """A branch of one step: its page table, and its rows, numbered over the whole pass, with their positions."""
 
     table: tuple[int, ...]
     rows: tuple[int, ...]
@@ -27,10 +27,10 @@ class PassRows:
     """The rows of all steps of a pass, one step after another.
 
     Attributes:
-        num_rows: rows, without any that fill the pass up.
-        branches: each row is in exactly one.
-        write_rows: rows whose keys and values are written; a row that several branches share, once for each.
-        write_slots: where.
+        num_rows: number of rows, padding excluded.
+        branches: branches of all steps; each row is in exactly one.
+        write_rows: rows whose keys and values are written; once per branch for a row that several branches share.
+        write_slots: slots that they are written to.
     """
 
     num_rows: int
@@ -39,13 +39,13 @@ class PassRows:
     write_slots: list[int]
 
 
-def filled_rows(num_rows: int, step: int = MIN_ROWS) -> int:
-    """Returns the rows that a pass is filled up to: a multiple of `step`, and no fewer than `MIN_ROWS`."""
+def padded_rows(num_rows: int, step: int = MIN_ROWS) -> int:
+    """Return the number of rows after padding: a multiple of `step`, at least `MIN_ROWS`."""
     return max(MIN_ROWS, -(-num_rows // step) * step)
 
 
 def lay_out_rows(layouts: Sequence[StepLayout], page_len: int) -> PassRows:
-    """Numbers the rows of all steps: of each step its span first, then its nodes in order of their numbers."""
+    """Return the rows of all steps, one step after another: its span first, then its nodes in order of number."""
     rows = PassRows(sum(len(item.span.token_ids) + item.num_nodes for item in layouts), [], [], [])
     first = 0
     for layout in layouts:

@@ -1,8 +1,8 @@
-"""Attention by PyTorch's `scaled_dot_product_attention`: for who gives up invariance for speed and memory.
+"""Attention by PyTorch's `scaled_dot_product_attention`, which is not batch-invariant but faster and smaller.
 
-The kernel chooses its own order of sums by the number of rows and keys of a pass, so a position's last bits depend on
-how it was computed; and keys and values are kept in the model's dtype. Many rows of one prompt share what they read,
-which makes long prompts several times as fast.
+The kernel's order of summation depends on the number of rows and keys of a pass, so that a position's last bits depend
+on how it was computed. Keys and values have the model's dtype. The rows of a prompt share their reads, which makes long
+prompts several times as fast.
 """
 
 from dataclasses import dataclass
@@ -17,7 +17,7 @@ from outrider.lm.kv_storage import KVStorage
 
 @dataclass(slots=True)
 class _BranchTensors:
-    """A branch of the pass: pages, rows, and how many of the pages' slots any row can see."""
+    """A branch of the pass: pages, rows and positions, int64, and the number of slots that any row attends to."""
 
     pages: torch.Tensor
     rows: torch.Tensor
@@ -25,7 +25,7 @@ class _BranchTensors:
     num_keys: int
 
     def mask(self, window: int | None) -> torch.Tensor | None:
-        """Returns which keys each row sees: bool [rows, num_keys]; None where every row sees all."""
+        """Return the keys that each row attends to: bool [rows, num_keys]; None if every row attends to all."""
         keys = torch.arange(self.num_keys, device=self.positions.device)
         rows = self.positions.unsqueeze(1)
         if window is not None:
@@ -34,11 +34,11 @@ class _BranchTensors:
 
 
 class SdpaPass:
-    """One pass over the rows of several sessions.
+    """One forward pass over the rows of several sessions.
 
     Args:
-        rows: where they stand.
-        storage: the pages.
+        rows: their positions, page tables and write slots.
+        storage: memory of the pages.
     """
 
     def __init__(self, rows: PassRows, storage: KVStorage) -> None:
@@ -59,9 +59,11 @@ class SdpaPass:
         sliding_window: int | None,
         softcap: float | None,
     ) -> torch.Tensor:
-        """Writes the new keys and values, then attends; see `_attend`."""
+        """Write the new keys and values, then attend; arguments and result as of `_attend`."""
         if softcap is not None:
-            raise ModelUnsupported("the model bounds its scores, which PyTorch's attention cannot: keep invariance on")
+            raise ModelUnsupported(
+                "the model bounds attention scores, which PyTorch's SDPA does not support: set OUTRIDER_INVARIANT=true"
+            )
         keys: torch.Tensor = module.kv_keys  # type: ignore[assignment]
         values: torch.Tensor = module.kv_values  # type: ignore[assignment]
         for stored, new in ((keys, key), (values, value)):
@@ -82,7 +84,7 @@ class SdpaPass:
         return output.unsqueeze(0)
 
     def _gathered(self, branch: _BranchTensors, stored: torch.Tensor) -> torch.Tensor:
-        """Returns the branch's keys or values in order of position: [1, num_kv_heads, num_keys, dim]."""
+        """Return the branch's keys or values in order of position: [1, num_kv_heads, num_keys, dim]."""
         pages = stored.view(-1, self._page_len, *stored.shape[1:])[branch.pages]
         return pages.flatten(0, 1)[: branch.num_keys].transpose(0, 1).unsqueeze(0)
 

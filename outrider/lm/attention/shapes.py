@@ -1,4 +1,4 @@
-"""A pass that only looks: which attention layers a model has, and what each caches of a position."""
+"""A pass without computation that records a model's attention layers and the shapes of their keys and values."""
 
 from dataclasses import dataclass, field
 
@@ -9,7 +9,7 @@ from outrider.lm.kv_storage import KVStorage, LayerShape
 
 @dataclass(slots=True)
 class ShapePass:
-    """Collects the layers in the order in which they run; every output is zero."""
+    """A pass that records the attention layers in the order in which they run; every output is zero."""
 
     modules: list[torch.nn.Module] = field(default_factory=list)
     shapes: list[LayerShape] = field(default_factory=list)
@@ -25,17 +25,17 @@ class ShapePass:
         sliding_window: int | None,
         softcap: float | None,
     ) -> torch.Tensor:
-        """Notes the layer; see `_attend`."""
+        """Record the layer; arguments as of `_attend`."""
         self.modules.append(module)
         self.groups.append(query.shape[1] // key.shape[1])
         self.shapes.append(LayerShape(key.shape[1], key.shape[3], value.shape[3]))
         return query.new_zeros(1, query.shape[2], query.shape[1], value.shape[3])
 
     def attach(self, storage: KVStorage) -> None:
-        """Gives every layer the keys and values it reads and writes."""
+        """Assign every layer the keys and values that it reads and writes."""
         for index, module in enumerate(self.modules):
-            # By attribute, not by number: a compiler that sees no number compiles one layer for all.
+            # As attributes instead of a layer number: torch.compile then compiles one layer for all.
             module.kv_keys, module.kv_values = storage.layer(index)
-            # To the compiler a shape may be a symbol, and these must not be.
+            # torch.compile may treat a shape as a symbol; these must be constants.
             module.kv_group = self.groups[index]  # type: ignore[assignment]
             module.kv_page_len = storage.page_len  # type: ignore[assignment]

@@ -1,1 +1,1 @@
-"""Draft heads: small networks that read what the target computed and guess what it says next."""
+"""Draft heads: small networks that predict the target's next tokens from its features."""

@@ -1,8 +1,8 @@
-"""Draft heads on disk: EAGLE-3's as others publish and read them, Medusa's likewise, and what a draft was made for.
+"""Checkpoints of EAGLE-3 and Medusa heads in the published layouts, with a manifest that identifies the target.
 
-Layout of a folder: `config.json` and `model.safetensors` (or a published `pytorch_model.bin`), and, where Outrider made
-it, `outrider_draft.json`, which names the target. EAGLE-3's weights are called `fc`, `midlayer.*`, `norm`, `lm_head`,
-with the maps `d2t` and `t2d` (SGLang's layout); `layers.0.*` in place of `midlayer.*` is read too (speculators).
+A folder has `config.json` and `model.safetensors` (or a published `pytorch_model.bin`), and, if Outrider wrote it,
+`outrider_draft.json`, the manifest. The weights of EAGLE-3 are named `fc`, `midlayer.*`, `norm`, `lm_head`, with the
+maps `d2t` and `t2d` (SGLang's layout); `layers.0.*` instead of `midlayer.*` is read too (vLLM's speculators).
 """
 
 import json
@@ -28,22 +28,22 @@ _FORMAT: Final = 1
 _HEAD: Final = "lm_head.weight"
 
 OutputRows = Callable[[Tensor], Tensor]
-"""Returns the rows of the target's output layer for token ids [n]: [n, H]; for heads that were saved without them."""
+"""Returns the rows of the target's output layer for token ids, int64 [n]: [n, H]; for heads saved without them."""
 
 
 @dataclass(frozen=True)
 class DraftManifest:
-    """What a draft was made for.
+    """The description of a draft and of the target that it was trained for.
 
     Attributes:
         method: layers, eagle3 or medusa.
-        target: name of the target, as it was given.
-        target_fingerprint: SHA-256 of the target's weights, as services report it.
-        tokenizer_fingerprint: SHA-256 of the vocabulary.
+        target: name of the target, as given to `outrider distill`.
+        target_fingerprint: SHA-256 of the target's weights; see `weights_fingerprint`.
+        tokenizer_fingerprint: SHA-256 of the vocabulary; see `vocabulary_fingerprint`.
         hidden_size: H of the target.
-        feature_layers: target layers whose inputs it is made of; see `features`.
-        depth: guesses one after another that it was trained for.
-        trimmed: whether weights that are the target's own were left out.
+        feature_layers: target layers whose features the draft reads; see `features`.
+        depth: number of consecutive tokens that it was trained to predict.
+        trimmed: whether the output layer, which is the target's, is left out of the checkpoint.
     """
 
     method: str
@@ -56,19 +56,23 @@ class DraftManifest:
     trimmed: bool
 
     def save(self, folder: Path) -> None:
-        """Writes the manifest into the draft's folder."""
+        """Write the manifest into the draft's folder."""
         (folder / _MANIFEST).write_text(json.dumps({"format": _FORMAT, **asdict(self)}, indent=2) + "\n")
 
 
 def load_manifest(folder: Path) -> DraftManifest | None:
-    """Returns what the folder says it was made for; None for a draft that others made."""
+    """Return the manifest of a folder; None for a draft that Outrider did not write.
+
+    Raises:
+        ModelUnsupported: the manifest is damaged or of another version.
+    """
     path = folder / _MANIFEST
     if not path.exists():
         return None
     try:
         fields = json.loads(path.read_text())
         if fields.pop("format") != _FORMAT:
-            raise ModelUnsupported(f"{path} is of a format that this version does not read")
+            raise ModelUnsupported(f"{path} has a format that this version does not support")
         fields["feature_layers"] = tuple(fields["feature_layers"])
         return DraftManifest(**fields)
     except (KeyError, TypeError, ValueError) as error:
@@ -76,7 +80,7 @@ def load_manifest(folder: Path) -> DraftManifest | None:
 
 
 def save_eagle3(folder: Path, head: Eagle3Head, vocabulary: DraftVocabulary, manifest: DraftManifest) -> None:
-    """Writes an EAGLE-3 head in bfloat16."""
+    """Write an EAGLE-3 head in bfloat16."""
     weights = {name: item.to(torch.bfloat16) for name, item in head.state_dict().items()}
     config = {
         **head.config.layer.to_diff_dict(),
@@ -93,14 +97,14 @@ def save_eagle3(folder: Path, head: Eagle3Head, vocabulary: DraftVocabulary, man
 
 
 def load_eagle3(folder: Path, output_rows: OutputRows | None = None) -> tuple[Eagle3Head, DraftVocabulary]:
-    """Returns a head that this project or another saved, in bfloat16.
+    """Return a published or trained EAGLE-3 head and its vocabulary, with weights in bfloat16.
 
     Args:
-        folder: with configuration and weights.
-        output_rows: where a trimmed head takes its output layer from.
+        folder: folder with configuration and weights.
+        output_rows: source of the output layer of a trimmed head.
 
     Raises:
-        ModelUnsupported: a part is missing or does not fit; the message names it.
+        ModelUnsupported: a file, weight or map is missing or has the wrong shape; the message names it.
     """
     config = _config(folder)
     layer_fields = config.get("transformer_layer_config", config)
@@ -121,13 +125,13 @@ def load_eagle3(folder: Path, output_rows: OutputRows | None = None) -> tuple[Ea
 
 
 def feature_layers_of(folder: Path, num_layers: int) -> tuple[int, ...]:
-    """Returns the target layers whose inputs an EAGLE-3 head fuses; the usual ones where it does not say which.
+    """Return the target layers whose inputs an EAGLE-3 head fuses; the default ones if its configuration has none.
 
-    SGLang counts the layers whose outputs these are, in a part of its own of the configuration (`eagle_config`).
+    SGLang's configuration (`eagle_config`) has the layers whose outputs they are, which are one lower.
 
     Args:
-        folder: with the configuration.
-        num_layers: of the target.
+        folder: folder with the configuration.
+        num_layers: decoder layers of the target.
     """
     config, name = _config(folder), "eagle_aux_hidden_state_layer_ids"
     inputs, outputs = config.get(name), config.get("eagle_config", {}).get(name)
@@ -135,7 +139,7 @@ def feature_layers_of(folder: Path, num_layers: int) -> tuple[int, ...]:
 
 
 def save_medusa(folder: Path, heads: MedusaHeads, vocabulary: DraftVocabulary, manifest: DraftManifest) -> None:
-    """Writes Medusa's heads in bfloat16."""
+    """Write Medusa's heads in bfloat16."""
     weights = {_published_name(name): item.to(torch.bfloat16) for name, item in heads.state_dict().items()}
     config = {
         "architectures": ["MedusaModel"],
@@ -150,26 +154,26 @@ def save_medusa(folder: Path, heads: MedusaHeads, vocabulary: DraftVocabulary, m
 
 
 def load_medusa(folder: Path, output_rows: OutputRows | None = None) -> tuple[MedusaHeads, DraftVocabulary]:
-    """Returns heads that this project saved, in bfloat16; arguments and errors as of `load_eagle3`."""
+    """Return Medusa heads and their vocabulary, in bfloat16; arguments and errors as of `load_eagle3`."""
     config = _config(folder)
     weights = {_read_name(name): item for name, item in _weights(folder).items()}
     vocabulary = _vocabulary(weights, config.get("vocab_size", 0), config.get("draft_vocab_size"))
     try:
         heads = MedusaHeads(config["hidden_size"], config["medusa_num_heads"], len(vocabulary)).to(torch.bfloat16)
     except KeyError as error:
-        raise ModelUnsupported(f"{folder / 'config.json'} does not say {error.args[0]}") from error
+        raise ModelUnsupported(f"{folder / 'config.json'} has no {error.args[0]}") from error
     _add_output_layer(weights, vocabulary, output_rows)
     _fill(heads, weights)
     return heads, vocabulary
 
 
 def save_vocabulary(folder: Path, vocabulary: DraftVocabulary) -> None:
-    """Writes the map beside an ordinary checkpoint."""
+    """Write the vocabulary map into the folder of a transformers checkpoint."""
     save_file({"d2t": vocabulary.d2t, "t2d": vocabulary.t2d}, folder / "vocabulary.safetensors")
 
 
 def load_vocabulary(folder: Path) -> DraftVocabulary | None:
-    """Returns the map beside an ordinary checkpoint; None where there is none."""
+    """Return the vocabulary map from the folder of a transformers checkpoint; None if there is none."""
     path = folder / "vocabulary.safetensors"
     if not path.exists():
         return None
@@ -219,7 +223,7 @@ def _vocabulary(weights: dict[str, Tensor], target_size: int, draft_size: int | 
         return DraftVocabulary(torch.arange(target_size), target_size)
     if d2t is None or t2d is None:
         missing = "d2t" if d2t is None else "t2d"
-        raise ModelUnsupported(f"the head says {draft_size} of {target_size} tokens, but its map {missing} is missing")
+        raise ModelUnsupported(f"the head has {draft_size} of {target_size} tokens, but its map {missing} is missing")
     return DraftVocabulary.from_maps(d2t, t2d)
 
 
@@ -227,7 +231,9 @@ def _add_output_layer(weights: dict[str, Tensor], vocabulary: DraftVocabulary, o
     if _HEAD in weights:
         return
     if output_rows is None:
-        raise ModelUnsupported("the head was saved without its output layer, and the target's is not at hand")
+        raise ModelUnsupported(
+            "the head was saved without its output layer, and the target's output layer is not available"
+        )
     weights[_HEAD] = output_rows(vocabulary.token_ids)
 
 
@@ -238,7 +244,9 @@ def _fill(head: torch.nn.Module, weights: Mapping[str, Tensor]) -> None:
             raise ModelUnsupported(f"the head lacks the weight {name}")
         if weights[name].shape != item.shape:
             found, wanted = list(weights[name].shape), list(item.shape)
-            raise ModelUnsupported(f"the head's weight {name} is {found}, by its configuration it must be {wanted}")
+            raise ModelUnsupported(
+                f"the head's weight {name} has shape {found}, but its configuration requires {wanted}"
+            )
     head.load_state_dict({name: weights[name].to(item.dtype) for name, item in own.items()})
     head.requires_grad_(False).eval()
 

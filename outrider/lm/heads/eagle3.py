@@ -1,7 +1,8 @@
-"""EAGLE-3's draft head (Li et al. 2025): one decoder layer over the target's features and the tokens it has said.
+"""EAGLE-3's draft head (Li et al. 2025): one decoder layer over the target's features and its tokens.
 
-At column t stand the embedding of token t + 1 and the fused features of position t; the output guesses token t + 2. A
-further guess has no features yet: the layer's own output at the column before stands in for them.
+The input of column t is the embedding of token t + 1 and the fused features of position t; the output predicts token
+t + 2. The target has no features yet for further predictions; the layer's own output at the previous column replaces
+them.
 """
 
 import math
@@ -19,24 +20,24 @@ from transformers.models.llama.modeling_llama import (
 )
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
-"""Rotated queries [B, heads, T, dim], keys and values [B, kv_heads, T, dim] of new rows to outputs [B, T, heads * dim].
+"""Maps rotated queries [B, heads, T, dim], keys and values [B, kv_heads, T, dim] of new rows to [B, T, heads * dim].
 
-It keeps the keys and values, and knows which of those kept each row may look at.
+It stores the keys and values, and masks the stored ones for each row.
 """
 
 NUM_FEATURES = 3
-"""Target layers whose outputs are fused: a low, a middle and a high one."""
+"""Number of target layers whose features are fused: a low, a middle and a high one."""
 
 
 @dataclass(frozen=True)
 class Eagle3Config:
-    """What a head is made of.
+    """The configuration of a head.
 
     Attributes:
-        layer: width, heads and positions of the decoder layer, as a Llama layer has them.
+        layer: configuration of the decoder layer, which is a Llama layer.
         target_hidden_size: width of one feature.
-        draft_vocab_size: tokens that the head can say.
-        norm_before_residual: whether the fused features are normalised before the residual connection too.
+        draft_vocab_size: size of the draft's vocabulary.
+        norm_before_residual: whether the residual connection starts after the norm of the fused features.
     """
 
     layer: LlamaConfig
@@ -46,7 +47,7 @@ class Eagle3Config:
 
 
 class Eagle3Attention(nn.Module):
-    """Attention over [embedding, feature], twice as wide as a Llama layer's input."""
+    """The attention layer, whose input [embedding, feature] is twice as wide as that of a Llama layer."""
 
     def __init__(self, config: LlamaConfig) -> None:
         super().__init__()
@@ -60,7 +61,7 @@ class Eagle3Attention(nn.Module):
         self.o_proj = nn.Linear(num_heads * head_dim, config.hidden_size, bias=config.attention_bias)
 
     def project(self, inputs: Tensor, rotation: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
-        """Returns rotated queries [B, heads, T, dim], rotated keys and values [B, kv_heads, T, dim]."""
+        """Return rotated queries [B, heads, T, dim], rotated keys and values [B, kv_heads, T, dim]."""
         heads = [
             projection(inputs).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
             for projection in (self.q_proj, self.k_proj, self.v_proj)
@@ -70,7 +71,7 @@ class Eagle3Attention(nn.Module):
 
 
 class Eagle3Layer(nn.Module):
-    """The one decoder layer."""
+    """The decoder layer."""
 
     def __init__(self, config: Eagle3Config) -> None:
         super().__init__()
@@ -83,13 +84,13 @@ class Eagle3Layer(nn.Module):
         self.post_attention_layernorm = LlamaRMSNorm(layer.hidden_size, layer.rms_norm_eps)
 
     def forward(self, embeddings: Tensor, hidden: Tensor, rotation: tuple[Tensor, Tensor], attend: Attend) -> Tensor:
-        """Returns the outputs [B, T, H] of new rows.
+        """Return the outputs [B, T, H] of new rows.
 
         Args:
-            embeddings: of the tokens: [B, T, H].
-            hidden: fused features, or the outputs of the step before: [B, T, H].
-            rotation: cosine and sine of the rows' positions.
-            attend: the attention over these rows and those before.
+            embeddings: token embeddings [B, T, H].
+            hidden: fused features, or outputs of the previous step: [B, T, H].
+            rotation: cosine and sine of the rows' positions (rotary embedding).
+            attend: attention over these rows and the stored ones.
         """
         normed = self.hidden_norm(hidden)
         residual = normed if self.norm_before_residual else hidden
@@ -100,9 +101,9 @@ class Eagle3Layer(nn.Module):
 
 
 class Eagle3Head(nn.Module):
-    """The whole head: `fc` fuses features, `midlayer` runs them, `norm` and `lm_head` say what follows.
+    """The head: `fc` fuses features, `midlayer` is the decoder layer, `norm` and `lm_head` compute the logits.
 
-    Names of weights are those of published heads.
+    The names of the weights are those of published heads.
     """
 
     def __init__(self, config: Eagle3Config) -> None:
@@ -116,14 +117,14 @@ class Eagle3Head(nn.Module):
         self.rotary = LlamaRotaryEmbedding(layer)
 
     def unroll(self, features: Tensor, embeddings: Iterable[Tensor]) -> Iterator[Tensor]:
-        """Runs the head as drafting does, step after step, at every column at once (training-time test).
+        """Run several draft steps at every column in parallel (training-time test, Li et al. 2025, section 3.2).
 
         Args:
-            features: of positions 0 .. T - 1: [B, T, 3 * target_hidden_size].
-            embeddings: for step k those of tokens k + 1 .. k + T: [B, T, H].
+            features: features of positions 0 .. T - 1: [B, T, 3 * target_hidden_size].
+            embeddings: for each step k, embeddings of tokens k + 1 .. k + T: [B, T, H].
 
         Yields:
-            For step k the normalised outputs [B, T, H]; `lm_head` of column t guesses token t + k + 2.
+            For each step k, normalised outputs [B, T, H]; `lm_head` of column t predicts token t + k + 2.
         """
         hidden = self.fc(features)
         columns = torch.arange(features.shape[1], device=features.device)[None]
@@ -139,16 +140,16 @@ class Eagle3Head(nn.Module):
             yield self.norm(hidden)
 
     def run(self, hidden: Tensor, embeddings: Tensor, positions: Tensor, attend: Attend) -> Tensor:
-        """Runs new rows, of one session or of several.
+        """Run new rows of one or several sessions.
 
         Args:
-            hidden: for a column what `fc` makes of the features, for a drafted token the output of its parent: [N, H].
-            embeddings: of the tokens: [N, H].
-            positions: int64 [N].
-            attend: see there; it gets the rows as those of one sequence, B = 1.
+            hidden: the output of `fc` for a column, the output of the parent for a drafted token: [N, H].
+            embeddings: token embeddings [N, H].
+            positions: positions for the rotary embedding, int64 [N].
+            attend: see `Attend`; it receives the rows as one sequence, B = 1.
 
         Returns:
-            [N, H]; `lm_head` takes it through `norm`.
+            Outputs [N, H], the input of `norm` and `lm_head`.
         """
         rotation = self.rotary(hidden[None], positions[None])
         outputs: Tensor = self.midlayer(embeddings[None], hidden[None], rotation, attend)[0]
@@ -156,16 +157,18 @@ class Eagle3Head(nn.Module):
 
 
 def usual_feature_layers(num_layers: int) -> tuple[int, int, int]:
-    """Returns the layers whose inputs are fused by default: a low, a middle and a high one, of so many."""
+    """Return the layers whose inputs are fused by default: a low, a middle and a high one of `num_layers`."""
     return min(2, num_layers), num_layers // 2, max(num_layers - 3, 0)
 
 
 def chain_attention(query: Tensor, past: list[tuple[Tensor, Tensor]]) -> Tensor:
-    """Attention of a chain's step at every column: to the first step's columns up to its own, and to its own chain.
+    """Return the attention outputs of one draft step at every column.
+
+    Each column attends to the columns of the first step up to its own, and to its own column of the later steps.
 
     Args:
         query: [B, heads, T, dim].
-        past: keys and values [B, kv_heads, T, dim] of every step so far, this one included.
+        past: keys and values [B, kv_heads, T, dim] of each step so far, this one included.
 
     Returns:
         [B, T, heads * dim].

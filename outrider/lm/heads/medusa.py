@@ -1,4 +1,4 @@
-"""Medusa's heads (Cai et al. 2024): from the target's last hidden state each guesses one of the tokens after next."""
+"""Medusa's heads (Cai et al. 2024): each predicts one of the following tokens from the target's last hidden state."""
 
 from collections.abc import Iterator
 
@@ -7,7 +7,7 @@ from torch.nn import functional
 
 
 class ResBlock(nn.Module):
-    """x + SiLU(W x + b); the identity before it is trained."""
+    """A residual block, x + SiLU(W x + b); W and b are 0 before training."""
 
     def __init__(self, hidden_size: int) -> None:
         super().__init__()
@@ -16,17 +16,17 @@ class ResBlock(nn.Module):
         nn.init.zeros_(self.linear.bias)
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """Returns [..., H] for [..., H]."""
+        """Return the outputs [..., H] for inputs [..., H]."""
         return hidden + functional.silu(self.linear(hidden))
 
 
 class MedusaHeads(nn.Module):
-    """Residual heads over one output layer.
+    """Residual blocks that share one output layer.
 
     Args:
         hidden_size: H of the target.
-        num_heads: tokens guessed.
-        draft_vocab_size: tokens that the heads can say.
+        num_heads: number of tokens predicted.
+        draft_vocab_size: size of the draft's vocabulary.
     """
 
     def __init__(self, hidden_size: int, num_heads: int, draft_vocab_size: int) -> None:
@@ -35,10 +35,10 @@ class MedusaHeads(nn.Module):
         self.lm_head = nn.Linear(hidden_size, draft_vocab_size, bias=False)
 
     def unroll(self, hidden: Tensor) -> Iterator[Tensor]:
-        """Yields for head k what `lm_head` takes: [..., H]; from the state of position t it guesses token t + k + 2.
+        """Yield, for each head k, the input of `lm_head`: [..., H]; the state of position t predicts token t + k + 2.
 
         Args:
-            hidden: the target's last hidden states, normalised: [..., H].
+            hidden: the target's last hidden states, after the final norm: [..., H].
         """
         for head in self.heads:
             yield head(hidden)

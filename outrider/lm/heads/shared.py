@@ -1,4 +1,4 @@
-"""Weights that a draft head shares with its target, read from the target's files without loading the target."""
+"""The weights that a draft head shares with its target, read from the target's files without loading the target."""
 
 import json
 from dataclasses import dataclass
@@ -21,14 +21,14 @@ _INDEX: Final = "model.safetensors.index.json"
 
 @dataclass(frozen=True)
 class SharedWeights:
-    """What a target's files say about the ends of it.
+    """The input embeddings, output layer and limits of a target.
 
     Attributes:
-        embedding: input embeddings: [V, H].
-        output_layer: weights of the output layer: [V, H]; the embeddings, where the two are one.
-        num_layers: decoder layers.
-        max_len: longest text, in tokens; None where there is no limit.
-        eos_token_ids: tokens that end a text.
+        embedding: input embeddings [V, H].
+        output_layer: weights of the output layer [V, H]; the same tensor if they are tied.
+        num_layers: number of decoder layers.
+        max_len: longest text, in tokens; None if unlimited.
+        eos_token_ids: end-of-text token ids.
     """
 
     embedding: Tensor
@@ -39,13 +39,13 @@ class SharedWeights:
 
 
 def read_shared(target: str) -> SharedWeights:
-    """Returns the ends of a target.
+    """Read the shared weights of a target.
 
     Args:
         target: a folder, a hub id, or `embedded`.
 
     Raises:
-        ModelUnsupported: its files are not there, or have no such weights.
+        ModelUnsupported: its files are missing, or have no such weights.
     """
     source = str(embedded.ensure_embedded()) if target == embedded.NAME else target
     try:
@@ -57,7 +57,7 @@ def read_shared(target: str) -> SharedWeights:
     except (OSError, ValueError, KeyError, SafetensorError) as error:
         raise ModelUnsupported(f"cannot read the target {target}: {str(error).splitlines()[0]}") from error
     if embedding is None or output is None:
-        raise ModelUnsupported(f"the files of target {target} have no input embeddings under a name that is known")
+        raise ModelUnsupported(f"the files of target {target} have no input embeddings under a known name")
     eos = text.eos_token_id
     return SharedWeights(
         embedding=embedding,
@@ -69,7 +69,7 @@ def read_shared(target: str) -> SharedWeights:
 
 
 def _files(source: str) -> dict[str, Path]:
-    """Returns the file of each weight."""
+    """Return the file of each weight by name."""
     index = cached_file(source, _INDEX, _raise_exceptions_for_missing_entries=False)
     if index is not None:
         names: dict[str, str] = json.loads(Path(index).read_text())["weight_map"]

@@ -1,4 +1,4 @@
-"""The tokens a draft can say: few and frequent ones, so that its output layer costs little."""
+"""Draft vocabularies: the target's most frequent tokens, so that a draft's output layer is small."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -11,11 +11,14 @@ from outrider.errors import InvalidArgument
 
 @dataclass(frozen=True)
 class DraftVocabulary:
-    """Which of the target's tokens a draft's logits are for.
+    """A subset of the target's vocabulary, over which a draft's logits are.
 
     Attributes:
-        token_ids: ascending, int64 [draft_size]: draft logit n is for the target's token `token_ids[n]`.
-        target_size: V of the target.
+        token_ids: ascending token ids of the target, int64 [draft_size]; draft logit n is of token `token_ids[n]`.
+        target_size: V, size of the target's vocabulary.
+
+    Raises:
+        InvalidArgument: the token ids do not ascend, or lie outside [0, V).
     """
 
     token_ids: Tensor
@@ -33,12 +36,12 @@ class DraftVocabulary:
 
     @classmethod
     def most_frequent(cls, counts: Tensor, size: int, always: Iterable[int] = ()) -> "DraftVocabulary":
-        """Returns the vocabulary of the most frequent tokens.
+        """Return the vocabulary of the most frequent tokens.
 
         Args:
-            counts: how often each token was met: [V].
-            size: tokens wanted; all, where the target has no more.
-            always: tokens that are in it however rare, such as the end of a turn.
+            counts: number of occurrences of each token: [V].
+            size: size of the vocabulary; all tokens if V is smaller.
+            always: tokens to include even if they are rare, such as the end of a turn.
         """
         order = counts.double()
         order[list(always)] = torch.inf
@@ -47,10 +50,10 @@ class DraftVocabulary:
 
     @classmethod
     def from_maps(cls, d2t: Tensor, t2d: Tensor) -> "DraftVocabulary":
-        """Returns the vocabulary of a checkpoint in EAGLE-3's layout; the reverse of `d2t` and `t2d`.
+        """Return the vocabulary from the maps of an EAGLE-3 checkpoint; the inverse of `d2t` and `t2d`.
 
         Raises:
-            InvalidArgument: the two do not tell the same.
+            InvalidArgument: the two maps contradict each other.
         """
         token_ids = d2t.long() + torch.arange(len(d2t))
         if not torch.equal(t2d.bool().nonzero().squeeze(1), token_ids):
@@ -59,16 +62,16 @@ class DraftVocabulary:
 
     @property
     def d2t(self) -> Tensor:
-        """What to add to a draft token for the target's: int64 [draft_size]."""
+        """Offset from each draft token id to the target's token id: int64 [draft_size]."""
         return self.token_ids - torch.arange(len(self))
 
     @property
     def t2d(self) -> Tensor:
-        """Which of the target's tokens the draft has: bool [target_size]."""
+        """Mask of the target's tokens that are in the draft vocabulary: bool [target_size]."""
         return torch.zeros(self.target_size, dtype=torch.bool).index_fill_(0, self.token_ids, True)
 
     def indices(self, token_ids: Tensor) -> Tensor:
-        """Returns where the draft's logits have these tokens; -1 for those it cannot say."""
+        """Return the draft token ids of target token ids, int64 [...]; -1 for tokens outside the draft vocabulary."""
         places = torch.full((self.target_size,), -1, dtype=torch.long)
         places[self.token_ids] = torch.arange(len(self))
         return places.to(token_ids.device)[token_ids]

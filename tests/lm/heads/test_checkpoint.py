@@ -1,4 +1,4 @@
-"""Heads on disk: written so that others read them, read as others write them, refused with the reason."""
+"""Checkpoints of heads: compatible with the published layouts, and rejected with a reason if invalid."""
 
 import json
 from dataclasses import replace
@@ -115,7 +115,7 @@ def test_a_wrong_width_is_named(saved: tuple[Path, Eagle3Head]) -> None:
     config = json.loads((folder / "config.json").read_text())
     config["target_hidden_size"] = 2 * WIDTH
     (folder / "config.json").write_text(json.dumps(config))
-    with pytest.raises(ModelUnsupported, match=r"fc\.weight is \[32, 96\].*\[32, 192\]"):
+    with pytest.raises(ModelUnsupported, match=r"fc\.weight has shape \[32, 96\].*\[32, 192\]"):
         load_eagle3(folder)
 
 

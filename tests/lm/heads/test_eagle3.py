@@ -1,4 +1,4 @@
-"""EAGLE-3's head: what training unrolls at all columns is what drafting runs at one."""
+"""EAGLE-3's head: training at all columns equals drafting at one column."""
 
 import pytest
 import torch
@@ -11,7 +11,7 @@ LENGTH, DEPTH = 7, 3
 
 
 def _drafted(head: Eagle3Head, features: Tensor, embeddings: list[Tensor], column: int) -> list[Tensor]:
-    """Drafts from one column as a service does: a prefill of real features, then own outputs, one at a time."""
+    """Draft from one column as a service does: prefill with features, then single steps on own outputs."""
     layer = head.midlayer
     positions = torch.arange(column + 1)[None]
     hidden = head.fc(features[:, : column + 1])

@@ -1,4 +1,4 @@
-"""The map between what a draft can say and what its target can."""
+"""The map between a draft vocabulary and the target's."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""A target and a draft without models: they answer at once, so that all time is that of what lies between them."""
+"""Stub workers without models, which answer immediately, to measure the time outside of workers."""
 
 import asyncio
 import random
@@ -16,7 +16,7 @@ from outrider.v1 import draft_pb2, draft_pb2_grpc, target_pb2, target_pb2_grpc, 
 
 NUM_SPECULATIVE_TOKENS: Final = 4
 ROUND_LEN: Final = 4
-"""Output tokens of a round: all drafted ones but the last are accepted, and one is the target's own."""
+"""Output tokens per round: all drafted ones except the last, and one token of the target's own."""
 VOCABULARY_SIZE: Final = 1 << 16
 _MAX_SESSION_LEN: Final = 1 << 20
 _TOKEN_ID: Final = 7
@@ -24,8 +24,8 @@ _TOKEN_ID: Final = 7
 _Take = Callable[[FrameOutbox[Any, Any], Any], None]
 
 
-class IdleWorker(worker_pb2_grpc.WorkerServiceServicer):
-    """Says who it is; its sessions live on streams of frames."""
+class StubWorker(worker_pb2_grpc.WorkerServiceServicer):
+    """The WorkerService of a stub worker; its sessions are served on streams of frames."""
 
     def __init__(self, role: worker_pb2.WorkerRole.ValueType, name: str) -> None:
         self._files: tuple[str, ...] = ()
@@ -45,17 +45,17 @@ class IdleWorker(worker_pb2_grpc.WorkerServiceServicer):
         )
 
     async def GetInfo(self, request: worker_pb2.GetInfoRequest, context: Any) -> worker_pb2.GetInfoResponse:
-        """Returns its identity."""
+        """Return the worker's identity."""
         return self._info
 
     async def GetLoad(self, request: worker_pb2.GetLoadRequest, context: Any) -> worker_pb2.GetLoadResponse:
-        """Says that it has nothing to do."""
+        """Return an empty load."""
         return worker_pb2.GetLoadResponse()
 
     async def GetTokenizer(
         self, request: worker_pb2.GetTokenizerRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> AsyncIterator[worker_pb2.GetTokenizerResponse]:
-        """Has none: clients send token ids."""
+        """Refuse, because there is no tokenizer: clients send token ids."""
         if not self._files:
             await context.abort(grpc.StatusCode.UNIMPLEMENTED, "no tokenizer")
         for name in self._files:
@@ -92,25 +92,25 @@ class _Request:
     has_proposal: bool = False
     is_paced: bool = False
     is_over: bool = False
-    said_s: float = 0.0
+    verdict_s: float = 0.0
 
 
-class IdleTarget(IdleWorker, target_pb2_grpc.TargetServiceServicer):
-    """Gives each verdict as soon as the proposal for it is whole, or when its turn comes.
+class StubTarget(StubWorker, target_pb2_grpc.TargetServiceServicer):
+    """A stub target that sends each verdict when the proposal for it is complete, at most every `pace_s`.
 
     Attributes:
-        num_rounds: verdicts on proposals so far.
-        waits_s: seconds from each verdict to the whole proposal under the base that it made.
-        said_s: when it gave verdicts, by the first token of the session's prompt and the length that the session had
-            then; whoever is interested takes them away.
-        pace_s: seconds between the verdicts of a session, at least.
+        num_rounds: number of verdicts on proposals.
+        waits_s: seconds from each verdict to the complete proposal for its base.
+        verdict_times_s: time of each verdict, by the first token of the session's prompt and the session length after
+            it; readers remove their entries.
+        pace_s: minimum seconds between the verdicts of a session.
     """
 
     def __init__(self) -> None:
         super().__init__(worker_pb2.WORKER_ROLE_TARGET, "target")
         self.num_rounds = 0
         self.waits_s: list[float] = []
-        self.said_s: dict[tuple[int, int], float] = {}
+        self.verdict_times_s: dict[tuple[int, int], float] = {}
         self.pace_s = 0.0
         self._random = random.Random(0)
         self._requests: dict[tuple[int, int], _Request] = {}
@@ -118,7 +118,7 @@ class IdleTarget(IdleWorker, target_pb2_grpc.TargetServiceServicer):
     async def Verify(
         self, request_iterator: AsyncIterator[target_pb2.VerifyRequest], context: Any
     ) -> AsyncIterator[target_pb2.VerifyResponse]:
-        """Serves one stream."""
+        """Serve one stream."""
         async for response in self._serve(
             request_iterator, lambda frames: target_pb2.VerifyResponse(frames=frames), self._take
         ):
@@ -126,7 +126,7 @@ class IdleTarget(IdleWorker, target_pb2_grpc.TargetServiceServicer):
 
     @property
     def num_speculating(self) -> int:
-        """Sessions that wait for proposals, or have one."""
+        """Number of sessions with speculation."""
         return sum(request.speculates for request in self._requests.values())
 
     def _take(self, outbox: FrameOutbox[Any, Any], frame: target_pb2.VerifyRequestFrame) -> None:
@@ -141,19 +141,19 @@ class IdleTarget(IdleWorker, target_pb2_grpc.TargetServiceServicer):
         match kind:
             case "span":
                 request.number = frame.span.token_ids[0]
-                self._say(request, 1)
+                self._send_verdict(request, 1)
             case "speculation":
                 request.speculates = frame.speculation.num_speculative_tokens > 0
                 if request.speculates and not request.has_proposal:
-                    self._say(request, 1)
+                    self._send_verdict(request, 1)
             case "window":
                 request.window_end = frame.window.window_end
             case "proposal":
-                self._on_proposal(request, frame.proposal)
+                self._receive_proposal(request, frame.proposal)
             case "close":
                 request.is_over = True
                 del self._requests[key]
-        self._go(request)
+        self._continue(request)
 
     @staticmethod
     def _opened(outbox: FrameOutbox[Any, Any], frame: target_pb2.VerifyRequestFrame) -> _Request:
@@ -170,25 +170,25 @@ class IdleTarget(IdleWorker, target_pb2_grpc.TargetServiceServicer):
             message.speculation.num_speculative_tokens > 0,
         )
 
-    def _on_proposal(self, request: _Request, proposal: tokens_pb2.Proposal) -> None:
+    def _receive_proposal(self, request: _Request, proposal: tokens_pb2.Proposal) -> None:
         if proposal.base.len == request.base_len and proposal.complete:
             request.has_proposal = True
-            self.waits_s.append(time.perf_counter() - request.said_s)
+            self.waits_s.append(time.perf_counter() - request.verdict_s)
 
-    def _go(self, request: _Request) -> None:
+    def _continue(self, request: _Request) -> None:
         if request.is_over or not request.has_proposal or request.base_len + ROUND_LEN > request.window_end:
             return
         request.has_proposal = False
-        # From some moment on of its own, so that sessions do not come all at once for ever.
+        # A random first delay, so that the verdicts of sessions are spread over time.
         pace_s = self.pace_s * (1.0 if request.is_paced else self._random.random())
         request.is_paced = True
-        left_s = request.said_s + pace_s - time.perf_counter()
+        left_s = request.verdict_s + pace_s - time.perf_counter()
         if left_s > 0:
-            asyncio.get_running_loop().call_later(left_s, self._say, request, ROUND_LEN)
+            asyncio.get_running_loop().call_later(left_s, self._send_verdict, request, ROUND_LEN)
         else:
-            self._say(request, ROUND_LEN)
+            self._send_verdict(request, ROUND_LEN)
 
-    def _say(self, request: _Request, num: int) -> None:
+    def _send_verdict(self, request: _Request, num: int) -> None:
         if request.is_over:
             return
         num = min(num, request.end_len - request.base_len)
@@ -205,14 +205,14 @@ class IdleTarget(IdleWorker, target_pb2_grpc.TargetServiceServicer):
         )
         request.base_len += num
         request.is_over = is_last
-        request.said_s = time.perf_counter()
+        request.verdict_s = time.perf_counter()
         self.num_rounds += num > 1
-        self.said_s[request.number, request.base_len] = request.said_s
+        self.verdict_times_s[request.number, request.base_len] = request.verdict_s
         request.outbox.put(target_pb2.VerifyResponseFrame(handle=request.handle, verdict=verdict))
 
 
-class IdleDraft(IdleWorker, draft_pb2_grpc.DraftServiceServicer):
-    """Proposes the same tokens whatever it is told."""
+class StubDraft(StubWorker, draft_pb2_grpc.DraftServiceServicer):
+    """A stub draft that always proposes the same tokens."""
 
     def __init__(self) -> None:
         super().__init__(worker_pb2.WORKER_ROLE_DRAFT, "draft")
@@ -220,7 +220,7 @@ class IdleDraft(IdleWorker, draft_pb2_grpc.DraftServiceServicer):
     async def Draft(
         self, request_iterator: AsyncIterator[draft_pb2.DraftRequest], context: Any
     ) -> AsyncIterator[draft_pb2.DraftResponse]:
-        """Serves one stream."""
+        """Serve one stream."""
         async for response in self._serve(
             request_iterator, lambda frames: draft_pb2.DraftResponse(frames=frames), self._take
         ):
@@ -239,9 +239,9 @@ class IdleDraft(IdleWorker, draft_pb2_grpc.DraftServiceServicer):
 
 
 @asynccontextmanager
-async def idle_workers() -> AsyncIterator[tuple[IdleTarget, str, str]]:
-    """Serves a target and a draft in this event loop; yields the target, its address and the draft's."""
-    target, draft = IdleTarget(), IdleDraft()
+async def stub_workers() -> AsyncIterator[tuple[StubTarget, str, str]]:
+    """Serve a stub target and a stub draft in this event loop; yield the target, its address and the draft's."""
+    target, draft = StubTarget(), StubDraft()
     server = grpc.aio.server()
     target_pb2_grpc.add_TargetServiceServicer_to_server(target, server)
     worker_pb2_grpc.add_WorkerServiceServicer_to_server(target, server)

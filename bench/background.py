@@ -1,4 +1,4 @@
-"""Sessions that go on generating while something else is measured."""
+"""Sessions that generate in the background while something else is measured."""
 
 import asyncio
 import uuid
@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager, suppress
 from typing import Final
 
-from bench.traffic import Ask, Trace, follow
+from bench.traffic import RequestTemplate, Trace, follow
 from outrider.client import OutriderClient
 from outrider.errors import OutriderError
 
@@ -14,21 +14,23 @@ _POLL_S: Final = 0.005
 
 
 @asynccontextmanager
-async def hold(
-    client: OutriderClient, prompts: Sequence[Sequence[int]], ask: Ask, *, num_deltas: int = 1
+async def background_sessions(
+    client: OutriderClient, prompts: Sequence[Sequence[int]], template: RequestTemplate, *, num_deltas: int = 1
 ) -> AsyncIterator[list[Trace]]:
-    """Runs one session for each prompt; yields their traces once all have so many deltas or have ended, and cancels.
+    """Run one session per prompt, which are cancelled at the end of the context; yield their traces.
+
+    The context begins once every session has `num_deltas` deltas or has ended.
 
     Raises:
-        TimeoutError: some have not within the timeout of `ask`.
+        TimeoutError: a session has too few deltas within the timeout of `template`.
         OutriderError: a generation failed before.
     """
-    requests = [ask.request(prompt, session_id=uuid.uuid4().hex) for prompt in prompts]
+    requests = [template.request(prompt, session_id=uuid.uuid4().hex) for prompt in prompts]
     traces = [Trace() for _ in requests]
     pairs = list(zip(requests, traces, strict=True))
-    tasks = [asyncio.create_task(follow(client, request, trace, ask.timeout_s)) for request, trace in pairs]
+    tasks = [asyncio.create_task(follow(client, request, trace, template.timeout_s)) for request, trace in pairs]
     try:
-        async with asyncio.timeout(ask.timeout_s):
+        async with asyncio.timeout(template.timeout_s):
             for task, trace in zip(tasks, traces, strict=True):
                 await _reach(task, trace, num_deltas)
         yield traces
@@ -47,6 +49,6 @@ async def _reach(task: asyncio.Task[Trace], trace: Trace, num_deltas: int) -> No
 
 
 async def _cancel(client: OutriderClient, session_id: str, request_id: str) -> None:
-    # Some have ended by themselves.
+    # Some sessions have already ended.
     with suppress(OutriderError):
         await client.cancel(session_id, request_id)
