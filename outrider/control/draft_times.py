@@ -1,21 +1,26 @@
-"""How long a draft takes to answer, and to go on: measured by what arrives."""
+"""The times at which a draft's nodes arrive, as the target observes them.
+
+They are not the times of the draft's passes (`pass_times`): an answer also crosses the network twice and waits in
+queues at both ends. Only the time of one of the draft's steps is its own; the draft measures and sends it.
+"""
 
 from collections import OrderedDict
 from dataclasses import dataclass, field
 from typing import Final
 
-from outrider.control.pass_times import MAX_RATIO, DecayingMean
+from outrider.control.decaying_mean import DecayingMean
+from outrider.control.pass_times import MAX_RATIO
 
 _MAX_VERDICTS: Final = 64
 
 
 @dataclass(frozen=True, slots=True)
 class AnswerTimes:
-    """Answers of the drafts of many sessions.
+    """The answers of the drafts of all sessions.
 
     Attributes:
-        seconds: from a verdict to what a draft says to it.
-        depth: of what then comes at once.
+        seconds: from a verdict to the first nodes drafted after it.
+        depth: of the nodes that arrive first.
     """
 
     seconds: DecayingMean = field(default_factory=lambda: DecayingMean(0.2, max_ratio=MAX_RATIO))
@@ -23,10 +28,13 @@ class AnswerTimes:
 
 
 class DraftTimes:
-    """When what a draft says about one session arrives, as the target sees it.
+    """When the nodes that a draft sends for one session arrive.
 
     Args:
         prior: seconds and depth of answers over all sessions, to which this one adds, and from which it starts.
+
+    Attributes:
+        step_s: seconds of a step of the draft, as it last reported; 0 while unknown.
     """
 
     def __init__(self, prior: AnswerTimes | None = None) -> None:
@@ -35,26 +43,26 @@ class DraftTimes:
         self._answer_depth = DecayingMean(0.3)
         self._verdicts: OrderedDict[int, float] = OrderedDict()
         self.step_s = 0.0
-        """Seconds of a step of the draft, as it says."""
 
     @property
     def known(self) -> bool:
-        """Whether an answer to a verdict, or a wait in vain, was observed, here or in another session."""
+        """Whether an answer to a verdict, or a timeout, was observed, here or in another session."""
         return self._answer_s.known or self._prior.seconds.known
 
-    def note_verdict(self, length: int, now: float) -> None:
-        """Learns that a verdict which makes the session so long leaves at a time (monotonic, seconds)."""
+    def record_verdict(self, length: int, now: float) -> None:
+        """Record that the verdict which makes the session so long leaves at a time (monotonic, seconds)."""
         self._verdicts[length] = now
         if len(self._verdicts) > _MAX_VERDICTS:
             self._verdicts.popitem(last=False)
 
-    def note_answer(self, known_len: int, now: float, depth: int = 0) -> None:
-        """Learns that nodes arrive from a draft that knows of the verdict which made the session so long.
+    def record_answer(self, known_len: int, now: float, depth: int = 0) -> None:
+        """Record that nodes arrive, drafted after the verdict which made the session so long.
 
         Args:
-            known_len: length of the session as the draft knew it.
+            known_len: length of the session at the draft when it sent them.
             now: monotonic time.
-            depth: of what came at once, where a tree begins with it; many drafts send all that they have together.
+            depth: of the nodes that arrive together, where a tree begins with them; many drafts send a whole proposal
+                at once.
         """
         if depth:
             self._answer_depth.observe(depth)
@@ -68,16 +76,16 @@ class DraftTimes:
         for length in [length for length in self._verdicts if length <= known_len]:
             del self._verdicts[length]
 
-    def note_silence(self, wait_s: float) -> None:
-        """Learns that a round waited in vain, which stands for an answer that took as long."""
+    def record_timeout(self, wait_s: float) -> None:
+        """Record that a round's wait timed out, which counts as an answer that took as long."""
         self._answer_s.observe(wait_s, is_certain=True)
 
     def arrival_s(self, num_steps: int, *, is_running: bool) -> float:
-        """Returns the seconds until so many more steps of the draft have arrived.
+        """Return the seconds until so many more steps of the draft have arrived.
 
         Args:
             num_steps: at least 1.
-            is_running: whether the draft is already at work on them; else it begins with the verdict of now.
+            is_running: whether the draft is already running them; else it begins with the verdict of now.
         """
         if is_running:
             return num_steps * self.step_s

@@ -1,76 +1,91 @@
-"""What to speculate on, how long to wait for it, and when to leave it: the controller of a target. Arithmetic only.
+"""The controller of a target: what a round verifies, how long it waits, when speculation ends. Arithmetic only.
 
-**What a choice is worth.** A round of a session that waits `w` seconds, verifies nodes of which E are expected to be
-accepted, and takes part in a pass of n such sessions, gives 1 + E tokens in w + T(n (1 + nodes)) seconds, T being the
-measured time of a pass over so many rows, and of what such a round takes beside it. Before each round, and again as
-nodes arrive (`SpeculationPolicy.begin`), this rate is compared for going on at once with what is here, and for
-waiting until the main line is 1, 2, ... tokens long. E is the sum over nodes of the products of their measured values
-(`outrider.speculation.acceptance`); for what is yet to come, that of its main line, times what was lately accepted
-for each token that a main line promised. When it comes is measured too: a draft's answer to a verdict, and the time
-of its steps. Waiting pays, against going on with E' expected in a pass of T', iff
+**The value of a choice.** A round of a session that waits `w` seconds, verifies nodes of which E are expected to be
+accepted, and takes part in a pass of n such sessions, yields 1 + E tokens in w + T(n (1 + nodes)) seconds, T being the
+measured time of a pass over so many rows, and of what such a round takes besides it. Before each round, and again as
+nodes arrive (`SpeculationPolicy.begin`), this rate is compared for going on at once with the nodes that have arrived,
+and for waiting until the main line is 1, 2, ... tokens long. E is the sum over nodes of the products of their measured
+values (`outrider.speculation.acceptance`); for nodes that have yet to arrive, that of their main line, times the
+prediction ratio: the tokens accepted lately for each that a main line was expected to yield. Arrival times are measured
+too: a draft's answer to a verdict, and the time of its steps. Waiting pays, against going on with E' expected in a pass
+of T', iff
 
     (E - E') T' / (1 + E') > w + T - T'
 
-and where drafts wait for verdicts a choice is kept until the other looks better by a margin. For a draft that runs
-ahead `w` counts more than it is: what such a draft makes meanwhile would be there for the next round without a wait. As
-passes fill, n grows, and with it what a row costs everyone: speculation ends by itself, first where proposals are poor
-or late.
+and where drafts wait for verdicts a choice is kept until the other is better by a margin. For a draft that runs ahead
+`w` is weighted by more than 1: the nodes that such a draft makes meanwhile would be there for the next round without a
+wait. As passes fill, n grows, and with it the cost of a row to all: speculation ends by itself, first where proposals
+are poor or late. How the nodes of all sessions share a pass is `allocation`.
 
-**Rows.** All sessions of a pass share its time, so nodes compete (`allocate`): the ones worth most are taken, of
-whichever session, for as long as the tokens that a second is expected to give grow.
-
-**Late proposals** cost nothing and tell as much: nodes that come after the target went on are compared with what it
-said meanwhile. So a session whose draft becomes useful, as when a text begins to copy its prompt, takes up speculation
-again, and one whose draft is slow, wrong or dead decodes at the speed of plain decoding.
+**Late proposals** cost nothing and are as good a measurement: nodes that arrive after the target went on are compared
+with the text that it has output meanwhile. So a session whose draft becomes useful, as when a text begins to copy its
+prompt, returns to speculation, and one whose draft is slow, wrong or dead decodes at the speed of plain decoding.
 """
 
-import heapq
 import math
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Final
 
-from outrider.control.draft_times import DraftTimes
-from outrider.control.experience import Experience
-from outrider.control.pass_times import DecayingMean, PassTimes
+from outrider.control.decaying_mean import DecayingMean
+from outrider.control.draft_times import AnswerTimes, DraftTimes
+from outrider.control.pass_times import PassTimes
 from outrider.speculation.acceptance import AcceptanceRates
-from outrider.speculation.proposal_tree import Candidate
 
 _RETRY_ROUNDS: Final = 64
 """Plain rounds after which one proposal is waited for again, since waits are only measured by waiting."""
 _MAX_RETRY_ROUNDS: Final = 1024
-"""As many once that has been in vain several times; each time doubles them."""
+"""The limit of these rounds, which double each time that waiting did not pay."""
 _MARGIN: Final = 1.1
-"""How much better the other choice must look: passes in which some sessions wait and some do not serve neither well."""
+"""How much better the other choice must be: passes in which some sessions wait and some do not serve neither well."""
 _RUNNING_WAIT: Final = 1.75
-"""What a wait for a draft that runs ahead counts: it works on while the target verifies, so what is not waited for now
-is there for the next round (simulated passes, 20 ms: 20.8 tokens/s in place of 19.9)."""
+"""The weight of a wait for a draft that runs ahead: it drafts on while the target verifies, so nodes that are not
+waited for are there for the next round (simulated passes, 20 ms: 20.8 tokens/s in place of 19.9)."""
 _PATIENCE: Final = 3.0
 _PATIENCE_S: Final = 0.01
-"""A wait ends after so many times what was expected, and so many seconds: what has not come by then is late."""
+"""A wait times out after so many times its expected seconds, and so many seconds more."""
 _TRIAL_STRIDE: Final = 16
 _FIRST_TRIALS: Final = (1, 3, 7)
-"""Of so many rounds that have no use of a proposal, one asks for one all the same; of the first ones more, since what
-ended speculation may have been a hiccup of the machine."""
+"""One of so many rounds that need no proposal requests one all the same; of the first ones more, since a stall of the
+machine may have ended speculation."""
 _RUN_ROUNDS: Final = 16
 _RUN_CYCLE: Final = 256
-"""Of so many rounds that wait for nothing, so many have a draft that was of no use run ahead, to see whether it is."""
+"""Of so many rounds that wait for nothing, so many let a draft whose nodes were not accepted run ahead, as a trial."""
 _LEAST_YIELD: Final = 0.05
-"""Accepted tokens a round, of proposals that nothing waits for, below which they are not worth a draft's time."""
-_LEAST_PART: Final = 0.5
+"""Accepted tokens a round, of proposals that no round waits for, below which they are not worth a draft's time."""
 _NEARLY: Final = 0.99
 _USUAL_ROUNDS: Final = 6
+_DECAY: Final = 0.998
+_PRIOR_WEIGHT: Final = 30.0
+"""Of the rates of all sessions: a session's first rounds count in its own values already."""
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerStatistics:
+    """Statistics of speculation over all sessions of a target; each session starts from them and adds to them.
+
+    Attributes:
+        times: the times of passes and rounds.
+        rates: the values of nodes.
+        answers: the times of drafts' answers.
+        prediction_ratio: accepted tokens for each that a main line was expected to yield.
+    """
+
+    times: PassTimes = field(default_factory=PassTimes)
+    rates: AcceptanceRates = field(default_factory=lambda: AcceptanceRates(decay=_DECAY, prior_weight=_PRIOR_WEIGHT))
+    answers: AnswerTimes = field(default_factory=AnswerTimes)
+    prediction_ratio: DecayingMean = field(default_factory=lambda: DecayingMean(0.02, 1.0, 20))
 
 
 @dataclass(frozen=True, slots=True)
 class Expectation:
-    """What a round is expected to take and to give; all 0 while nothing has been measured.
+    """The expected seconds, tokens and rows of a round; all 0 while nothing has been measured.
 
     Attributes:
         wait_s: seconds that it waits for a proposal.
-        round_s: seconds of its pass, together with all sessions that decode now, and of what is done around it.
+        round_s: seconds of its pass, together with all sessions that decode now, and of the work around it.
         num_tokens: that it outputs.
-        num_rows: that it takes of the pass.
+        num_rows: of the pass that it takes.
     """
 
     wait_s: float = 0.0
@@ -80,35 +95,35 @@ class Expectation:
 
     @property
     def is_known(self) -> bool:
-        """Whether anything is expected."""
+        """Whether there is an expectation."""
         return self.num_tokens > 0
 
 
-_NOTHING_KNOWN: Final = Expectation()
+_UNKNOWN: Final = Expectation()
 
 
 @dataclass(frozen=True, slots=True)
 class RoundPlan:
-    """What a session's next round does.
+    """The plan of a session's next round.
 
     Attributes:
         wait_s: longest wait for a proposal, in seconds; 0 to go on at once.
         depth: length of the main line that is enough to end the wait.
         num_speculative_tokens: length of the main line that the draft should propose before all else; 0 where it should
             propose nothing.
-        is_trial: whether it should, but only to show how good it is now: what comes late is compared with the text.
-        expects: what it is expected to take and to give.
+        is_trial: whether it should, but only to measure it: what arrives late is compared with the text.
+        expects: its expected seconds, tokens and rows.
     """
 
     wait_s: float = 0.0
     depth: int = 0
     num_speculative_tokens: int = 0
     is_trial: bool = False
-    expects: Expectation = _NOTHING_KNOWN
+    expects: Expectation = _UNKNOWN
 
     @property
     def wants_draft(self) -> bool:
-        """Whether the draft should propose anything."""
+        """Whether the draft should propose any nodes."""
         return self.num_speculative_tokens > 0
 
 
@@ -116,20 +131,20 @@ class SpeculationPolicy:
     """Decides for one session, before each round and again as nodes arrive; see the module.
 
     Args:
-        max_wait_s: longest wait; 0 when nothing will come.
-        experience: what the target has measured so far; the session adds to it.
+        max_wait_s: longest wait; 0 where no proposal will arrive.
+        statistics: of all sessions of the target; the session adds to them.
         adapts: whether to stop waiting where that does not pay; without it every round waits.
     """
 
-    def __init__(self, max_wait_s: float, experience: Experience, *, adapts: bool = True) -> None:
+    def __init__(self, max_wait_s: float, statistics: WorkerStatistics, *, adapts: bool = True) -> None:
         self.max_wait_s = max_wait_s
-        self.draft = DraftTimes(experience.answers)
-        self.rates = AcceptanceRates(experience.rates)
-        self._experience = experience
-        self._times = experience.times
+        self.draft = DraftTimes(statistics.answers)
+        self.rates = AcceptanceRates(statistics.rates)
+        self._statistics = statistics
+        self._times = statistics.times
         self._adapts = adapts
-        # One bad round at the beginning says little.
-        self._came_true = DecayingMean(0.08, experience.came_true.value, _USUAL_ROUNDS)
+        # One bad round at the beginning predicts little.
+        self._prediction_ratio = DecayingMean(0.08, statistics.prediction_ratio.value, _USUAL_ROUNDS)
         self._yield = DecayingMean(0.1)
         self._width = DecayingMean(0.1, 1.0, _USUAL_ROUNDS)
         self._plain_rounds = 0
@@ -149,13 +164,13 @@ class SpeculationPolicy:
         is_answering: bool = False,
         drafts_here: bool = False,
     ) -> RoundPlan:
-        """Returns what the next round does; asked again within a round, what it still does.
+        """Return the plan of the next round, or, called again within a round, of the rest of it.
 
         Args:
-            stock: values of the nodes that are here for it, those worth most first.
+            stock: values of the nodes that have arrived for it, those worth most first.
             depth: length of the main line among them.
             max_depth: longest main line that may be verified; 0 where there is no draft.
-            min_depth: shortest main line that it is of use to wait for.
+            min_depth: shortest main line that may be waited for.
             runs_ahead: whether the draft goes on without waiting for verdicts.
             is_answering: whether its answer to the last verdict has begun to arrive.
             drafts_here: whether the target drafts itself, which it does for rounds that wait.
@@ -168,7 +183,7 @@ class SpeculationPolicy:
             expects = self._waiting(max_depth, depth, is_running=is_running) if waits else self._now(stock)
             return RoundPlan(self.max_wait_s if waits else 0.0, max_depth, max_depth, expects=expects)
         shortest = min(max(depth + 1, min_depth), max_depth)
-        # While the draft works on whether or not the round waits, changing one's mind costs nothing.
+        # While the draft runs whether or not the round waits, a change of plan costs nothing.
         margin = 1.0 if runs_ahead else _MARGIN if self._plain_rounds == 0 else 1 / _MARGIN
         weight = _RUNNING_WAIT if runs_ahead else 1.0
         goals = range(shortest, max_depth + 1)
@@ -190,16 +205,16 @@ class SpeculationPolicy:
         self._expected_wait_s = expects.wait_s if expects.is_known else None
         return RoundPlan(self._patience_s(), goal, goal, expects=expects)
 
-    def whole(self, max_depth: int) -> Expectation:
-        """Returns what a round is worth once a main line of the greatest length is here."""
+    def expect_whole(self, max_depth: int) -> Expectation:
+        """Return the expectation of a round once a main line of the greatest length has arrived."""
         return self._waiting(max_depth, 0, is_running=False)
 
     def observe_round(self, num_accepted: int, depth: int, num_nodes: int, wait_s: float, *, waited: bool) -> None:
-        """Takes a round into account that waited, or that verified something.
+        """Record a round that waited, or that verified nodes.
 
         Args:
-            num_accepted: nodes that were kept.
-            depth: of those that were verified; 0 where nothing had come, as from a draft that often has nothing to
+            num_accepted: nodes that were accepted.
+            depth: of those that were verified; 0 where none had arrived, as from a draft that often has nothing to
                 propose.
             num_nodes: that were verified, at least `depth`.
             wait_s: seconds that it waited.
@@ -214,26 +229,26 @@ class SpeculationPolicy:
             self._width.observe(num_nodes / depth)
         self._observe_outcome(num_accepted, self.rates.expected_accepted(depth) if depth else self._expected_accepted)
         if depth == 0 and wait_s >= _NEARLY * self._patience_s():
-            self.draft.note_silence(wait_s)
+            self.draft.record_timeout(wait_s)
 
     def observe_plain(self) -> None:
-        """Takes a round into account that neither waited nor verified anything."""
+        """Record a round that neither waited nor verified nodes."""
         self._yield.observe(0)
         self._plain_rounds += 1
 
     def observe_late(self, num_matching: int, num_asked: int) -> None:
-        """Takes a proposal into account that came too late.
+        """Record a proposal that arrived too late.
 
         Args:
-            num_matching: how many of its tokens the target gave by itself.
-            num_asked: length of the main line that was asked for.
+            num_matching: how many of its tokens the target has output by itself.
+            num_asked: length of the main line that was requested.
         """
         self._observe_outcome(min(num_matching, num_asked), self.rates.expected_accepted(num_asked))
 
     def _observe_outcome(self, num_accepted: int, expected: float) -> None:
         if expected > 0:
-            self._came_true.observe(num_accepted / expected)
-            self._experience.came_true.observe(num_accepted / expected)
+            self._prediction_ratio.observe(num_accepted / expected)
+            self._statistics.prediction_ratio.observe(num_accepted / expected)
 
     def _patience_s(self) -> float:
         if self._expected_wait_s is None:
@@ -246,13 +261,13 @@ class SpeculationPolicy:
 
     @property
     def _is_worth_drafting(self) -> bool:
-        """Whether what nothing waits for is of use all the same; tried out now and then."""
+        """Whether nodes that no round waits for are accepted often enough; tried out now and then."""
         return self._plain_rounds % _RUN_CYCLE < _RUN_ROUNDS or self._yield.value >= _LEAST_YIELD
 
     def _best(
         self, now: Expectation, depth: int, goals: range, margin: float, weight: float, *, is_running: bool
     ) -> tuple[int, bool]:
-        """Returns the length of the main line to wait for, and whether waiting pays; at first it does."""
+        """Return the length of the main line to wait for, and whether waiting pays; at first it does."""
         if depth >= goals[-1]:
             return depth, False
         if not (self.draft.known and self._times.known):
@@ -270,18 +285,18 @@ class SpeculationPolicy:
         return best_goal, gained_s * margin > lost_s
 
     def _waiting(self, goal: int, depth: int, *, is_running: bool) -> Expectation:
-        """Returns what a round is worth that waits for a main line of a length, of which so much is here."""
+        """Return the expectation of a round that waits for `goal` tokens of a main line; `depth` have arrived."""
         if not (self.draft.known and self._times.known):
-            return _NOTHING_KNOWN
+            return _UNKNOWN
         wait_s = self.draft.arrival_s(goal - depth, is_running=is_running)
         num_nodes = goal * self._width.value
-        accepted = self.rates.expected_accepted(goal) * self._came_true.value
+        accepted = self.rates.expected_accepted(goal) * self._prediction_ratio.value
         return Expectation(wait_s, self._round_s(num_nodes), 1 + accepted, 1 + num_nodes)
 
     def _now(self, stock: Sequence[float]) -> Expectation:
-        """Returns what a round is worth that goes on at once, with those nodes of the stock that are worth it."""
+        """Return the expectation of a round that goes on at once, with those nodes of the stock that pay."""
         if not self._times.known:
-            return _NOTHING_KNOWN
+            return _UNKNOWN
         best = Expectation(0.0, self._round_s(0), 1.0, 1.0)
         best_rate, gained = 1 / best.round_s, 1.0
         for num, value in enumerate(stock, 1):
@@ -294,47 +309,3 @@ class SpeculationPolicy:
     def _round_s(self, num_nodes: float) -> float:
         num_rows = math.ceil(self._times.num_sessions * (1 + num_nodes))
         return self._times.round_s(num_rows, speculates=num_nodes > 0)
-
-
-def allocate(
-    candidates: Sequence[Iterable[Candidate]],
-    num_tokens: float,
-    num_rows: int,
-    max_rows: int,
-    times: PassTimes,
-    wait_s: float = 0.0,
-) -> list[list[int]]:
-    """Returns the nodes of each session that a pass takes, parents before children; see the module.
-
-    Args:
-        candidates: of each session that takes part in this pass, those worth most first.
-        num_tokens: that the pass is expected to give without them.
-        num_rows: rows of the pass without them.
-        max_rows: rows of the pass, at most.
-        times: what passes take; where nothing is known, all nodes are taken for which there is room.
-        wait_s: seconds that these rounds have waited, on average; a round that has cost so much should bring more.
-    """
-    chosen: list[tuple[int, int]] = []
-    best_len, best_rate = 0, num_tokens / (wait_s + times.round_s(num_rows)) if times.known else 0.0
-    for value, place, number in heapq.merge(*(_ordered(place, found) for place, found in enumerate(candidates))):
-        if num_rows + len(chosen) >= max_rows:
-            break
-        chosen.append((place, number))
-        if not times.known:
-            best_len = len(chosen)
-            continue
-        num_tokens -= value
-        rate = num_tokens / (wait_s + times.round_s(num_rows + len(chosen), speculates=True))
-        if rate > best_rate:
-            best_len, best_rate = len(chosen), rate
-        elif times.sizes.is_full(num_rows + len(chosen)) and -value < _LEAST_PART * best_rate * times.row_s:
-            break
-    parts: list[list[int]] = [[] for _ in candidates]
-    for place, number in chosen[:best_len]:
-        parts[place].append(number)
-    return parts
-
-
-def _ordered(place: int, candidates: Iterable[Candidate]) -> Iterator[tuple[float, int, int]]:
-    for item in candidates:
-        yield -item.value, place, item.number

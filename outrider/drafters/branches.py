@@ -1,7 +1,7 @@
 """The KV caches of a session and its tree: one for the text and what continues it, one for each branch.
 
-A branch begins as a fork of the one that it leaves, whose pages it shares. A node that was run is held by the branch on
-which it was run first. When the text goes on along a branch, that branch's cache becomes the text's.
+A branch begins as a fork of another, whose pages it shares. A node that was run is held by the branch on which it was
+run first. When the text goes on along a branch, that branch's cache becomes the text's.
 """
 
 from collections.abc import Collection
@@ -9,17 +9,18 @@ from dataclasses import dataclass, field
 
 from outrider.drafters.cached_tokens import CachedTokens
 from outrider.drafters.node_values import NodeValues
-from outrider.drafters.tree import DraftTree, Node
+from outrider.drafters.tree import DraftTree
+from outrider.drafters.tree_order import Node
 
 
 @dataclass(slots=True, eq=False)
 class Branch:
-    """A cache, and what it holds of the tree.
+    """A cache, and the nodes of the tree in it.
 
     Attributes:
         cached: the cache.
-        nodes: those run on it that can still happen, from the top down.
-        num_shared_bytes: of the pages that it shares since it was forked.
+        nodes: those run on it that can still be accepted, from the top down.
+        num_shared_bytes: of the pages shared with the branch that it was forked from.
     """
 
     cached: CachedTokens
@@ -28,14 +29,14 @@ class Branch:
 
 
 class SessionCaches:
-    """See the module.
+    """The KV caches of one session; see the module.
 
     Args:
         text: the cache of the session's text.
 
     Attributes:
         node_values: of this session's nodes.
-        tree: what the branches belong to; None where nothing is drafted.
+        tree: of the branches; None where nothing is drafted.
     """
 
     def __init__(self, text: CachedTokens) -> None:
@@ -52,7 +53,7 @@ class SessionCaches:
 
     @property
     def has_branches(self) -> bool:
-        """Whether there is memory that the text and the main line do not need."""
+        """Whether there are branches besides the main line."""
         return bool(self._sides)
 
     @property
@@ -62,23 +63,23 @@ class SessionCaches:
         return self.text.num_bytes + sum(own)
 
     def release(self) -> None:
-        """Gives the memory back."""
+        """Free the memory."""
         self.end()
         self.text.release()
 
     def end(self) -> None:
-        """Forgets the tree, and all branches but the one that the text's cache holds."""
+        """Drop the tree, and all branches but the one in the text's cache."""
         for side in self._sides:
             side.cached.truncate(0)
         self.tree, self._sides, self._holders, self._main.nodes = None, [], {}, []
 
-    def plant(self, root: Node) -> None:
-        """Learns that the text was run up to the root."""
+    def set_root(self, root: Node) -> None:
+        """Record that the text was run up to the root."""
         self._main.nodes = [root]
         self._holders[root] = self._main
 
-    def enter(self, node: Node, length: int) -> CachedTokens | None:
-        """Returns the cache on which a node is to be run behind its parent; None where that one goes on otherwise.
+    def continue_with(self, node: Node, length: int) -> CachedTokens | None:
+        """Return the cache in which a node is run after its parent; None where another node follows there.
 
         Args:
             node: its parent was run.
@@ -87,13 +88,13 @@ class SessionCaches:
         branch = self._holder_above(node)
         if branch.nodes[-1] is not node.parent:
             return None
-        # What is behind it can no longer happen.
+        # Tokens after the parent can no longer be accepted.
         branch.cached.truncate(length)
         self._hold(node, branch)
         return branch.cached
 
     def fork(self, node: Node, length: int) -> CachedTokens:
-        """Returns a cache on which a node is to be run beside what continues its parent; see `enter`."""
+        """Return a new branch in which a node is run after its parent, which another node follows in its own branch."""
         forked = self._holder_above(node).cached.fork(length)
         side = Branch(forked, num_shared_bytes=forked.kv_cache.shared_bytes(length))
         self._sides.append(side)
@@ -108,8 +109,8 @@ class SessionCaches:
         branch.nodes.append(node)
         self._holders[node] = branch
 
-    def leave(self, node: Node) -> None:
-        """Takes back that a node is to be run."""
+    def withdraw(self, node: Node) -> None:
+        """Take back a node that is not run after all."""
         branch = self._holders.pop(node)
         branch.nodes.remove(node)
         if not branch.nodes and branch in self._sides:
@@ -117,12 +118,12 @@ class SessionCaches:
             branch.cached.truncate(0)
 
     def advance(self, root: Node, parent: Node, live: Collection[Node]) -> None:
-        """Learns that the text has gone on down to a node; drops what can no longer happen.
+        """Make a node the root, to which the text has gone on; drop the branches that can no longer be accepted.
 
         Args:
             root: that node; it may not have been run yet.
             parent: of that node; it was run.
-            live: nodes that can still happen, the root included.
+            live: nodes that can still be accepted, the root included.
         """
         holder = self._holders.get(root) or self._holders[parent]
         if holder is not self._main:

@@ -1,4 +1,4 @@
-"""A session's KV cache at a draft, and the tokens that it holds."""
+"""A session's KV cache at a draft, and the tokens in it."""
 
 from array import array
 from collections.abc import Sequence
@@ -7,7 +7,7 @@ from outrider.lm.model import KVCache
 
 
 class CachedTokens:
-    """A KV cache, and which tokens it holds: a session's, and behind them drafted ones that may yet be accepted."""
+    """A KV cache, and the tokens in it: a session's, and after them drafted ones that may yet be accepted."""
 
     def __init__(self, kv_cache: KVCache) -> None:
         self.kv_cache = kv_cache
@@ -20,11 +20,11 @@ class CachedTokens:
         return self.kv_cache.num_bytes
 
     def release(self) -> None:
-        """Gives the KV cache's memory back."""
+        """Free the KV cache's memory."""
         self.kv_cache.release()
 
-    def disagree(self, length: int) -> None:
-        """Learns that the session's tokens from position `length` on may be others than these."""
+    def recheck_from(self, length: int) -> None:
+        """Have the tokens from position `length` on compared again with the session's."""
         self._agreed_len = min(self._agreed_len, length)
 
     @property
@@ -33,20 +33,20 @@ class CachedTokens:
         return len(self._token_ids)
 
     def fork(self, length: int) -> "CachedTokens":
-        """Returns another cache that holds the first `length` tokens, in memory that both share."""
+        """Return another cache of the first `length` tokens, in memory that both share."""
         other = CachedTokens(self.kv_cache.fork(length))
         other._token_ids = self._token_ids[:length]
         other._agreed_len = min(self._agreed_len, length)
         return other
 
     def truncate(self, length: int) -> None:
-        """Drops the tokens from position `length` on."""
+        """Drop the tokens from position `length` on."""
         del self._token_ids[length:]
         self._agreed_len = min(self._agreed_len, length)
         self.kv_cache.truncate(length)
 
     def missing(self, token_ids: Sequence[int]) -> range:
-        """Keeps what is cached of the session's tokens, drops the rest.
+        """Keep the longest prefix that agrees with the session's tokens, and drop the rest.
 
         Returns:
             The positions still to be run, at least one.
@@ -60,12 +60,12 @@ class CachedTokens:
             del self._token_ids[self._agreed_len :]
             self.kv_cache.truncate(self._agreed_len)
         if self._agreed_len < end - 1 and self.kv_cache.adopt(token_ids):
-            # Another session of the same beginning has run it.
+            # Another session with the same prefix has run it.
             self._token_ids = array("I", token_ids[: self.kv_cache.cached_len])
             self._agreed_len = len(self._token_ids)
         return range(self._agreed_len, end)
 
     def extend(self, token_ids: Sequence[int]) -> None:
-        """Learns that a pass has cached these tokens too."""
+        """Add tokens that a pass has cached."""
         self._token_ids.extend(token_ids)
         self._agreed_len = len(self._token_ids)

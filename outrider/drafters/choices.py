@@ -1,8 +1,8 @@
-"""What a draft would go on with behind nodes of its tree, in order, given its logits: by either acceptance rule.
+"""The draft's predictions after nodes of its tree: choices in order, given its logits, by either acceptance rule.
 
 Under `coupled` any tree is exact: the choices are the tokens that most probably win under the session's own noise.
-Under `rejection` the first choice is sampled, whatever it turns out to be, and brings the distribution it was sampled
-from; the others are guesses, which are followed where the target's own token equals one of them.
+Under `rejection` the first choice is sampled, whatever its token, and has the distribution it was sampled from; the
+others are guesses, which are followed where the target's own token equals one of them.
 """
 
 import math
@@ -33,13 +33,13 @@ from outrider.tokens import SparseDistribution
 
 @dataclass(frozen=True, slots=True)
 class TreeOptions:
-    """How proposals are drafted.
+    """Options of a drafter's trees.
 
     Attributes:
-        max_nodes: nodes of a proposal that does not say how many it may have; 0 for no bound of its own: a chain where
-            it waits for verdicts.
+        max_nodes: nodes of a proposal whose request does not bound them; 0 for no bound of its own: a chain where it
+            waits for verdicts.
         top_k: most likely tokens that are sampled from under `rejection`, after the request's own truncation; at least
-            1. Under `coupled` no distribution crosses the wire, and an unlikely token that wins by noise is worth a try
+            1. Under `coupled` no distribution crosses the wire, and an unlikely token that wins by noise is worth a row
             (at temperature 1 a model that drafts for itself would lose a fifth of its acceptance to 64 tokens).
         p_min: under `coupled`, tokens less likely to win than this are left out.
     """
@@ -54,8 +54,8 @@ class Choice(NamedTuple):
 
     Attributes:
         token_id: the token.
-        likelihood: about how probable it is; 1 for a sampled token, whose value nothing may depend on.
-        distribution: what it was sampled from, where it was.
+        likelihood: about its probability; 1 for a sampled token, on whose value no decision may depend.
+        distribution: that it was sampled from, where it was.
     """
 
     token_id: int
@@ -68,7 +68,7 @@ class Place(NamedTuple):
 
     Attributes:
         path: the tokens below the session's, the node's own included.
-        segment: number of the guessed node that the drafted chain hangs from, which may go on here; `ROOT` for none.
+        segment: number of the guessed node below which the drafted chain began that may go on here; `ROOT` for none.
     """
 
     path: tuple[int, ...]
@@ -76,17 +76,17 @@ class Place(NamedTuple):
 
 
 class Choices(Protocol):
-    """Makes the choices behind nodes."""
+    """Makes the choices after nodes."""
 
-    def behind(self, places: Sequence[Place], logits: Tensor, num: int) -> list[list[Choice]]:
-        """Returns up to `num` choices behind each place, the best first; `logits` are [F, D], over the draft's tokens.
+    def after(self, places: Sequence[Place], logits: Tensor, num: int) -> list[list[Choice]]:
+        """Return up to `num` choices after each place, the best first; `logits` are [F, D], over the draft's tokens.
 
-        Where one has a distribution, it is the first, and becomes a node whatever it is.
+        Where one has a distribution, it is the first, and becomes a node whatever its token.
         """
 
 
 def new_choices(proposal: OpenProposal, options: TreeOptions, vocabulary: DraftVocabulary) -> Choices:
-    """Returns what makes the choices by the rule that will judge the proposal."""
+    """Return the choices for the rule by which the proposal is verified."""
     if proposal.terms.acceptance_rule is AcceptanceRule.REJECTION:
         return SampledChoices(proposal, options, vocabulary, KeyedSource(proposal.terms.parameters.seed or 0))
     return RankedChoices(proposal, options, vocabulary)
@@ -95,11 +95,11 @@ def new_choices(proposal: OpenProposal, options: TreeOptions, vocabulary: DraftV
 class RankedChoices:
     """The tokens that most probably win under the session's noise.
 
-    What a draft does not know of the target's logits it takes for noise of the same kind as that of the draw.
+    The difference between the draft's and the target's logits is modelled as noise of the same kind as the draw's.
 
     Args:
-        proposal: whose tokens precede what is ranked.
-        options: how it is drafted.
+        proposal: whose tokens precede the choices.
+        options: of its tree.
         vocabulary: the draft's.
     """
 
@@ -111,8 +111,8 @@ class RankedChoices:
         self._least = math.log(p_min) if p_min else -math.inf
         self._source = KeyedSource(proposal.terms.parameters.seed or 0)
 
-    def behind(self, places: Sequence[Place], logits: Tensor, num: int) -> list[list[Choice]]:
-        """Returns the likeliest tokens behind each place.
+    def after(self, places: Sequence[Place], logits: Tensor, num: int) -> list[list[Choice]]:
+        """Return the likeliest tokens after each place.
 
         The first of equals is the one with the lowest id, as it is where the target draws: logits of 16 bits are often
         equal.
@@ -134,7 +134,7 @@ class RankedChoices:
         ]
 
     def _scores(self, logits: Tensor, paths: Sequence[tuple[int, ...]]) -> Tensor:
-        """Returns what the tokens behind each path are ranked by: [F, D], float32 or float64."""
+        """Return the scores by which the tokens after each path are ranked: [F, D], float32 or float64."""
         terms, history = self._proposal.terms, self._history.tokens
         laws = [SamplingMetadata(terms.parameters, history.extended(path), terms.stop_token_ids) for path in paths]
         scores = self._changed(logits, laws)
@@ -148,11 +148,11 @@ class RankedChoices:
             scores = dense.log() + torch.stack([noise[at] for at in positions])
         return scores
 
-    def _changed(self, logits: Tensor, laws: Sequence[SamplingMetadata]) -> Tensor:
-        """Returns the logits of the draft's tokens after penalties and the like, which name tokens of the target's."""
-        if not any(law.changes_logits for law in laws):
+    def _changed(self, logits: Tensor, terms: Sequence[SamplingMetadata]) -> Tensor:
+        """Return the logits of the draft's tokens after penalties and the like, which use the target's token ids."""
+        if not any(item.changes_logits for item in terms):
             return logits.float()
-        changed = changed_logits(_spread(logits, self._vocabulary), laws)
+        changed = changed_logits(_spread(logits, self._vocabulary), terms)
         return changed[:, self._vocabulary.token_ids.to(changed.device)]
 
 
@@ -161,7 +161,7 @@ class SampledChoices:
 
     Args:
         proposal: whose tokens precede them.
-        options: how it is drafted.
+        options: of its tree.
         vocabulary: the draft's.
         source: samples.
     """
@@ -175,10 +175,10 @@ class SampledChoices:
         self._history = _History(proposal)
         self._source = source
 
-    def behind(self, places: Sequence[Place], logits: Tensor, num: int) -> list[list[Choice]]:
-        """Returns the sampled token and the guesses behind each place.
+    def after(self, places: Sequence[Place], logits: Tensor, num: int) -> list[list[Choice]]:
+        """Return the sampled token and the guesses after each place.
 
-        Neither order nor admission may look at what a sampled token is: one that is withheld for its value changes the
+        Neither order nor admission may depend on a sampled token: one that is withheld for its value changes the
         output's distribution. So it has no likelihood.
         """
         return [
@@ -188,12 +188,13 @@ class SampledChoices:
     def _choices(self, place: Place, row: Tensor, num: int) -> list[Choice]:
         terms = self._proposal.terms
         history, position = self._history.tokens.extended(place.path), len(self._proposal.token_ids) + len(place.path)
-        law = keep_top(target_distribution(row, terms.parameters, history, terms.stop_token_ids), self._top_k)
-        token_id = draft_rejection(law, self._proposal.planted_len, position, self._source, place.segment)
-        sampled = Choice(token_id, distribution=sparse(law))
+        distribution = target_distribution(row, terms.parameters, history, terms.stop_token_ids)
+        kept = keep_top(distribution, self._top_k)
+        token_id = draft_rejection(kept, self._proposal.root_len, position, self._source, place.segment)
+        sampled = Choice(token_id, distribution=sparse(kept))
         if num == 1:
             return [sampled]
-        weights, others = law.topk(min(num, law.numel()))
+        weights, others = kept.topk(min(num, kept.numel()))
         guesses = [
             Choice(other, weight)
             for weight, other in zip(weights.tolist(), others.tolist(), strict=True)
@@ -203,7 +204,7 @@ class SampledChoices:
 
 
 class _History:
-    """The session's tokens as penalties need them; they are gone through once while the session is no longer.
+    """The session's tokens as penalties need them; they are counted once for each length of the session.
 
     Args:
         proposal: whose session it is.
@@ -215,7 +216,7 @@ class _History:
 
     @property
     def tokens(self) -> TokenHistory:
-        """They; where nothing needs them, as many without looking at them."""
+        """The tokens; where no parameter needs them, only their number."""
         length = len(self._proposal.token_ids)
         if self._known is None or self._known[0] != length:
             self._known = length, self._made()
@@ -228,22 +229,22 @@ class _History:
         return TokenHistory((), range(len(token_ids) - terms.prompt_len), terms.parameters)
 
 
-def keep_top(law: Tensor, num: int) -> Tensor:
-    """Returns the distribution given that its token is one of the `num` most likely: float64 [V], sums to 1."""
-    if num >= law.numel():
-        return law
-    weights, token_ids = law.topk(num)
-    return torch.zeros_like(law).scatter_(0, token_ids, weights / weights.sum())
+def keep_top(distribution: Tensor, num: int) -> Tensor:
+    """Return the distribution given that its token is one of the `num` most likely: float64 [V], sums to 1."""
+    if num >= distribution.numel():
+        return distribution
+    weights, token_ids = distribution.topk(num)
+    return torch.zeros_like(distribution).scatter_(0, token_ids, weights / weights.sum())
 
 
-def sparse(law: Tensor) -> SparseDistribution:
-    """Returns a distribution [V] by its support, with the very probabilities it has."""
-    token_ids = law.nonzero().squeeze(1)
-    return SparseDistribution(tuple(token_ids.tolist()), tuple(law[token_ids].tolist()))
+def sparse(distribution: Tensor) -> SparseDistribution:
+    """Return a distribution [V] by its support, with exactly its probabilities."""
+    token_ids = distribution.nonzero().squeeze(1)
+    return SparseDistribution(tuple(token_ids.tolist()), tuple(distribution[token_ids].tolist()))
 
 
 def _spread(logits: Tensor, vocabulary: DraftVocabulary) -> Tensor:
-    """Returns logits over the target's vocabulary, [F, V]: minus infinity for what the draft cannot say."""
+    """Return logits over the target's vocabulary, [F, V]: minus infinity for tokens that the draft cannot predict."""
     if len(vocabulary) == vocabulary.target_size:
         return logits
     whole = torch.full((len(logits), vocabulary.target_size), -torch.inf, dtype=torch.float32, device=logits.device)

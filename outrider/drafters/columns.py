@@ -1,4 +1,4 @@
-"""What an EAGLE-3 head keeps of a session."""
+"""An EAGLE-3 head's state of one session: its columns, and features that are to become columns."""
 
 from array import array
 from collections.abc import Sequence
@@ -16,7 +16,7 @@ _FIRST_CAPACITY: Final = 256
 
 
 class HeadState:
-    """What the head keeps of one session: keys and values of its columns, and features that are to become columns.
+    """The keys and values of one session's columns, and features that are to become columns.
 
     Args:
         num_heads: of keys and values.
@@ -35,7 +35,7 @@ class HeadState:
         self.node_values = NodeValues.of_one_session()
         """Of this session's nodes."""
         self.drafted: DraftTree | None = None
-        """The last tree that was drafted; the text has yet to say how it fared."""
+        """The last tree that was drafted, whose outcome has yet to be observed."""
         self._token_ids = array("I")
         self._agreed_len = 0
 
@@ -50,15 +50,15 @@ class HeadState:
         return 2 * self.keys.numel() * self.keys.element_size() + self.features.num_bytes
 
     def release(self) -> None:
-        """Drops everything."""
+        """Drop the columns and the features."""
         self.truncate(0)
 
-    def disagree(self, length: int) -> None:
-        """Learns that the session's tokens from position `length` on may be others than those of the columns."""
+    def recheck_from(self, length: int) -> None:
+        """Have the columns from position `length` on compared again with the session's tokens."""
         self._agreed_len = min(self._agreed_len, length)
 
     def match(self, token_ids: Sequence[int]) -> None:
-        """Keeps the columns that belong to these tokens of the session, and drops the others."""
+        """Keep the columns that belong to these tokens of the session, and drop the others."""
         # The column of the last token but one is the last that can be run.
         known_len = min(len(self._token_ids), len(token_ids))
         agreed_len = min(self._agreed_len, known_len)
@@ -70,14 +70,14 @@ class HeadState:
         self.features.skip(self.num_columns)
 
     def truncate(self, num_columns: int) -> None:
-        """Drops the columns from a position on; their features are needed again."""
+        """Drop the columns from a position on; their features are needed again."""
         del self._token_ids[num_columns + 1 if num_columns else 0 :]
         self._agreed_len = min(self._agreed_len, len(self._token_ids))
         self.last_output = None
         self.features.restart(num_columns)
 
     def extend(self, token_ids: Sequence[int], last_output: Tensor) -> None:
-        """Learns that columns have been run.
+        """Add columns that have been run.
 
         Args:
             token_ids: the session's, of the columns and one more.
@@ -88,14 +88,14 @@ class HeadState:
         self.last_output = last_output
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, first: int, mask: Tensor) -> Tensor:
-        """Keeps new rows' keys and values from slot `first` on, and returns their outputs.
+        """Store new rows' keys and values from slot `first` on, and return their outputs.
 
         Args:
             query: [heads, T, dim].
             key: [kv_heads, T, dim].
             value: [kv_heads, T, dim].
             first: slots before it are columns, or nodes that were run before.
-            mask: which slots each row looks at: bool [T, first + T].
+            mask: the slots to which each row attends: bool [T, first + T].
 
         Returns:
             [T, heads * dim].
@@ -104,7 +104,7 @@ class HeadState:
         self._reserve(end)
         self.keys[:, first:end], self.values[:, first:end] = key, value
         keys, values = self.keys[None, :, :end], self.values[None, :, :end]
-        # The query heads that share keys are rows of one head: cheaper than to say so (`enable_gqa`).
+        # The query heads that share keys are rows of one head, which takes less time than `enable_gqa`.
         num_shared = len(query) // len(key)
         folded = query.reshape(1, len(key), -1, query.shape[-1])
         output = functional.scaled_dot_product_attention(folded, keys, values, attn_mask=mask.repeat(num_shared, 1))

@@ -1,12 +1,15 @@
-"""What the engine needs of a drafter. Nothing here needs a model library."""
+"""The interface between engines and drafters. It needs no model library."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Final, NamedTuple, Protocol, Self
 
+from outrider.control.pass_times import PassTimes
 from outrider.errors import OutriderError
 from outrider.parameters import AcceptanceRule, SamplingParameters
 from outrider.tokens import FeatureSpan, NodeKind, ProposalNode, SparseDistribution
+
+_MAX_SHORT_LEN: Final = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,13 +21,13 @@ class DrafterInfo:
         model: as configured; the drafter's kind where there is no model.
         model_fingerprint: SHA-256 over the model's configuration and weights; empty where there is no model.
         tokenizer_fingerprint: SHA-256 over the vocabulary; empty where any vocabulary fits.
-        numerics: what decides the bits of a logit; empty where there are none.
+        numerics: identity of all that determines the bits of a logit; empty where there are none.
         vocabulary_size: token ids are below it.
         max_session_len: longest session, in tokens.
         eos_token_ids: the model's end-of-text tokens.
-        feature_layers: layers of the target whose features it is made of.
+        feature_layers: layers of the target whose features it takes.
         hidden_size: H of one of these features; 0 where there are none.
-        target_fingerprint: of the one target that it was made for; empty where that is not known.
+        target_fingerprint: of the one target that it was made for; empty where that is unknown.
     """
 
     drafter: str
@@ -42,13 +45,13 @@ class DrafterInfo:
 
 @dataclass(frozen=True, slots=True)
 class DraftTerms:
-    """What a session fixes for all its proposals when it is opened.
+    """The terms of all proposals of a session, fixed when it is opened.
 
     Attributes:
-        parameters: the request's sampling parameters; the draft's own law follows them too.
-        acceptance_rule: the rule that will judge the proposals.
+        parameters: the request's sampling parameters; the draft's own distribution follows them too.
+        acceptance_rule: the rule by which the proposals are verified.
         prompt_len: length of the session when the request's output begins.
-        stop_token_ids: token ids beyond which a proposal is of no use.
+        stop_token_ids: token ids that end a branch.
         cache_salt: sessions of the same salt may share KV cache.
         p_min: probability below which a branch ends; None for the drafter's own.
     """
@@ -63,24 +66,24 @@ class DraftTerms:
 
 @dataclass(slots=True, eq=False)
 class OpenProposal:
-    """What is being drafted for one session; a drafter appends to it, step by step, or fills it at once.
+    """A proposal that is being drafted for one session; a drafter appends to it step by step, or fills it at once.
 
     Invariants: `token_ids` changes by `Drafter.advance` only; no node is added to a complete proposal.
 
     Attributes:
         session_id: the session.
         token_ids: the session's tokens.
-        terms: what the session was opened with.
+        terms: of the session.
         num_speculative_tokens: most nodes from the base to a leaf, where it does not run ahead.
         max_nodes: most nodes below the text; 0 leaves it to the drafter.
         lookahead: most nodes below the text, where it runs ahead of the target's verdicts; else 0.
         max_len: tokens of the longest session.
-        nodes: the nodes so far, since it was planted.
-        complete: whether nothing more will be drafted before the session has more tokens.
-        planted_len: tokens that the session had when it was planted; node numbers count from there.
-        refusal: why the drafter cannot draft here, where it cannot.
-        missing_features_from: the session position of the first feature without which it cannot go on; None while it
-            can. Until features come, `step` is not called for it.
+        nodes: the nodes below its root so far.
+        complete: whether no more nodes will be drafted before the session has more tokens.
+        root_len: tokens of the session at its root; node numbers count from there.
+        refusal: the error for which the drafter does not draft, where it does not.
+        missing_features_from: the session position of the first feature that is missing; None while none is. Until
+            features arrive, `step` is not called for it.
     """
 
     session_id: str
@@ -94,43 +97,72 @@ class OpenProposal:
     complete: bool = False
     refusal: OutriderError | None = None
     missing_features_from: int | None = None
-    planted_len: int = field(init=False)
+    root_len: int = field(init=False)
 
     def __post_init__(self) -> None:
-        self.planted_len = len(self.token_ids)
+        self.root_len = len(self.token_ids)
         self.complete = self.complete or self.num_speculative_tokens <= 0
 
     def token_id(self, position: int) -> int:
-        """Returns the token at that session position, drafted ones of a chain included."""
+        """Return the token at that session position, drafted ones of a chain included."""
         known_len = len(self.token_ids)
         return self.token_ids[position] if position < known_len else self.nodes[position - known_len].token_id
 
-    def append(self, token_id: int, law: SparseDistribution | None = None) -> None:
-        """Adds a drafted node; the proposal is complete with a stop token, or when it has all its nodes."""
-        self.nodes.append(ProposalNode(len(self.nodes), token_id, NodeKind.DRAFTED, law))
+    def append(self, token_id: int, distribution: SparseDistribution | None = None) -> None:
+        """Add a drafted node; the proposal is complete with a stop token, or when it has all its nodes."""
+        self.nodes.append(ProposalNode(len(self.nodes), token_id, NodeKind.DRAFTED, distribution))
         most = max(self.num_speculative_tokens, self.lookahead)
         full = len(self.nodes) >= (min(most, self.max_nodes) if self.max_nodes else most)
         self.complete = full or token_id in self.terms.stop_token_ids
 
     def fill(self, nodes: Sequence[ProposalNode]) -> None:
-        """Adds all nodes there will be, parents before their children."""
+        """Add all nodes at once, parents before their children, and complete the proposal."""
         self.nodes.extend(nodes)
         self.complete = True
 
     def refuse(self, error: OutriderError) -> None:
-        """Ends the proposal with an error."""
+        """End the proposal with an error."""
         self.refusal = error
         self.complete = True
+
+
+class StepRows(NamedTuple):
+    """The rows of a step.
+
+    Attributes:
+        num_decode: rows of nodes and of short texts, which cost as much.
+        prompts: of each long part of a text its number of rows, and the session position of the first.
+    """
+
+    num_decode: int = 0
+    prompts: tuple[tuple[int, int], ...] = ()
+
+    @classmethod
+    def of(cls, num_nodes: int, texts: Iterable[tuple[int, int]]) -> Self:
+        """Return the rows of so many nodes and of parts of texts, each by its rows and the position of the first."""
+        texts = list(texts)
+        num_short = sum(num for num, _ in texts if num <= _MAX_SHORT_LEN)
+        return cls(num_nodes + num_short, tuple(text for text in texts if text[0] > _MAX_SHORT_LEN))
+
+    @property
+    def num_rows(self) -> int:
+        """All rows."""
+        return self.num_decode + sum(num for num, _ in self.prompts)
 
 
 class Drafter(Protocol):
     """Drafts for many sessions at once. All calls come from one thread.
 
-    What it keeps of a session (an index, a KV cache) is its own to drop at any time: it can be made again from a
-    proposal's tokens, and changes no proposal. Which token is drafted behind which follows from the session's tokens,
-    its terms and the drafter's configuration alone, so that a lookup is a point mass under `rejection`; how many nodes
-    a tree has where may follow from what was measured before.
+    It may drop its state of a session (an index, a KV cache) at any time: the state can be made again from a proposal's
+    tokens, and changes no proposal. The tokens of a proposal follow from the session's tokens, its terms and the
+    drafter's configuration alone, so that a lookup is a point mass under `rejection`; the shape of a tree may follow
+    from earlier measurements.
+
+    Attributes:
+        times: of its steps, which whoever runs them adds.
     """
+
+    times: PassTimes
 
     @property
     def info(self) -> DrafterInfo:
@@ -145,38 +177,38 @@ class Drafter(Protocol):
         """Rows that the last step would have had for one of its sessions alone; 0 where it had as many for each."""
         return 0
 
-    def step(self, proposals: Sequence[OpenProposal]) -> int:
-        """Brings each proposal forward by up to one pass: appends nodes, completes it, or refuses it.
+    def step(self, proposals: Sequence[OpenProposal]) -> StepRows:
+        """Advance each proposal by up to one pass: append nodes, complete it, or refuse it.
 
-        A step that adds no node to an incomplete proposal has brought it nearer to one (as a prefill chunk does), or
-        that one's main line is as long as is asked for, and others' nodes are worth more.
+        A step that adds no node to an incomplete proposal has run a part of its text (a prefill chunk), or the
+        proposal's main line is as long as was requested, and other sessions' nodes are worth more.
 
         Returns:
-            Tokens run through the model, drafted ones included.
+            The rows that were run.
         """
 
     def truncate(self, session_id: str, length: int) -> None:
-        """Learns that the session's tokens from position `length` on are no longer what they were."""
+        """Record that the session's tokens from position `length` on may have changed."""
 
     def advance(self, proposal: OpenProposal, token_ids: Sequence[int]) -> bool:
-        """Learns that the proposal's session, whose tokens are known already, has gone on with these.
+        """Record that the proposal's session, whose tokens include them already, has gone on with these tokens.
 
         Returns:
-            Whether the proposal goes on below them; else another one takes its place. It is incomplete then.
+            Whether the proposal goes on below them, and is incomplete; else another one replaces it.
         """
         return False
 
     def end(self, proposal: OpenProposal) -> None:
-        """Drops what is kept for a proposal that will not be stepped any more."""
+        """Drop the state of a proposal that will not be stepped any more."""
         return
 
     def forget(self, session_id: str) -> None:
-        """Drops what is kept of a session, if anything is."""
+        """Drop the state of a session, if there is any."""
 
     def resume(self, session_id: str) -> int:
-        """Learns that a session is opened; returns the number of positions, from 0 on, whose features it has used."""
+        """Begin a session; return the number of positions, from 0 on, whose features have been used."""
         return 0
 
     def give(self, session_id: str, features: FeatureSpan) -> bool:
-        """Takes features of the target; returns whether they were of no use for a gap before them."""
+        """Take features of the target; return whether there was a gap before them, for which they were dropped."""
         return False

@@ -1,8 +1,8 @@
 """Drafting with an EAGLE-3 head (Li et al. 2025): one layer over the target's features and the tokens that follow them.
 
-A column of the head is a position whose feature the target has sent, with the token behind it; its output guesses the
+A column of the head is a position whose feature the target has sent, with the token after it; its output predicts the
 token after that. Columns are run once and kept as keys and values. Below the last one a tree grows: a drafted token has
-no feature, and the output of its parent stands in for it.
+no feature, and the output of its parent is used in its place.
 """
 
 from collections.abc import Sequence
@@ -13,33 +13,35 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from outrider.control.pass_times import PassTimes
 from outrider.drafters.choices import TreeOptions
 from outrider.drafters.columns import HeadState
-from outrider.drafters.drafter import Drafter, DrafterInfo, OpenProposal
+from outrider.drafters.drafter import Drafter, DrafterInfo, OpenProposal, StepRows
 from outrider.drafters.node_values import NodeValues
 from outrider.drafters.shares import share_rows
 from outrider.drafters.states import BoundedStates
-from outrider.drafters.tree import DraftTree, Node, plant
+from outrider.drafters.tree import DraftTree, root_tree
+from outrider.drafters.tree_order import Node
 from outrider.errors import Overloaded
 from outrider.lm.heads.eagle3 import Eagle3Head
 from outrider.lm.heads.vocabulary import DraftVocabulary
 from outrider.tokens import FeatureSpan
 
 _WIDTH: Final = 12
-"""Nodes of one session that are run in a step, at most: a whole depth of a tree, but for what will hardly be in it."""
+"""Nodes of one session that are run in a step, at most: a whole depth of a tree, but for nodes that are seldom sent."""
 
 
 @dataclass(slots=True)
 class _Open:
-    """A proposal's tree while it is drafted, and what the head made of it.
+    """A proposal's tree while it is drafted, and the head's outputs for it.
 
     Attributes:
-        tree: it.
+        tree: the tree.
         state: of its session.
-        edge: nodes of the pass that runs now, or the root.
+        edge: nodes of the current pass, or the root.
         outputs: of each node that was run, and of the root: [H].
-        seen: which nodes' slots each node that was run looks at, its own included.
-        num_slots: slots behind the columns that are taken.
+        seen: the nodes' slots to which each node that was run attends, its own included.
+        num_slots: slots after the columns that are taken.
     """
 
     tree: DraftTree
@@ -50,7 +52,7 @@ class _Open:
     num_slots: int = 0
 
     def enter(self) -> None:
-        """Gives the nodes to be run next their slots."""
+        """Assign slots to the nodes of the next pass."""
         self.edge = [node for _, node in self.tree.frontier(_WIDTH)]
         for node in self.edge:
             assert node.parent is not None
@@ -64,7 +66,7 @@ class _Rows:
 
     Attributes:
         hidden: [T, H].
-        token_ids: whose embeddings stand beside it.
+        token_ids: whose embeddings are concatenated with it.
         positions: of the rows.
         first: slot of the first row.
         mask: bool [T, first + T].
@@ -79,12 +81,12 @@ class _Rows:
 
 @dataclass(frozen=True, slots=True)
 class HeadOptions:
-    """Limits of a drafter that is made of a target's features.
+    """Limits of a drafter over a target's features.
 
     Attributes:
         kv_budget_bytes: keys, values and waiting features of all sessions together.
         prefill_chunk_len: rows of one pass over all sessions; every session has at least one.
-        tree: how proposals are drafted.
+        tree: of its trees.
     """
 
     kv_budget_bytes: int
@@ -97,7 +99,7 @@ class Eagle3Drafter(Drafter):
 
     Args:
         head: in bfloat16.
-        vocabulary: what it can say.
+        vocabulary: the tokens that it can predict.
         embedding: the target's input embeddings: [V, H].
         info: identity and limits.
         options: see there.
@@ -106,6 +108,7 @@ class Eagle3Drafter(Drafter):
     def __init__(
         self, head: Eagle3Head, vocabulary: DraftVocabulary, embedding: Tensor, info: DrafterInfo, options: HeadOptions
     ) -> None:
+        self.times = PassTimes()
         self._head = head
         self._vocabulary = vocabulary
         self._embedding = embedding
@@ -134,7 +137,7 @@ class Eagle3Drafter(Drafter):
         return self._states.used_bytes
 
     def resume(self, session_id: str) -> int:
-        """Drops waiting features, of which nobody knows any more what they belong to; the columns know their tokens."""
+        """Drop waiting features, whose tokens are unknown from now on; those of the columns are kept."""
         state = self._states.find(session_id)
         if state is None:
             return 0
@@ -142,19 +145,19 @@ class Eagle3Drafter(Drafter):
         return state.num_columns
 
     def give(self, session_id: str, features: FeatureSpan) -> bool:
-        """Keeps features until their tokens have come; returns whether they leave a gap."""
+        """Keep features until their tokens arrive; return whether there is a gap before them."""
         has_gap = self._states.use(session_id).features.give(features)
         self._states.weigh(session_id)
         self._states.make_room(0, {session_id})
         return has_gap
 
     def truncate(self, session_id: str, length: int) -> None:
-        """Keeps the columns: which of them are right is found out when the session drafts again."""
+        """Keep the columns: they are compared with the session's tokens when the session drafts again."""
         if (state := self._states.find(session_id)) is not None:
-            state.disagree(length)
+            state.recheck_from(length)
 
     def advance(self, proposal: OpenProposal, token_ids: Sequence[int]) -> bool:
-        """Learns how the proposal fared; what is below the text is drafted anew, from the target's own features."""
+        """Observe the outcome of the proposal; the next one is drafted anew, from the target's own features."""
         state = self._states.find(proposal.session_id)
         if state is not None and state.drafted is not None and state.drafted.proposal is proposal:
             state.drafted.follow(token_ids)
@@ -162,12 +165,12 @@ class Eagle3Drafter(Drafter):
         return False
 
     def forget(self, session_id: str) -> None:
-        """Drops what is kept of the session."""
+        """Drop the state of the session."""
         self._states.forget(session_id)
 
     @torch.no_grad()
-    def step(self, proposals: Sequence[OpenProposal]) -> int:
-        """Runs one pass: of each session columns that are missing, or the nodes at the edge of its tree."""
+    def step(self, proposals: Sequence[OpenProposal]) -> StepRows:
+        """Run one pass: of each session columns that are missing, or the nodes at the edge of its tree."""
         self._forget_trees(set(proposals))
         ready = [item for item in self._admitted(proposals) if self._is_ready(item)]
         waiting = [item for item in ready if item not in self._trees]
@@ -177,12 +180,14 @@ class Eagle3Drafter(Drafter):
         if rows:
             outputs = self._run(ready, rows)
             for item, output in zip(ready, outputs, strict=True):
-                self._note(item, output, shares.get(item, 0))
+                self._store(item, output, shares.get(item, 0))
             self._grow(ready)
-        return sum(len(item.positions) for item in rows)
+        columns = [(len(row.positions), row.first) for item, row in zip(ready, rows, strict=True) if item in shares]
+        num_nodes = sum(len(row.positions) for item, row in zip(ready, rows, strict=True) if item not in shares)
+        return StepRows.of(num_nodes, columns)
 
     def _forget_trees(self, active: set[OpenProposal]) -> None:
-        """Drops the trees of proposals that were replaced, or whose session's state had to make room."""
+        """Drop the trees of proposals that were replaced, or whose session's state was evicted."""
         self._trees = {
             item: tree
             for item, tree in self._trees.items()
@@ -193,7 +198,7 @@ class Eagle3Drafter(Drafter):
         return self._states.use(proposal.session_id)
 
     def _admitted(self, proposals: Sequence[OpenProposal]) -> list[OpenProposal]:
-        """Makes room for what is to be kept; refuses those for which there is none."""
+        """Make room for the keys and values of proposals; refuse those for which there is none."""
         in_use = {item.session_id for item in proposals}
         admitted, needed_bytes = [], 0
         for item in proposals:
@@ -209,12 +214,12 @@ class Eagle3Drafter(Drafter):
         return admitted
 
     def _is_ready(self, proposal: OpenProposal) -> bool:
-        """Returns whether a pass can bring the proposal forward; where it cannot for want of features, it says so."""
+        """Return whether a pass can advance the proposal; where features are missing, mark the proposal so."""
         if proposal in self._trees:
             return True
         state, num_needed = self._state(proposal), len(proposal.token_ids) - 1
         if not num_needed:
-            proposal.complete = True  # nothing is guessed behind a single token
+            proposal.complete = True  # no token is predicted after a single one
             return False
         state.match(proposal.token_ids)
         if state.num_columns == num_needed and state.last_output is None:
@@ -223,7 +228,7 @@ class Eagle3Drafter(Drafter):
             proposal.missing_features_from = state.features.end
             return False
         if state.num_columns == num_needed and state.last_output is not None:
-            self._plant(proposal, state.last_output)
+            self._root(proposal, state.last_output)
             self._grow([proposal])
         return not proposal.complete
 
@@ -246,12 +251,12 @@ class Eagle3Drafter(Drafter):
         mask[tuple(torch.tensor(seen, device=self._device).T)] = True
         hidden = torch.stack([item.outputs[node.parent] for node in item.edge if node.parent is not None])
         token_ids = [node.token_id for node in item.edge]
-        # A drafted token stands one column behind its parent.
+        # A drafted token is one column after its parent.
         positions = [num_columns - 1 + depth for depth in depths]
         return _Rows(hidden, token_ids, positions, num_columns + num_before, mask)
 
     def _run(self, proposals: Sequence[OpenProposal], rows: Sequence[_Rows]) -> tuple[Tensor, ...]:
-        """Runs the rows of all sessions together; returns each one's outputs, [T, H]."""
+        """Run the rows of all sessions together; return each one's outputs, [T, H]."""
         lens = [len(item.positions) for item in rows]
         states = [self._state(item) for item in proposals]
 
@@ -265,8 +270,8 @@ class Eagle3Drafter(Drafter):
         embeddings = functional.embedding(token_ids, self._embedding)
         return torch.split(self._head.run(hidden, embeddings, positions, attend), lens)
 
-    def _note(self, proposal: OpenProposal, output: Tensor, num_columns: int) -> None:
-        """Takes in what a pass gave a session."""
+    def _store(self, proposal: OpenProposal, output: Tensor, num_columns: int) -> None:
+        """Store the outputs of a pass for a session."""
         state, item = self._state(proposal), self._trees.get(proposal)
         if item is not None:
             item.outputs.update(zip(item.edge, output.unbind(), strict=True))
@@ -275,16 +280,16 @@ class Eagle3Drafter(Drafter):
         state.extend(proposal.token_ids[first : first + num_columns + 1], output[-1])
         self._states.weigh(proposal.session_id)
         if state.num_columns == len(proposal.token_ids) - 1:
-            self._plant(proposal, output[-1])
+            self._root(proposal, output[-1])
 
-    def _plant(self, proposal: OpenProposal, output: Tensor) -> None:
+    def _root(self, proposal: OpenProposal, output: Tensor) -> None:
         state = self._state(proposal)
-        tree = plant(proposal, self._options.tree, self._vocabulary, self._node_values, state.node_values)
+        tree = root_tree(proposal, self._options.tree, self._vocabulary, self._node_values, state.node_values)
         state.drafted = tree
         self._trees[proposal] = _Open(tree, state, [tree.root], {tree.root: output})
 
     def _grow(self, proposals: Sequence[OpenProposal]) -> None:
-        """Has the trees grow by what was run last; completes the proposals whose trees are whole."""
+        """Grow the trees by the rows of the last pass; complete the proposals whose trees are whole."""
         items = [self._trees[item] for item in proposals if item in self._trees]
         if not items:
             return

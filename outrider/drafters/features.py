@@ -1,4 +1,4 @@
-"""The target's features that a drafter has been given and not used yet."""
+"""A buffer of the target's features that a drafter has not used yet."""
 
 import torch
 from torch import Tensor
@@ -24,12 +24,12 @@ class FeatureBuffer:
 
     @property
     def start(self) -> int:
-        """Session position of the first one, or of the next to come."""
+        """Session position of the first one, or of the next to arrive."""
         return self._start
 
     @property
     def end(self) -> int:
-        """Session position of the next to come."""
+        """Session position of the next to arrive."""
         return self._start + len(self._rows)
 
     @property
@@ -38,12 +38,12 @@ class FeatureBuffer:
         return self._rows.numel() * self._rows.element_size()
 
     def restart(self, position: int) -> None:
-        """Drops all; the next ones are to begin at this position."""
+        """Drop all; the next ones begin at this position."""
         self._start = position
         self._rows = self._rows[:0].clone()
 
     def give(self, features: FeatureSpan) -> bool:
-        """Adds what continues the buffer; what is there already, or leaves a gap, is dropped.
+        """Add the features that continue the buffer; those that it has already, or that leave a gap, are dropped.
 
         Returns:
             Whether there is a gap before them.
@@ -63,16 +63,16 @@ class FeatureBuffer:
         return False
 
     def take(self, num: int) -> Tensor:
-        """Removes and returns the first ones: [num, width]."""
+        """Remove and return the first ones: [num, width]."""
         taken, self._rows = self._rows[:num], self._rows[num:]
         self._start += num
         return taken
 
     def peek(self) -> Tensor:
-        """Returns them all: [len, width]."""
+        """Return them all: [len, width]."""
         return self._rows
 
     def skip(self, position: int) -> None:
-        """Drops those before a position."""
+        """Drop those before a position."""
         self.take(min(max(0, position - self._start), len(self._rows)))
         self._start = max(self._start, position)

@@ -1,4 +1,4 @@
-"""Settings to a drafter over a head that is made of its target's features."""
+"""Loading a drafter over a head that takes its target's features."""
 
 import hashlib
 from pathlib import Path
@@ -26,7 +26,7 @@ _MAX_NODES: Final = 7
 
 
 def load_head_drafter(settings: DrafterOptions) -> Drafter:
-    """Returns the drafter over the head in the folder that the settings name; `embedded` is the one shipped.
+    """Return the drafter over the head in the folder that the settings name; `embedded` is the one shipped.
 
     Raises:
         ModelUnsupported: the head, or what it shares with its target, is missing or does not fit.
@@ -39,7 +39,7 @@ def load_head_drafter(settings: DrafterOptions) -> Drafter:
         raise ModelUnsupported(f"{folder} has a draft of kind {manifest.method}, not {settings.drafter.value}")
     target = settings.target or (manifest.target if manifest else "")
     if not target:
-        raise ModelUnsupported(f"{folder} does not say for which target it was made: name it with OUTRIDER_TARGET")
+        raise ModelUnsupported(f"{folder} does not name the target that it was made for: set OUTRIDER_TARGET")
     shared = read_shared(target)
     if manifest is not None:
         _check_width(folder, manifest.hidden_size, shared)
@@ -85,9 +85,9 @@ def _medusa(
 
 def _check_fit(folder: Path, hidden_size: int, vocabulary: DraftVocabulary, shared: SharedWeights) -> None:
     _check_width(folder, hidden_size, shared)
-    said, num_tokens = vocabulary.target_size, len(shared.embedding)
-    if said != num_tokens:
-        raise ModelUnsupported(f"the map of {folder} is of {said} tokens, the target has {num_tokens}")
+    num_mapped, num_tokens = vocabulary.target_size, len(shared.embedding)
+    if num_mapped != num_tokens:
+        raise ModelUnsupported(f"the vocabulary map of {folder} has {num_mapped} tokens, the target has {num_tokens}")
 
 
 def _check_width(folder: Path, hidden_size: int, shared: SharedWeights) -> None:
@@ -105,7 +105,7 @@ def _describe(
     layers: tuple[int, ...],
     device: torch.device,
 ) -> DrafterInfo:
-    """Returns what the drafter is; the head is still where it was loaded, `device` is where it will run."""
+    """Return the drafter's identity; the head is still on the device where it was loaded, and will run on `device`."""
     weights = dict(head.state_dict())
     return DrafterInfo(
         drafter=settings.drafter.value,

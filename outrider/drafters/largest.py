@@ -1,6 +1,6 @@
-"""The largest of many scores, in a fraction of the time that `torch.topk` takes on a CPU.
+"""The largest of many scores, found in a fraction of the time of `torch.topk` on a CPU.
 
-The largest of a row stand in the blocks whose maxima are largest, so only those blocks are sorted: the 8 largest of
+The largest of a row are in the blocks whose maxima are largest, so only those blocks are sorted: the 8 largest of
 128,256 float32 take 0.02 ms in place of 0.15 to 0.2.
 """
 
@@ -14,9 +14,9 @@ _BLOCK_LEN: Final = 128
 
 
 def largest(scores: Tensor, num: int) -> tuple[Tensor, Tensor]:
-    """Returns the largest scores of each row in descending order, and their places.
+    """Return the largest scores of each row in descending order, and their places.
 
-    The first of equals is the one at the lowest place; other equals come in any order.
+    The first of equals is the one at the lowest place; other equals are in any order.
 
     Args:
         scores: [F, V], no NaN.
@@ -35,7 +35,7 @@ def largest(scores: Tensor, num: int) -> tuple[Tensor, Tensor]:
     maxima = blocks.amax(-1)
     best = maxima.topk(num).indices
     values, found = _gathered(blocks, best).flatten(1).topk(num)
-    # Where fewer than `num` are finite, what fills a block up may be among the rest.
+    # Where fewer than `num` are finite, padding may be among the rest.
     places = (best.gather(1, found // _BLOCK_LEN) * _BLOCK_LEN + found % _BLOCK_LEN).clamp_(max=size - 1)
     first = maxima.argmax(-1, keepdim=True)
     winners = first * _BLOCK_LEN + _gathered(blocks, first)[:, 0].argmax(-1, keepdim=True)
@@ -43,12 +43,12 @@ def largest(scores: Tensor, num: int) -> tuple[Tensor, Tensor]:
 
 
 def _gathered(blocks: Tensor, numbers: Tensor) -> Tensor:
-    """Returns blocks [F, B, L] by number: [F, N, L]; `numbers` is [F, N]."""
+    """Return blocks [F, B, L] by number: [F, N, L]; `numbers` is [F, N]."""
     return blocks.gather(1, numbers[..., None].expand(-1, -1, blocks.shape[-1]))
 
 
 def _led_by(winners: Tensor, places: Tensor) -> Tensor:
-    """Returns places of the largest scores, [F, N], led by the winners, [F, 1]: `topk` gives equals in any order."""
+    """Return places of the largest scores, [F, N], led by the winners, [F, 1]: `topk` returns equals in any order."""
     rest = places.where(places != winners, places[:, :1])
     rest[:, :1] = winners
     return rest

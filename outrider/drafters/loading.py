@@ -1,4 +1,4 @@
-"""Settings to a drafter; the only place that knows which kinds there are."""
+"""Loading the drafter that settings name; the only module that lists all kinds."""
 
 from outrider.drafters.drafter import Drafter
 from outrider.drafters.ngram import LONGEST, SHORTEST, NgramDrafter
@@ -6,17 +6,17 @@ from outrider.drafters.options import DrafterKind, DrafterOptions
 
 
 def load_drafter(settings: DrafterOptions) -> Drafter:
-    """Returns the drafter that the settings name, loaded and ready.
+    """Return the drafter that the settings name, loaded and ready.
 
     Raises:
-        InvalidArgument: a value is not understood.
+        InvalidArgument: a value is invalid.
         ModelUnsupported: the model cannot be loaded, or cannot be served.
     """
     match settings.drafter:
         case DrafterKind.NGRAM:
             return NgramDrafter(SHORTEST, LONGEST, settings.kv_budget_bytes, settings.max_session_len)
         case DrafterKind.MODEL | DrafterKind.LAYERS:
-            # Imported here, so that a node that only looks up needs no model library.
+            # Imported here, so that prompt lookup needs no model library.
             from outrider.drafters.model import load_model_drafter
 
             return load_model_drafter(settings)

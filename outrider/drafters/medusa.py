@@ -1,4 +1,4 @@
-"""Drafting with Medusa's heads (Cai et al. 2024): all guesses follow from what the target's output layer last took."""
+"""Drafting with Medusa's heads (Cai et al. 2024): all guesses follow from the target's last hidden state."""
 
 from collections.abc import Sequence
 from typing import Final
@@ -6,26 +6,27 @@ from typing import Final
 import torch
 from torch import Tensor
 
+from outrider.control.pass_times import PassTimes
 from outrider.drafters.choices import TreeOptions
-from outrider.drafters.drafter import Drafter, DrafterInfo, OpenProposal
+from outrider.drafters.drafter import Drafter, DrafterInfo, OpenProposal, StepRows
 from outrider.drafters.features import FeatureBuffer
 from outrider.drafters.node_values import NodeValues
-from outrider.drafters.tree import DraftTree, plant
+from outrider.drafters.tree import DraftTree, root_tree
 from outrider.lm.heads.medusa import MedusaHeads
 from outrider.lm.heads.vocabulary import DraftVocabulary
 from outrider.tokens import FeatureSpan
 
 _WIDTH: Final = 12
-"""Nodes whose choices are looked at in a step, at most."""
+"""Nodes that are expanded in a step, at most."""
 
 
 class _Session:
-    """What is kept of one session.
+    """The state of one session.
 
     Attributes:
         features: the last one.
         node_values: of its nodes.
-        drafted: the last tree that was drafted; the text has yet to say how it fared.
+        drafted: the last tree that was drafted, whose outcome has yet to be observed.
     """
 
     def __init__(self, width: int) -> None:
@@ -37,13 +38,13 @@ class _Session:
 class MedusaDrafter(Drafter):
     """A `Drafter` that keeps one feature a session and completes every proposal in one step.
 
-    Guess k looks at no guess before it, so every node of a depth has the same children, weighed by its own confidence.
+    Guess k depends on no guess before it, so every node of a depth has the same children, weighted by its own value.
 
     Args:
         heads: in bfloat16; as many guesses one after another.
-        vocabulary: what they can say.
+        vocabulary: the tokens that they can predict.
         info: identity and limits.
-        options: how proposals are drafted.
+        options: of its trees.
         device: where the heads are.
     """
 
@@ -55,6 +56,7 @@ class MedusaDrafter(Drafter):
         options: TreeOptions,
         device: torch.device,
     ) -> None:
+        self.times = PassTimes()
         self._heads = heads
         self._vocabulary = vocabulary
         self._info = info
@@ -74,12 +76,12 @@ class MedusaDrafter(Drafter):
         return sum(session.features.num_bytes for session in self._sessions.values())
 
     def resume(self, session_id: str) -> int:
-        """Forgets the session's feature: of what comes, the last one is wanted, and what came before never is."""
+        """Drop the session's feature: only the last of those that arrive is used, and none that arrived before."""
         self._sessions.pop(session_id, None)
         return 2**32 - 1
 
     def give(self, session_id: str, features: FeatureSpan) -> bool:
-        """Keeps the last of the features; those before it are not missed."""
+        """Keep the last of the features; those before it are not needed."""
         buffer = self._sessions.setdefault(session_id, _Session(self._info.hidden_size)).features
         if features.start > buffer.end or not len(buffer):
             buffer.restart(features.start)
@@ -88,14 +90,14 @@ class MedusaDrafter(Drafter):
         return False
 
     def truncate(self, session_id: str, length: int) -> None:
-        """Keeps the feature: it came after the session was opened, so it is of the tokens that are to come."""
+        """Keep the feature: it arrived after the session was opened, so it belongs to the tokens that follow."""
 
     def forget(self, session_id: str) -> None:
-        """Drops the session's feature."""
+        """Drop the session's feature."""
         self._sessions.pop(session_id, None)
 
     def advance(self, proposal: OpenProposal, token_ids: Sequence[int]) -> bool:
-        """Learns how the proposal fared; the next one is made of another feature."""
+        """Observe the outcome of the proposal; the next one is drafted from another feature."""
         session = self._sessions.get(proposal.session_id)
         if session is not None and session.drafted is not None and session.drafted.proposal is proposal:
             session.drafted.follow(token_ids)
@@ -103,21 +105,21 @@ class MedusaDrafter(Drafter):
         return False
 
     @torch.no_grad()
-    def step(self, proposals: Sequence[OpenProposal]) -> int:
-        """Completes every proposal whose feature is here; of the others it says which one is missing."""
+    def step(self, proposals: Sequence[OpenProposal]) -> StepRows:
+        """Complete every proposal whose feature has arrived; mark the others with the position that is missing."""
         ready = [item for item in proposals if self._is_ready(item)]
         if not ready:
-            return 0
+            return StepRows()
         rows = torch.cat([self._sessions[item.session_id].features.peek() for item in ready]).to(self._device)
         states = torch.stack(list(self._heads.unroll(rows)), dim=1)  # [B, K, H]
         for item, logits in zip(ready, self._heads.lm_head(states), strict=True):
             self._draft(item, logits)
-        return len(ready)
+        return StepRows(len(ready))
 
     def _is_ready(self, proposal: OpenProposal) -> bool:
         position = len(proposal.token_ids) - 2
         if position < 0:
-            proposal.complete = True  # nothing is guessed behind a single token
+            proposal.complete = True  # no token is predicted after a single one
             return False
         session = self._sessions.get(proposal.session_id)
         if session is None or not len(session.features) or session.features.start != position:
@@ -126,10 +128,10 @@ class MedusaDrafter(Drafter):
         return True
 
     def _draft(self, proposal: OpenProposal, logits: Tensor) -> None:
-        """Completes a proposal, given the logits of every depth: [K, D]."""
+        """Complete a proposal, given the logits of every depth: [K, D]."""
         proposal.num_speculative_tokens = min(proposal.num_speculative_tokens, len(logits))
         session = self._sessions[proposal.session_id]
-        tree = plant(proposal, self._options, self._vocabulary, self._node_values, session.node_values)
+        tree = root_tree(proposal, self._options, self._vocabulary, self._node_values, session.node_values)
         session.drafted = tree
         edge = [tree.root]
         while edge:

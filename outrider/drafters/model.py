@@ -4,22 +4,23 @@ The second (self-speculation, drafter `layers`) is the same drafter on a checkpo
 layers, the final norm and the head are loaded.
 """
 
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 
+from outrider.control.pass_times import PassTimes
 from outrider.drafters.branches import SessionCaches
 from outrider.drafters.cached_tokens import CachedTokens
 from outrider.drafters.choices import TreeOptions
-from outrider.drafters.drafter import Drafter, DrafterInfo, OpenProposal
+from outrider.drafters.drafter import Drafter, DrafterInfo, OpenProposal, StepRows
 from outrider.drafters.node_values import NodeValues
 from outrider.drafters.options import DrafterOptions
 from outrider.drafters.shares import PREFILL_CHUNK_LEN, share_rows
 from outrider.drafters.states import BoundedStates
 from outrider.drafters.step_budget import Frontier, StepBudget
-from outrider.drafters.tree import MAX_WIDTH, DraftTree, Node, plant
+from outrider.drafters.tree import DraftTree, root_tree
+from outrider.drafters.tree_order import Node
 from outrider.errors import Overloaded
 from outrider.lm.heads.vocabulary import DraftVocabulary
 from outrider.lm.load_options import LoadOptions
@@ -35,9 +36,9 @@ class ModelDrafterOptions:
 
     Attributes:
         kv_budget_bytes: KV cache of all sessions together.
-        prefill_chunk_len: rows of one pass over all sessions; every session that is waited for has at least one.
+        prefill_chunk_len: rows of one pass over all sessions; every session whose target waits has at least one.
         max_session_len: longest session in tokens; the model's own limit may be lower.
-        tree: how proposals are drafted.
+        tree: of its trees.
     """
 
     kv_budget_bytes: int
@@ -48,7 +49,7 @@ class ModelDrafterOptions:
 
 @dataclass(frozen=True, slots=True)
 class _Pending:
-    """What a proposal wants of the next pass: its text's missing positions, or else nodes of its tree."""
+    """The rows of a proposal for the next pass: its text's missing positions, or else nodes of its tree."""
 
     tree: DraftTree
     caches: SessionCaches
@@ -72,7 +73,7 @@ class ModelDrafter(Drafter):
     Args:
         model: shares the targets' vocabulary.
         options: limits.
-        kind: what the drafter calls itself: model or layers.
+        kind: its name: model or layers.
     """
 
     def __init__(self, model: LanguageModel, options: ModelDrafterOptions, kind: str = "model") -> None:
@@ -83,7 +84,8 @@ class ModelDrafter(Drafter):
         size = model.info.vocabulary_size
         self._vocabulary = DraftVocabulary(torch.arange(size), size)
         self._node_values = NodeValues.of_all_sessions()
-        self._budget = StepBudget(options.prefill_chunk_len, model.info.pass_sizes)
+        self.times = PassTimes(model.info.padded_sizes)
+        self._budget = StepBudget(options.prefill_chunk_len, self.times)
 
     @property
     def info(self) -> DrafterInfo:
@@ -100,12 +102,11 @@ class ModelDrafter(Drafter):
         """Rows that the last step would have had for one of its sessions that run ahead alone."""
         return self._budget.num_rows_alone
 
-    def step(self, proposals: Sequence[OpenProposal]) -> int:
-        """Runs one pass: a chunk of what each proposal's cache is missing, or nodes of its tree where nothing is.
+    def step(self, proposals: Sequence[OpenProposal]) -> StepRows:
+        """Run one pass: a chunk of the tokens that each proposal's cache lacks, or nodes of its tree.
 
-        Of proposals that run ahead it runs the nodes worth most; see `outrider.drafters.step_budget`.
+        Of proposals that run ahead the nodes worth most are run; see `outrider.drafters.step_budget`.
         """
-        started_s = time.perf_counter()
         pending = [part for proposal in self._admit(proposals) if (part := self._pending(proposal)) is not None]
         texts = [part for part in pending if part.missing]
         num_musts = sum(_frontier(part).num_musts for part in pending)
@@ -114,13 +115,13 @@ class ModelDrafter(Drafter):
         rows += self._branch_rows([part for part in pending if part.frontier], rows)
         if rows:
             self._run(rows)
-            self._note_time(rows, time.perf_counter() - started_s)
         for proposal in proposals:
             self._settle(proposal)
-        return sum(row.step.num_rows for row in rows)
+        texts_run = [(row.step.num_rows, row.step.span.start) for row in rows if row.node is row.part.tree.root]
+        return StepRows.of(len(rows) - len(texts_run), texts_run)
 
     def advance(self, proposal: OpenProposal, token_ids: Sequence[int]) -> bool:
-        """Goes on below the text where the proposal's tree has it; else keeps what was run of it."""
+        """Go on below the text where the proposal's tree has it; else keep the part that was run."""
         caches = self._caches.find(proposal.session_id)
         tree = caches.tree if caches is not None else None
         if caches is None or tree is None or tree.proposal is not proposal:
@@ -135,19 +136,19 @@ class ModelDrafter(Drafter):
         return True
 
     def end(self, proposal: OpenProposal) -> None:
-        """Forgets the proposal's branches; what is cached of the text is kept."""
+        """Drop the proposal's branches; the cache of the text is kept."""
         caches = self._caches.find(proposal.session_id)
         if caches is not None and caches.tree is not None and caches.tree.proposal is proposal:
             caches.end()
             self._caches.weigh(proposal.session_id)
 
     def truncate(self, session_id: str, length: int) -> None:
-        """Keeps the KV cache: what of it is right is found out when the session drafts again."""
+        """Keep the KV cache: it is compared with the session's tokens when the session drafts again."""
         if (caches := self._caches.find(session_id)) is not None:
-            caches.text.disagree(length)
+            caches.text.recheck_from(length)
 
     def forget(self, session_id: str) -> None:
-        """Drops the session's KV cache."""
+        """Drop the session's KV cache."""
         self._caches.forget(session_id)
 
     def _session(self, proposal: OpenProposal) -> SessionCaches:
@@ -155,16 +156,16 @@ class ModelDrafter(Drafter):
         return self._caches.use(proposal.session_id, lambda: SessionCaches(CachedTokens(self._model.new_cache(salt))))
 
     def _pending(self, proposal: OpenProposal) -> _Pending | None:
-        """Returns what the next pass runs for a proposal; None where there is nothing."""
+        """Return the rows of the next pass for a proposal; None where there are none."""
         caches = self._session(proposal)
         tree = caches.tree
         if tree is None or tree.proposal is not proposal:
             if proposal.nodes:
-                # Its branches had to make room. What was sent stands; more comes under the next base.
+                # Its branches were evicted. The nodes that were sent stand; more follow under the next base.
                 proposal.complete = True
                 return None
             caches.end()
-            tree = plant(proposal, self._options.tree, self._vocabulary, self._node_values, caches.node_values)
+            tree = root_tree(proposal, self._options.tree, self._vocabulary, self._node_values, caches.node_values)
             caches.tree = tree
         if not tree.has_run_root:
             return _Pending(tree, caches, caches.text.missing(proposal.token_ids))
@@ -172,7 +173,7 @@ class ModelDrafter(Drafter):
         return _Pending(tree, caches, range(0), nodes) if nodes else None
 
     def _text_rows(self, part: _Pending, share: int) -> list[_Row]:
-        """Returns the step of a pass that runs one proposal's text, of so many rows at most."""
+        """Return the step of a pass that runs one proposal's text, of so many rows at most."""
         proposal, start = part.tree.proposal, part.missing.start
         span, nothing = TokenSpan(start, tuple(proposal.token_ids[start : start + share])), ProposalTree()
         # Before any branch takes its memory.
@@ -183,15 +184,15 @@ class ModelDrafter(Drafter):
         return [_Row(part, step, part.caches.text, part.tree.root)]
 
     def _branch_rows(self, parts: Sequence[_Pending], others: Sequence[_Row]) -> list[_Row]:
-        """Returns a step for each node that a pass runs beside these others, and for which there is memory."""
+        """Return a step for each node that a pass runs beside these others, and for which there is memory."""
         num_ends = sum(row.step.wants_logits for row in others)
         chosen = self._budget.choose(list(map(_frontier, parts)), num_ends, sum(row.step.num_rows for row in others))
         rows: list[_Row] = []
         beside: list[tuple[_Pending, Node]] = []
-        # Branches go on before others leave them: where memory is short, the main lines have it.
+        # Branches are continued before others are forked: where memory is short, the main lines get it.
         for part, places in zip(parts, chosen, strict=True):
             for _, node in map(part.frontier.__getitem__, places):
-                cached = part.caches.enter(node, part.tree.position(node))
+                cached = part.caches.continue_with(node, part.tree.position(node))
                 if cached is None:
                     beside.append((part, node))
                 else:
@@ -205,13 +206,8 @@ class ModelDrafter(Drafter):
         if cached.kv_cache.reserve(span, nothing):
             rows.append(_Row(part, SessionStep(cached.kv_cache, span, nothing), cached, node))
         else:
-            part.caches.leave(node)
-            part.tree.give_up(node)
-
-    def _note_time(self, rows: Sequence[_Row], duration_s: float) -> None:
-        """Learns what a step took, where it is like those that make nodes."""
-        if all(row.step.wants_logits and len(row.step.span.token_ids) <= MAX_WIDTH for row in rows):
-            self._budget.observe(duration_s, sum(row.step.num_rows for row in rows))
+            part.caches.withdraw(node)
+            part.tree.postpone(node)
 
     def _run(self, rows: Sequence[_Row]) -> None:
         outputs = self._model.forward([row.step for row in rows])
@@ -224,13 +220,13 @@ class ModelDrafter(Drafter):
             if not row.step.wants_logits:
                 continue
             if row.node is tree.root:
-                caches.plant(tree.root)
+                caches.set_root(tree.root)
             expanded.setdefault(tree, []).append((row.node, logits))
         for tree, found in expanded.items():
             tree.expand([node for node, _ in found], torch.cat([logits for _, logits in found]))
 
     def _settle(self, proposal: OpenProposal) -> None:
-        """Adds the nodes that were made to a proposal, and completes it once there is nothing to run for it."""
+        """Add the nodes that were made to a proposal, and complete it once there is nothing to run for it."""
         caches = self._caches.find(proposal.session_id)
         tree = caches.tree if caches is not None else None
         if tree is not None and tree.proposal is proposal:
@@ -238,7 +234,7 @@ class ModelDrafter(Drafter):
             proposal.complete = proposal.complete or (tree.has_run_root and not tree.frontier())
 
     def _admit(self, proposals: Sequence[OpenProposal]) -> list[OpenProposal]:
-        """Makes room for the proposals' KV caches; refuses those for which there is none."""
+        """Make room for the proposals' KV caches; refuse those for which there is none."""
         admitted: list[OpenProposal] = []
         in_use = {proposal.session_id for proposal in proposals}
         needed_bytes = 0
@@ -256,7 +252,7 @@ class ModelDrafter(Drafter):
         return admitted
 
     def _cut_branches(self, proposals: Sequence[OpenProposal]) -> bool:
-        """Drops what runs ahead: no session's guesses keep another's text from being run. Returns whether any did."""
+        """Drop the branches that run ahead, so that every session's text can be run; return whether there were any."""
         was_any = False
         for proposal in proposals:
             caches = self._caches.find(proposal.session_id)
@@ -273,10 +269,10 @@ class ModelDrafter(Drafter):
 
 
 def load_model_drafter(settings: DrafterOptions) -> ModelDrafter:
-    """Returns the drafter over the model that the settings name, or over its first `num_layers` layers.
+    """Return the drafter over the model that the settings name, or over its first `num_layers` layers.
 
     Raises:
-        InvalidArgument: a value is not understood.
+        InvalidArgument: a value is invalid.
         ModelUnsupported: the model cannot be loaded, or its KV cache cannot roll back.
     """
     if settings.num_threads:
@@ -301,7 +297,7 @@ def load_model_drafter(settings: DrafterOptions) -> ModelDrafter:
 
 
 def _frontier(part: _Pending) -> Frontier:
-    """Returns nodes by their places; what a target waits for is run whatever others have."""
+    """Return nodes by their places; those that a target waits for are run whatever other sessions have."""
     nodes = [Candidate(place, value) for place, (value, _) in enumerate(part.frontier)]
     return Frontier(nodes, len(nodes) if part.tree.waits else int(part.tree.is_awaited))
 

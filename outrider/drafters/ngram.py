@@ -1,17 +1,18 @@
-"""Prompt lookup: what followed the session's last few tokens the last time they stood there (Saxena 2023)."""
+"""Prompt lookup: the tokens that followed an earlier occurrence of the session's last few tokens (Saxena 2023)."""
 
 from array import array
 from collections.abc import Sequence
 from typing import Final
 
-from outrider.drafters.drafter import Drafter, DrafterInfo, OpenProposal
+from outrider.control.pass_times import PassTimes
+from outrider.drafters.drafter import Drafter, DrafterInfo, OpenProposal, StepRows
 from outrider.drafters.states import BoundedStates
 from outrider.parameters import AcceptanceRule
 from outrider.tokens import SparseDistribution
 
 KIND: Final = "ngram"
 ANY_VOCABULARY_SIZE: Final = 2**32 - 1
-"""A lookup copies token ids and so fits any vocabulary; this is the largest size that the wire can tell."""
+"""A lookup copies token ids and so fits any vocabulary; this is the largest size that the wire can represent."""
 SHORTEST: Final = 2
 LONGEST: Final = 5
 """Tokens of the n-grams that are looked up. One token alone leads almost anywhere; one more than five costs an entry of
@@ -23,11 +24,11 @@ _ENTRY_BYTES: Final = 180
 
 
 class NgramIndex:
-    """Where each n-gram of a growing sequence of tokens was last continued.
+    """The position after the last occurrence of each n-gram of a growing sequence of tokens.
 
     An entry leads to the position of the token after the n-gram, so the n-gram at the very end has none yet: a lookup
-    of the sequence's own end finds an earlier occurrence. Each entry remembers the one it replaced, so that truncation
-    restores exactly what a fresh index of the shorter sequence would hold.
+    of the sequence's own end finds an earlier occurrence. Each entry keeps the one it replaced, so that truncation
+    restores exactly the entries of a fresh index of the shorter sequence.
 
     Args:
         shortest: tokens of the shortest n-gram, at least 1.
@@ -38,7 +39,7 @@ class NgramIndex:
         self._sizes = range(longest, shortest - 1, -1)
         self._token_ids = array("I")
         self._latest: dict[tuple[int, ...], int] = {}
-        # For each size and position, what the entry made there replaced; 0, which follows no n-gram, where nothing.
+        # For each size and position, the entry that was replaced there; 0, which follows no n-gram, where none was.
         self._replaced = {size: array("I") for size in self._sizes}
 
     def __len__(self) -> int:
@@ -50,11 +51,11 @@ class NgramIndex:
         return len(self._latest) * _ENTRY_BYTES + len(self) * _TOKEN_BYTES * (1 + len(self._sizes))
 
     def release(self) -> None:
-        """Drops everything."""
+        """Drop all tokens."""
         self.truncate(0)
 
     def extend(self, token_ids: Sequence[int]) -> None:
-        """Adds tokens at the end, in O(tokens added)."""
+        """Add tokens at the end, in O(tokens added)."""
         for token_id in token_ids:
             position = len(self._token_ids)
             for size, replaced in self._replaced.items():
@@ -62,7 +63,7 @@ class NgramIndex:
             self._token_ids.append(token_id)
 
     def truncate(self, length: int) -> None:
-        """Drops the tokens from position `length` on, in O(tokens dropped)."""
+        """Drop the tokens from position `length` on, in O(tokens dropped)."""
         while len(self._token_ids) > length:
             position = len(self._token_ids) - 1
             for size, replaced in self._replaced.items():
@@ -70,7 +71,7 @@ class NgramIndex:
             self._token_ids.pop()
 
     def continuation(self) -> int | None:
-        """Returns the position after the latest earlier occurrence of the longest n-gram that ends the sequence."""
+        """Return the position after the latest earlier occurrence of the longest n-gram that ends the sequence."""
         length = len(self._token_ids)
         keys = (self._key(size, length) for size in self._sizes if size <= length)
         return next((self._latest[key] for key in keys if key in self._latest), None)
@@ -79,7 +80,7 @@ class NgramIndex:
         return tuple(self._token_ids[position - size : position])
 
     def _enter(self, size: int, position: int) -> int:
-        """Leads the n-gram before `position` there; returns where it led before, 0 for nowhere."""
+        """Point the n-gram before `position` there; return the position that it pointed to before, 0 for none."""
         if position < size:
             return 0
         key = self._key(size, position)
@@ -108,6 +109,7 @@ class NgramDrafter(Drafter):
     """
 
     def __init__(self, shortest: int, longest: int, budget_bytes: int, max_session_len: int) -> None:
+        self.times = PassTimes()
         self._indexes = BoundedStates(lambda: NgramIndex(shortest, longest), budget_bytes)
         self._info = DrafterInfo(
             drafter=KIND,
@@ -129,19 +131,19 @@ class NgramDrafter(Drafter):
         """Memory of the indexes, in bytes, about."""
         return self._indexes.used_bytes
 
-    def step(self, proposals: Sequence[OpenProposal]) -> int:
-        """Completes every proposal with what its lookup gives, possibly nothing."""
+    def step(self, proposals: Sequence[OpenProposal]) -> StepRows:
+        """Complete every proposal with the result of its lookup, possibly nothing."""
         for proposal in proposals:
             self._draft(proposal)
-        return sum(len(proposal.nodes) for proposal in proposals)
+        return StepRows(sum(len(proposal.nodes) for proposal in proposals))
 
     def truncate(self, session_id: str, length: int) -> None:
-        """Drops the index of the tokens from position `length` on."""
+        """Drop the index of the tokens from position `length` on."""
         if (index := self._indexes.find(session_id)) is not None:
             index.truncate(length)
 
     def forget(self, session_id: str) -> None:
-        """Drops the session's index."""
+        """Drop the session's index."""
         self._indexes.forget(session_id)
 
     def _draft(self, proposal: OpenProposal) -> None:
@@ -158,5 +160,5 @@ class NgramDrafter(Drafter):
 
 
 def _point_mass(token_id: int, rule: AcceptanceRule) -> SparseDistribution | None:
-    """Returns the law a lookup samples from: it is a function of the past, so its token has all the probability."""
+    """Return the distribution of a lookup: it is a function of earlier tokens, so its token has all the probability."""
     return SparseDistribution((token_id,), (1.0,)) if rule is AcceptanceRule.REJECTION else None

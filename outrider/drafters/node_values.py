@@ -1,8 +1,8 @@
-"""What the nodes of trees are worth: measured, and weighed by how sure the draft is of them.
+"""The values of the nodes of trees: acceptance rates that are measured, weighted by the draft's probabilities.
 
 How often the target goes on with a draft's first, second, ... choice is measured (`outrider.speculation.acceptance`).
-Of two choices of one rank that one is worth more which the draft finds more probable, compared with what it finds
-choices of that rank on average: so values keep their measured mean, however over- or underconfident the draft is. The
+Of two choices of one rank that one is worth more which the draft finds more probable, relative to the mean probability
+of choices of that rank: so values keep their measured mean, however over- or underconfident the draft is. The
 ratio's power of 0.75 did as well as any of 0, 0.5 and 1 where it was tried: greedy and sampled, waiting and running
 ahead, for drafts of five qualities.
 """
@@ -14,13 +14,13 @@ from typing import Final
 from outrider.speculation.acceptance import MAX_RANK, AcceptanceRates
 
 _POWER: Final = 0.75
-_FADING: Final = 0.998
+_DECAY: Final = 0.998
 _WEIGHT: Final = 30.0
-"""Where all sessions add to the values, they may be learnt slowly: fast ones are noise in the order of nodes."""
+"""Where all sessions add to the values, they are learnt slowly: fast changes would be noise in the order of nodes."""
 
 
 class NodeValues:
-    """See the module.
+    """Values of nodes by depth, rank and likelihood; see the module.
 
     Args:
         rates: where the target's outcomes are kept.
@@ -34,27 +34,27 @@ class NodeValues:
 
     @classmethod
     def of_all_sessions(cls) -> "NodeValues":
-        """Returns values that are learnt from all sessions of a drafter, and hold for each of them."""
-        return cls(AcceptanceRates(decay=_FADING, prior_weight=_WEIGHT, pooled_weight=_WEIGHT))
+        """Return values that are learnt from all sessions of a drafter, and hold for each of them."""
+        return cls(AcceptanceRates(decay=_DECAY, prior_weight=_WEIGHT, pooled_weight=_WEIGHT))
 
     @classmethod
     def of_one_session(cls) -> "NodeValues":
-        """Returns values that are learnt from one session."""
+        """Return values that are learnt from one session."""
         return cls(AcceptanceRates())
 
     def observe(self, depth: int, num_ranks: int, matched: int | None) -> None:
-        """Takes in what the target went on with; see `AcceptanceRates.observe`."""
+        """Observe the choice with which the target went on; see `AcceptanceRates.observe`."""
         self._rates.observe(depth, num_ranks, matched)
         self._ranks.clear()
 
-    def note(self, likelihoods: Sequence[float]) -> None:
-        """Takes in how probable the draft finds its choices behind a node, the first one first."""
+    def observe_likelihoods(self, likelihoods: Sequence[float]) -> None:
+        """Observe the draft's probabilities of its choices after a node, by rank."""
         for place, likelihood in enumerate(likelihoods):
-            self._likelihoods[place] = _FADING * self._likelihoods[place] + likelihood
-            self._weights[place] = _FADING * self._weights[place] + 1.0
+            self._likelihoods[place] = _DECAY * self._likelihoods[place] + likelihood
+            self._weights[place] = _DECAY * self._weights[place] + 1.0
 
     def ranks(self, depth: int) -> Sequence[float]:
-        """Returns what choices at a depth are worth on average, by rank: none more than the one before."""
+        """Return the mean values of choices at a depth, by rank: none more than the one before."""
         found = self._ranks.get(depth)
         if found is None:
             found, least = [], 1.0
@@ -65,22 +65,22 @@ class NodeValues:
         return found
 
     def value(self, depth: int, rank: int, likelihood: float) -> float:
-        """Returns about the probability that the target goes on with a choice, having come to its parent.
+        """Return about the probability that the target goes on with a choice where it has accepted its parent.
 
         Args:
             depth: of the choice.
             rank: of the choice, from 1.
-            likelihood: as the draft finds it; it was noted.
+            likelihood: the draft's probability of it, which was observed.
         """
         mean = self._likelihoods[rank - 1] / self._weights[rank - 1]
         return min(1.0, self.ranks(depth)[rank - 1] * (likelihood / mean) ** _POWER) if mean > 0 else 0.0
 
 
 def least_value(ranks: Callable[[int], Sequence[float]], depth: int, num_nodes: int) -> float:
-    """Returns the value of the least of the best `num_nodes` nodes of an endless tree below a depth.
+    """Return the value of the least of the best `num_nodes` nodes of an endless tree below a depth.
 
     Args:
-        ranks: returns what choices at a depth are worth, by rank, where their parent is accepted.
+        ranks: returns the values of choices at a depth, by rank, where their parent is accepted.
         depth: of the root.
         num_nodes: at least 1.
     """

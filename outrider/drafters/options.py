@@ -9,7 +9,7 @@ from outrider.tokens import MAX_PROPOSAL_NODES
 
 
 class DrafterKind(Enum):
-    """How a draft guesses; see `outrider.drafters`."""
+    """The kinds of drafters; see `outrider.drafters`."""
 
     MODEL = "model"
     NGRAM = "ngram"

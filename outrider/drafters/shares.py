@@ -1,4 +1,4 @@
-"""Rows of a pass, shared among sessions."""
+"""Even sharing of a pass's rows among sessions."""
 
 from collections.abc import Sequence
 from typing import Final
@@ -9,7 +9,7 @@ on CPUs and GPUs alike, and hold up the sessions that a target waits for."""
 
 
 def share_rows(wanted: Sequence[int], num_rows: int) -> list[int]:
-    """Returns how many rows of a pass each session gets: what it wants, or an even share of what the others leave.
+    """Return how many rows of a pass each session gets: all that it wants, or an even share of those that are left.
 
     Args:
         wanted: rows that each session could use, at least 1.

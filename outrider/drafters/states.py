@@ -1,4 +1,4 @@
-"""What drafters keep of sessions, under a budget: the least recently used goes first."""
+"""The states of sessions at a drafter, under a memory budget: the least recently used are evicted first."""
 
 from collections import OrderedDict
 from collections.abc import Callable, Collection
@@ -6,10 +6,10 @@ from typing import Generic, Protocol, TypeVar
 
 
 class State(Protocol):
-    """What a drafter keeps of one session."""
+    """A drafter's state of one session."""
 
     def release(self) -> None:
-        """Gives back what it holds; it is not used again."""
+        """Free its memory; it is not used again."""
 
     @property
     def num_bytes(self) -> int:
@@ -24,7 +24,7 @@ class BoundedStates(Generic[StateT]):
 
     Args:
         make: makes the state of a session that has none.
-        budget_bytes: memory that `make_room` keeps free of what is not in use.
+        budget_bytes: memory of all states that `make_room` leaves.
     """
 
     def __init__(self, make: Callable[[], StateT], budget_bytes: int) -> None:
@@ -43,11 +43,11 @@ class BoundedStates(Generic[StateT]):
         return self._used_bytes
 
     def use(self, session_id: str, make: Callable[[], StateT] | None = None) -> StateT:
-        """Returns the session's state, made now if there was none; it is the most recently used one.
+        """Return the session's state, made now if there was none, as the most recently used one.
 
         Args:
             session_id: the session.
-            make: makes its state in place of the usual way.
+            make: makes its state in place of the default one.
         """
         if session_id not in self._states:
             self._states[session_id] = (make or self._make)()
@@ -55,28 +55,28 @@ class BoundedStates(Generic[StateT]):
         return self._states[session_id]
 
     def find(self, session_id: str) -> StateT | None:
-        """Returns the session's state if there is one; no use is noted."""
+        """Return the session's state if there is one; this does not count as a use."""
         return self._states.get(session_id)
 
     def num_bytes(self, session_id: str) -> int:
-        """Returns what the session's state weighed last; 0 where there is none."""
+        """Return the bytes of the session's state when it was last weighed; 0 where there is none."""
         return self._bytes.get(session_id, 0)
 
     def weigh(self, session_id: str) -> None:
-        """Notes what the session's state holds now."""
+        """Record the bytes that the session's state holds now."""
         num_bytes = self._states[session_id].num_bytes
         self._used_bytes += num_bytes - self._bytes.get(session_id, 0)
         self._bytes[session_id] = num_bytes
 
     def forget(self, session_id: str) -> None:
-        """Drops the session's state, if there is one."""
+        """Drop the session's state, if there is one."""
         state = self._states.pop(session_id, None)
         if state is not None:
             state.release()
         self._used_bytes -= self._bytes.pop(session_id, 0)
 
     def make_room(self, num_bytes: int, in_use: Collection[str]) -> bool:
-        """Drops states that are not in use until `num_bytes` more fit; returns whether they do."""
+        """Evict states that are not in use until `num_bytes` more fit; return whether they do."""
         idle = [session_id for session_id in self._states if session_id not in in_use]
         for session_id in idle:
             if self._used_bytes + num_bytes <= self._budget_bytes:

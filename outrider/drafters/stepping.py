@@ -1,4 +1,4 @@
-"""What every engine that runs a drafter does: steps of which one session's failure is its own, and parts to send."""
+"""Stepping a drafter, as every engine that has one does: failures stay with their session, and nodes are sent once."""
 
 import logging
 import time
@@ -6,9 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from outrider.control.pass_times import PassTimes
-from outrider.drafters.drafter import Drafter, OpenProposal
-from outrider.drafters.step_time import StepTime
+from outrider.drafters.drafter import Drafter, OpenProposal, StepRows
 from outrider.errors import OutriderError, RequestFailed
 from outrider.tokens import Base, ProposalPart
 
@@ -20,10 +18,10 @@ class SentProposal:
     """A proposal, and how much of it has been sent.
 
     Attributes:
-        base: what it was planted under.
-        proposal: it.
-        known_len: length of the session as it was last told.
-        is_reported: whether it was said that nothing more will come before the session is longer.
+        base: its root.
+        proposal: the proposal.
+        known_len: length of the session as last received.
+        is_reported: whether its end was sent: that no more nodes follow before the session is longer.
         num_sent: nodes that were sent.
     """
 
@@ -35,15 +33,19 @@ class SentProposal:
 
     @property
     def can_go_on(self) -> bool:
-        """Whether a step may bring it forward."""
+        """Whether a step may advance it."""
         return not self.proposal.complete and self.proposal.missing_features_from is None
 
     def advance(self, base: Base) -> None:
-        """Learns that the session has gone on below the proposal."""
+        """Record that the session has gone on below the proposal."""
         self.known_len, self.is_reported = base.len, False
 
     def next_part(self, step_time_s: float) -> ProposalPart | None:
-        """Returns what has come since the last part, if anything has to be said; `step_time_s` is what a step takes."""
+        """Return the nodes since the last part, or the proposal's end; None where there is neither.
+
+        Args:
+            step_time_s: seconds of a step, sent with them.
+        """
         nodes = tuple(self.proposal.nodes[self.num_sent :])
         if not nodes and (self.is_reported or not self.proposal.complete):
             return None
@@ -57,71 +59,87 @@ class Stepper:
     """Runs a drafter's steps, and counts them.
 
     Args:
-        drafter: what drafts.
+        drafter: the drafter; its `times` observe each step.
 
     Attributes:
-        num_passes: steps that went well.
-        num_failed: sessions that failed by themselves, with an error that has no name.
-        num_tokens: that they ran.
+        num_passes: steps that succeeded.
+        num_failed: sessions that failed by themselves, with an unexpected error.
+        num_tokens: tokens that were run.
         model_time_s: seconds of all steps.
-        shared_time_s: seconds of these that a session alone would not have had to wait for: what others took.
-        alone_s: seconds that a step of one of the last step's sessions would take.
+        shared_time_s: seconds of these that a session alone would not have waited for: the part of other sessions.
+        alone_s: seconds that a step of one of the last step's sessions alone would take.
+        step_time_s: seconds that a step without prompts takes; 0 before the first step.
     """
 
     def __init__(self, drafter: Drafter) -> None:
         self._drafter = drafter
-        self._step_time = StepTime()
         self.num_passes = 0
         self.num_failed = 0
         self.num_tokens = 0
         self.model_time_s = 0.0
         self.shared_time_s = 0.0
         self.alone_s = 0.0
-        self._times = PassTimes()
-
-    @property
-    def step_time_s(self) -> float:
-        """Seconds that a step takes."""
-        return self._step_time.seconds
+        self.step_time_s = 0.0
+        self._seen_sizes: set[int] = set()
 
     def step(self, proposals: Sequence[OpenProposal]) -> None:
-        """Brings proposals forward, at least one; those that cannot be are refused, and those alone."""
-        num_before, started_s = self.num_tokens, time.perf_counter()
-        self._draft(proposals)
+        """Advance proposals, at least one; those that fail are refused, and those alone."""
+        started_s = time.perf_counter()
+        rows = self._draft(proposals)
         duration_s = time.perf_counter() - started_s
         self.model_time_s += duration_s
-        self._step_time.observe(duration_s)
-        self._share(self.num_tokens - num_before, len(proposals), duration_s)
+        if rows is not None and duration_s > 0:
+            self._observe(rows, len(proposals), duration_s)
 
-    def _share(self, num_rows: int, num_sessions: int, duration_s: float) -> None:
-        """Learns what a step took, and how much of it was for others than the session that waits for it.
+    def _observe(self, rows: StepRows, num_sessions: int, duration_s: float) -> None:
+        """Observe the time of a step, and the part of it that each session waits for the others.
 
-        A drafter may give each of many sessions fewer rows than it would give one alone. What it would take to give all
-        of them as many is what they take from each other.
+        A drafter may give each of many sessions fewer rows than it would give one alone. The time to give all of them
+        as many is the time that they take from each other.
         """
-        if num_rows <= 0 or duration_s <= 0:
-            return
-        self._times.observe(duration_s, num_rows)
-        num_alone = self._drafter.num_rows_alone or max(1, num_rows // num_sessions)
-        together_s = self._times.pass_s(max(num_rows, num_alone * num_sessions))
-        self.alone_s = self._times.pass_s(num_alone)
-        self.shared_time_s += duration_s * max(0.0, 1 - self.alone_s / together_s)
+        times = self._drafter.times
+        if rows.prompts or self._has_seen(rows.num_decode):
+            times.observe(duration_s, rows.num_decode, rows.prompts)
+        if not times.known:
+            self.step_time_s = duration_s
+        elif rows.num_decode:
+            self.step_time_s = times.pass_s(rows.num_decode)
+        if rows.num_rows and times.known:
+            num_alone = self._drafter.num_rows_alone or max(1, rows.num_rows // num_sessions)
+            together_s = times.pass_s(max(rows.num_rows, num_alone * num_sessions))
+            self.alone_s = times.pass_s(num_alone)
+            self.shared_time_s += duration_s * max(0.0, 1 - self.alone_s / together_s)
 
-    def _draft(self, proposals: Sequence[OpenProposal]) -> None:
-        """Runs one step; where it fails, each session by itself, so that only those that fail are refused."""
+    def _has_seen(self, num_rows: int) -> bool:
+        """Return whether a step of this batch size counts: the first may compile its code.
+
+        A size that looked expensive for that would not be chosen again, and so not be corrected.
+        """
+        size = self._drafter.times.sizes.padded(num_rows)
+        was_seen = size in self._seen_sizes
+        self._seen_sizes.add(size)
+        return was_seen and num_rows > 0
+
+    def _draft(self, proposals: Sequence[OpenProposal]) -> StepRows | None:
+        """Run one step and return its rows.
+
+        Where it fails, run each session by itself, so that only those that fail are refused, and return None.
+        """
         try:
-            self.num_tokens += self._drafter.step(proposals)
+            rows = self._drafter.step(proposals)
+            self.num_tokens += rows.num_rows
             self.num_passes += 1
-            return
+            return rows
         except Exception as error:
             _LOG.exception("a draft step failed", extra={"num_sessions": len(proposals)})
             failure = error if isinstance(error, OutriderError) else RequestFailed("drafting failed for this session")
         for proposal in proposals:
-            self._drafter.forget(proposal.session_id)  # what a broken pass has cached is not known
+            self._drafter.forget(proposal.session_id)  # the cache is undefined after a pass that failed
         if len(proposals) == 1:
             self.num_failed += isinstance(failure, RequestFailed)
             proposals[0].refuse(failure)
-            return
+            return None
         for proposal in proposals:
             if not proposal.complete and proposal.missing_features_from is None:
                 self._draft([proposal])
+        return None

@@ -11,7 +11,7 @@ The target's engine and the drafters that have a model use it (`LanguageModel` i
   other branch has a page table of its own that shares the pages before the branching. In every table a token stands
   at its position, so masks are by position alone and accepting a branch means taking over its table.
 - **Rows.** The rows of all sessions are packed without padding, but for a multiple of 4 (or 2; see `attention`).
-  `ModelInfo.pass_sizes` lists padded batch sizes that cost no more than smaller ones.
+  `ModelInfo.padded_sizes` lists padded batch sizes that cost no more than smaller ones.
 - **Memory.** A step reserves its pages before the pass. KV memory uses 2 MiB pages of the system where it has them:
   with pages of 4 KiB, 16 prompt rows at position 1,000 beside 4 sessions took 42 ms instead of 33.
 - **Compiled layers** (`compilation`). Where there is a C++ compiler, PyTorch compiles one layer; all layers and all

@@ -14,7 +14,7 @@ from dataclasses import dataclass, fields
 
 import torch
 
-from outrider.control.pass_sizes import FOURS, PassSizes
+from outrider.control.pass_times import MULTIPLES_OF_FOUR, PaddedSizes
 from outrider.errors import InvalidArgument
 from outrider.lm.kv_cache import PagedKVCache
 from outrider.lm.model import ModelInfo, SessionStep
@@ -88,7 +88,7 @@ class MarkovModel:
             max_session_len=options.max_len,
             eos_token_ids=() if options.eos is None else (options.eos,),
             kv_token_bytes=_TOKEN_BYTES,
-            pass_sizes=PassSizes(options.padding, options.padding) if options.padding > 1 else FOURS,
+            padded_sizes=PaddedSizes(options.padding, options.padding) if options.padding > 1 else MULTIPLES_OF_FOUR,
         )
         page_bytes = _PAGE_LEN * _TOKEN_BYTES
         self._pool = PagePool(kv_budget_bytes // page_bytes, _PAGE_LEN, page_bytes, self._info.fingerprint.encode())

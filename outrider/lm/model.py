@@ -6,7 +6,7 @@ from typing import Protocol
 
 import torch
 
-from outrider.control.pass_sizes import FOURS, PassSizes
+from outrider.control.pass_times import MULTIPLES_OF_FOUR, PaddedSizes
 from outrider.lm.pages import KVUsage
 from outrider.tokens import ProposalTree, TokenSpan
 
@@ -27,7 +27,7 @@ class ModelInfo:
         num_layers: decoder layers whose features a draft may request; 0 if there are none.
         hidden_size: H, width of one feature; 0 if there are none.
         weights_fingerprint: SHA-256, in hexadecimal, of the weights, independent of the dtype they are served in.
-        pass_sizes: padded batch sizes that cost no more.
+        padded_sizes: padded batch sizes that cost no more.
     """
 
     name: str
@@ -41,7 +41,7 @@ class ModelInfo:
     num_layers: int = 0
     hidden_size: int = 0
     weights_fingerprint: str = ""
-    pass_sizes: PassSizes = FOURS
+    padded_sizes: PaddedSizes = MULTIPLES_OF_FOUR
 
 
 class KVCache(Protocol):

@@ -10,7 +10,7 @@ from typing import Final
 import torch
 from transformers import PreTrainedModel
 
-from outrider.control.pass_sizes import FOURS, PassSizes
+from outrider.control.pass_times import MULTIPLES_OF_FOUR, PaddedSizes
 from outrider.errors import ModelUnsupported
 from outrider.lm import attention
 from outrider.lm.attention.flex import FlexPasses
@@ -89,7 +89,7 @@ class TransformersModel:
         compiles = options.compiles and options.invariant and not options.ranks and can_compile(self._device)
         num_packed = pack_linears(model, joins=compiles) if options.packs and not options.ranks else 0
         # Products of weights that are not packed vary with the number of rows, unless it is a multiple of four.
-        sizes = PassSizes(ROW_BLOCK, _PACKED_ROW_STEP) if are_all_packed(model) else FOURS
+        sizes = PaddedSizes(ROW_BLOCK, _PACKED_ROW_STEP) if are_all_packed(model) else MULTIPLES_OF_FOUR
         self._row_step = sizes.step
         shapes = self._find_shapes()
         # float32 on CPUs: products of 16-bit keys are slower there and vary with the number of rows.
@@ -110,7 +110,7 @@ class TransformersModel:
         numerics = f"{info.numerics} attention-{kernel}-{str(kv_dtype).removeprefix('torch.')}"
         split = f" ranks-{options.ranks.num}" if options.ranks else ""
         numerics = f"{numerics} linear-{_linear_kind(model, num_packed)}{split}"
-        info = replace(info, numerics=numerics, pass_sizes=sizes, kv_token_bytes=token_bytes)
+        info = replace(info, numerics=numerics, padded_sizes=sizes, kv_token_bytes=token_bytes)
         # Without invariant kernels, bits that are equal in the probes may differ for other lengths.
         is_invariant = has_equal_bits(self, info.vocabulary_size) and options.invariant
         self._info = replace(info, numerics=f"{info.numerics} {'invariant' if is_invariant else 'varying'}")

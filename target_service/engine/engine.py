@@ -16,8 +16,8 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Final, NamedTuple
 
-from outrider.control.experience import Experience
 from outrider.control.pass_times import PassTimes
+from outrider.control.policy import WorkerStatistics
 from outrider.errors import Draining, InvalidArgument, OutriderError
 from outrider.lm.model import LanguageModel
 from outrider.serving.inbox import Inbox, ReadBudget
@@ -26,10 +26,11 @@ from target_service.engine.colocated import ColocatedDraft
 from target_service.engine.counters import EngineLoad
 from target_service.engine.features import FeatureSender
 from target_service.engine.frames import OPTIONAL
+from target_service.engine.pass_budget import PassBudget
 from target_service.engine.passes import Passes
 from target_service.engine.probe import EngineFailed, probe
 from target_service.engine.requests import Requests
-from target_service.engine.restoring import Restoring, measure_prefill, num_measured_rows
+from target_service.engine.restoring import Restoring, measure_passes
 from target_service.engine.scheduling import MAX_PASS_ROWS, PREFILL_CHUNK_LEN, Scheduler, Share
 from target_service.engine.sessions import Request
 from target_service.engine.stream import Stream
@@ -79,11 +80,12 @@ class Engine:
         self._on_failure = on_failure
         self.max_len = min(model.info.max_session_len, settings.max_session_len, model.kv_usage.max_len)
         """Longest session in tokens: what the model, the settings and the KV cache allow."""
-        experience = Experience(PassTimes(model.info.pass_sizes))
-        self._times = experience.times
+        statistics = WorkerStatistics(PassTimes(model.info.padded_sizes))
+        self._times = statistics.times
         # What is verified is chosen by measured times, where it may be.
-        times = self._times if settings.adaptive_speculation else PassTimes(model.info.pass_sizes)
-        self._scheduler = Scheduler(MAX_PASS_ROWS, PREFILL_CHUNK_LEN, settings.max_decode_slowdown, times)
+        times = self._times if settings.adaptive_speculation else PassTimes(model.info.padded_sizes)
+        budget = PassBudget(settings.max_decode_slowdown, self._times)
+        self._scheduler = Scheduler(MAX_PASS_ROWS, PREFILL_CHUNK_LEN, budget, times)
         self._inbox: Inbox[_Command] = Inbox()
         self._unexpected = UnexpectedErrors()
         self._stopping = False
@@ -92,14 +94,14 @@ class Engine:
         self._restoring = None
         if blocks is not None:
             self._restoring = Restoring(
-                blocks, self._scheduler.budget, self.submit, lambda request: self.requests.is_open(request)
+                model, blocks, self._times, self.submit, lambda request: self.requests.is_open(request)
             )
         self.load = EngineLoad()
         self._features = FeatureSender(model, self.load, self.max_len)
         self.requests = Requests(
             model,
             settings,
-            experience,
+            statistics,
             self.load,
             self._features,
             self._restore,
@@ -117,10 +119,9 @@ class Engine:
         )
 
     def start(self) -> None:
-        """Starts the thread; before that measures what prompts take, where KV blocks are compared with it."""
+        """Starts the thread; before that measures passes, where restoring KV blocks is compared with them."""
         if self._blocks is not None:
-            num_rows = num_measured_rows(self._blocks.block_len, min(self.max_len, MAX_PASS_ROWS))
-            measure_prefill(self._model, self._scheduler.budget, num_rows)
+            measure_passes(self._model, self._times, MAX_PASS_ROWS, self.max_len)
             self._blocks.start()
         self._thread.start()
 

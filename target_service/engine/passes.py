@@ -30,8 +30,8 @@ class Passes:
 
     Args:
         model: the target.
-        scheduler: learns what passes take.
-        times: likewise.
+        scheduler: makes their shares.
+        times: of the passes; each is observed.
         requests: those that are open.
         features: sends what drafts ask for.
         restoring: writes what passes complete; None where nothing is written.
@@ -217,9 +217,7 @@ class Passes:
             share.request.num_recomputed += share.num_recomputed
         prefill = [(share.step.num_rows, share.step.span.start) for share in shares if share.is_prefill]
         num_decode = sum(share.step.num_rows for share in shares if not share.is_prefill)
-        self._scheduler.budget.observe(num_decode, prefill, duration_s)
-        if not prefill:
-            self._times.observe(duration_s, num_decode)
+        self._times.observe(duration_s, num_decode, prefill)
         self._times.num_sessions = max(1, len(self._requests) - len(prefill))
         self.last_s = duration_s
         self.note_waiting()

@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection
 from concurrent.futures import Future
 from typing import Final
 
-from outrider.control.experience import Experience
+from outrider.control.policy import WorkerStatistics
 from outrider.errors import Draining, Fenced, InvalidArgument, ModelUnsupported, OutriderError, Overloaded
 from outrider.lm.model import LanguageModel
 from outrider.serving.spans import TRACER, context_of
@@ -31,7 +31,7 @@ class Requests:
     Args:
         model: the target.
         settings: limits and defaults.
-        experience: what has been measured so far.
+        statistics: of speculation, over all sessions.
         load: counts.
         features: sends what drafts ask for.
         restore: has what is missing of a request's KV cache fetched, if that pays.
@@ -47,7 +47,7 @@ class Requests:
         self,
         model: LanguageModel,
         settings: TargetSettings,
-        experience: Experience,
+        statistics: WorkerStatistics,
         load: EngineLoad,
         features: FeatureSender,
         restore: Callable[[Request], None],
@@ -55,7 +55,7 @@ class Requests:
     ) -> None:
         self._model = model
         self._settings = settings
-        self._experience = experience
+        self._statistics = statistics
         self._load = load
         self._features = features
         self._restore = restore
@@ -124,7 +124,7 @@ class Requests:
             speculation=Speculation(
                 command.speculation,
                 command.rule,
-                self._experience,
+                self._statistics,
                 adapts=self._settings.adaptive_speculation,
             ),
             cache_salt=command.cache_salt,

@@ -1,60 +1,90 @@
-"""How a session whose KV cache is not here gets it back from Redis before it runs."""
+"""Restoring sessions' KV cache from Redis before they run, where that takes less time than computing it."""
 
 import functools
 import secrets
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from math import inf
 from typing import Final
 
 import torch
 
+from outrider.control.pass_times import PassTimes
 from outrider.lm.model import LanguageModel, SessionStep
 from outrider.tokens import TokenSpan
-from target_service.engine.pass_budget import PassBudget
 from target_service.engine.sessions import Request
 from target_service.kv_blocks.remote_blocks import RemoteBlocks
 
-_NUM_MEASURED_BLOCKS: Final = 4
+_PART_LEN: Final = 128
+_MEASURED_LEN: Final = 512
+"""Long enough that the cost of attention shows."""
+_NUM_RUNS: Final = 3
+_REFRESH_LEN: Final = 64
+_FRESH_S: Final = 1.0
+_CLEAR_RATIO: Final = 6.0
+_MIN_REFRESHED: Final = 10
+"""The prefill speed is measured anew, by a prompt of `_REFRESH_LEN` rows, where the last pass is longer ago than
+`_FRESH_S` (another process may have come or gone), where computing and restoring differ by less than `_CLEAR_RATIO`,
+and where the missing blocks have `_MIN_REFRESHED` times as many rows."""
 
 
 class Restoring:
-    """Fetches what requests lack, where that pays. All methods run in the engine's thread.
+    """Fetches the KV blocks that requests lack, where that pays. All methods run in the engine's thread.
 
     Args:
+        model: the model.
         blocks: the blocks in Redis.
-        budget: knows what computing takes.
-        submit: has the engine's thread run a command; from any thread.
+        times: of the model's passes.
+        submit: runs a command in the engine's thread; from any thread.
         is_open: returns whether a request has not ended.
     """
 
     def __init__(
         self,
+        model: LanguageModel,
         blocks: RemoteBlocks,
-        budget: PassBudget,
+        times: PassTimes,
         submit: Callable[[Callable[[], None]], None],
         is_open: Callable[[Request], bool],
     ) -> None:
+        self._model = model
         self._blocks = blocks
-        self._budget = budget
+        self._times = times
         self._submit = submit
         self._is_open = is_open
+        self._last_pass_s = 0.0
 
     def begin(self, request: Request) -> None:
-        """Has what is missing of a session's KV cache fetched, if that pays; until then the request does not run."""
+        """Fetch the missing blocks of a session's KV cache, if that pays; until then the request does not run."""
         if request.is_restoring or not request.has_start:
             return
         resident, block_len = request.resident, self._blocks.block_len
         absent = resident.cache.absent(resident.token_ids)
         if absent:
-            compute_s = self._budget.cost_s(len(absent) * block_len, absent[0][0] * block_len)
+            num_rows, start = len(absent) * block_len, absent[0][0] * block_len
+            if num_rows >= _MIN_REFRESHED * _REFRESH_LEN and self._is_open_question(num_rows, start, len(absent)):
+                self._refresh_speed()
+            compute_s = self._times.prefill_s(num_rows, start)
             request.is_restoring = self._blocks.fetch(absent, compute_s, functools.partial(self._on_blocks, request))
 
     def write_behind(self) -> None:
-        """Has what the last pass completed written, if that pays."""
-        self._blocks.write_behind(lambda num_tokens: self._budget.cost_s(num_tokens, 0))
+        """Queue the blocks that the last pass completed to be written, if that pays."""
+        self._last_pass_s = time.monotonic()
+        self._blocks.write_behind(lambda num_tokens: self._times.prefill_s(num_tokens, 0))
+
+    def _is_open_question(self, num_rows: int, start: int, num_blocks: int) -> bool:
+        compute_s, restore_s = self._times.prefill_s(num_rows, start), self._blocks.restore_s(num_blocks)
+        is_close = compute_s < inf and restore_s / _CLEAR_RATIO < compute_s < restore_s * _CLEAR_RATIO
+        return is_close and time.monotonic() - self._last_pass_s > _FRESH_S
+
+    def _refresh_speed(self) -> None:
+        """Measure a short prompt; where no pass has run lately, no other session waits for it."""
+        [duration_s] = _run_passes(self._model, [_REFRESH_LEN])
+        self._times.reset_prefill_speed(duration_s, _REFRESH_LEN)
+        self._last_pass_s = time.monotonic()
 
     def _on_blocks(self, request: Request, blocks: list[tuple[bytes, int, torch.Tensor]], is_last: bool) -> None:
-        """Takes blocks from the thread that read them."""
+        """Pass blocks on from the thread that read them."""
         self._submit(functools.partial(self._place, request, blocks, is_last))
 
     def _place(self, request: Request, blocks: list[tuple[bytes, int, torch.Tensor]], is_last: bool) -> None:
@@ -68,25 +98,38 @@ class Restoring:
             request.is_restoring = request.is_restoring and not is_last
 
 
-def measure_prefill(model: LanguageModel, budget: PassBudget, num_rows: int) -> None:
-    """Runs a prompt that is nobody's twice, and notes what it took once all was warm.
+def measure_passes(model: LanguageModel, times: PassTimes, num_rows: int, max_len: int) -> None:
+    """Measure the parts of a prompt of no session, and a pass of one row after them.
+
+    The fastest of several runs counts for each: at its start a process may share the machine with others that start.
 
     Args:
-        model: what runs it.
-        budget: learns.
-        num_rows: length of the prompt, at least 1.
+        model: the model, which nothing else uses meanwhile.
+        times: of its passes.
+        num_rows: of a pass, at most.
+        max_len: longest session, at least 2 tokens.
     """
-    token_ids = tuple(number % model.info.vocabulary_size for number in range(num_rows))
-    duration_s = 0.0
-    for _ in range(2):
-        cache = model.new_cache(secrets.token_bytes(16))
-        started = time.perf_counter()
-        model.forward([SessionStep(cache, TokenSpan(0, token_ids), wants_logits=False)])
-        duration_s = time.perf_counter() - started
-        cache.release()
-    budget.observe(0, [(num_rows, 0)], duration_s)
+    part_len = max(1, min(_PART_LEN, num_rows, max_len - 1))
+    starts = range(0, min(_MEASURED_LEN, max_len - 1) - part_len + 1, part_len)
+    runs = [_run_passes(model, [part_len] * len(starts) + [1]) for _ in range(_NUM_RUNS)]
+    *parts_s, decode_s = (min(durations_s) for durations_s in zip(*runs, strict=True))
+    times.observe(decode_s, 1)
+    for start, part_s in zip(starts, parts_s, strict=True):
+        times.observe(part_s, 0, [(part_len, start)])
 
 
-def num_measured_rows(block_len: int, max_rows: int) -> int:
-    """Returns how long a prompt to measure should be."""
-    return max(1, min(_NUM_MEASURED_BLOCKS * block_len, max_rows))
+def _run_passes(model: LanguageModel, lens: Sequence[int]) -> list[float]:
+    """Return the seconds of passes of so many rows, one after the other along a text of no session."""
+    cache = model.new_cache(secrets.token_bytes(16))
+    durations_s = []
+    start = 0
+    for span_len in lens:
+        token_ids = tuple(number % model.info.vocabulary_size for number in range(span_len))
+        step = SessionStep(cache, TokenSpan(start, token_ids), wants_logits=span_len == 1)
+        started_s = time.perf_counter()
+        model.forward([step])
+        durations_s.append(time.perf_counter() - started_s)
+        cache.keep(())
+        start += span_len
+    cache.release()
+    return durations_s

@@ -1,12 +1,12 @@
-"""Which sessions take part in the next pass, with which rows, and who gives way where memory is short."""
+"""The sessions that take part in the next pass, their rows, and preemption where memory is short."""
 
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Final
 
-from outrider.control.batching_delay import gathering_s
+from outrider.control.allocation import allocate
+from outrider.control.batching_delay import batching_delay_s
 from outrider.control.pass_times import PassTimes
-from outrider.control.policy import allocate
 from outrider.lm.model import SessionStep
 from outrider.tokens import ProposalTree, TokenSpan
 from target_service.engine.pass_budget import PassBudget
@@ -14,9 +14,10 @@ from target_service.engine.sessions import Request
 
 _NO_TREE: Final = ProposalTree()
 _MIN_ROWS: Final = 4
-_HELD: Final = 1.5
-_HELD_S: Final = 0.001
-"""A pass waits for sessions to come so many times what was expected, and so many seconds; then it runs without them."""
+_DELAY_FACTOR: Final = 1.5
+_DELAY_S: Final = 0.001
+"""The batch deadline: so many times the batching delay, and so many seconds more; then the pass runs without those that
+are not ready."""
 
 
 @dataclass(slots=True)
@@ -26,9 +27,9 @@ class Share:
     Attributes:
         request: the request.
         step: its rows; their memory is reserved.
-        tree: the proposal that is verified; empty where there is none, or no room for it.
+        tree: the proposal to verify; empty where there is none, or no room for it.
         wait_s: seconds that the round waited for it.
-        queue_s: seconds that it was ready then.
+        queue_s: seconds that it was ready before the pass.
         is_prefill: whether these are tokens of a prompt or a replay, more than the one that each round adds.
     """
 
@@ -58,38 +59,42 @@ PREFILL_CHUNK_LEN: Final = 512
 class Scheduler:
     """Fills passes. Sessions that decode come first, those that waited longest before others; then prompts.
 
-    Prompts get what the budget leaves, so that they hold nobody up for long; the one that waited longest gets a few
-    rows at least. Memory is taken when a share is made. Where too little is left, the newest request that holds any
-    gives its pages back and is run again from its tokens later: the oldest always advances, so all do in their turn.
+    Prompts get the rows that the budget leaves, so that no other session is held up for long; the one that waited
+    longest gets a few rows at least. Memory is taken when a share is made. Where too little is left, the newest request
+    that holds any is preempted and recomputed later: the oldest always advances, so all do in their turn.
 
     Args:
         max_rows: rows of a pass, at most.
         prefill_chunk_len: prompt tokens of a session in one pass, at most.
-        max_slowdown: see `PassBudget`.
-        times: what passes take; decides how many nodes are verified.
+        budget: bounds the rows of prompts.
+        times: of the model's passes; they decide how many nodes are verified, and the batching delay. Without any, all
+            nodes are verified, and no pass is delayed.
+
+    Attributes:
+        num_preemptions: requests that were preempted.
     """
 
-    def __init__(self, max_rows: int, prefill_chunk_len: int, max_slowdown: float, times: PassTimes) -> None:
+    def __init__(self, max_rows: int, prefill_chunk_len: int, budget: PassBudget, times: PassTimes) -> None:
         self._max_rows = max_rows
         self._prefill_chunk_len = prefill_chunk_len
         self._times = times
-        self.budget = PassBudget(max_slowdown)
+        self._budget = budget
         self.num_preemptions = 0
-        self._held_until: float | None = None
+        self._batch_deadline: float | None = None
 
     def shares(self, requests: Collection[Request], now: float) -> list[Share]:
-        """Returns the shares of the next pass; none where nobody is ready at the time `now` (monotonic, seconds).
+        """Return the shares of the next pass; none where no session is ready at the time `now` (monotonic, seconds).
 
-        None either where a pass should wait a little for others; see `outrider.control.batching_delay`.
+        None either during a batching delay; see `outrider.control.batching_delay`.
         """
         runnable = sorted((item for item in requests if item.can_run), key=lambda item: item.round_started)
         shares: list[Share] = []
         num_rows = 0
         decoding = [item for item in runnable if item.num_uncached == 1]
         rounds = [item for item in decoding if item.is_ready(now)][: self._max_rows]
-        if len(decoding) == len(runnable) and self._is_held(decoding, rounds, now):
+        if len(decoding) == len(runnable) and self._delays_batch(decoding, rounds, now):
             return []
-        self._held_until = None
+        self._batch_deadline = None
         for request, tree in zip(rounds, self._trees(rounds, now), strict=True):
             # Its memory may have been taken for one before it.
             if request.num_uncached == 1:
@@ -98,34 +103,34 @@ class Scheduler:
         return shares
 
     def next_time(self, requests: Iterable[Request], now: float) -> float | None:
-        """Returns when there may be shares at the latest, if nothing is heard until then; None for never.
+        """Return when there may be shares at the latest, if nothing arrives until then; None for never.
 
         Args:
             requests: of which none takes part in a pass now.
             now: monotonic time.
         """
-        held_until = now if self._held_until is None else self._held_until
+        deadline = now if self._batch_deadline is None else self._batch_deadline
         runnable = (item for item in requests if item.can_run)
-        times = (held_until if item.is_ready(now) else item.speculation.wait_until for item in runnable)
+        times = (deadline if item.is_ready(now) else item.speculation.wait_until for item in runnable)
         return min(times, default=None)
 
-    def _is_held(self, decoding: Sequence[Request], rounds: Sequence[Request], now: float) -> bool:
-        """Returns whether the pass over these rounds should wait for more; not for long."""
+    def _delays_batch(self, decoding: Sequence[Request], rounds: Sequence[Request], now: float) -> bool:
+        """Return whether the pass over these rounds waits for more, which ends at the batch deadline."""
         if not rounds or len(rounds) in (len(decoding), self._max_rows):
             return False
         ready = {item.number for item in rounds}
-        coming = [item.speculation.entrant(now) for item in decoding if item.number not in ready]
-        wait_s = gathering_s([item.speculation.entrant(now) for item in rounds], coming, self._times)
-        if wait_s is None:
+        coming = [item.speculation.batch_candidate(now) for item in decoding if item.number not in ready]
+        delay_s = batching_delay_s([item.speculation.batch_candidate(now) for item in rounds], coming, self._times)
+        if delay_s is None:
             return False
-        if self._held_until is None:
-            self._held_until = now + _HELD * wait_s + _HELD_S
-        return now < self._held_until
+        if self._batch_deadline is None:
+            self._batch_deadline = now + _DELAY_FACTOR * delay_s + _DELAY_S
+        return now < self._batch_deadline
 
     def _add_prefill(
         self, prompts: Collection[Request], num_rows: int, requests: Collection[Request], shares: list[Share]
     ) -> None:
-        allowance_s = self.budget.allowance_s(num_rows, len(prompts))
+        allowance_s = self._budget.allowance_s(num_rows, len(prompts))
         room = max(_MIN_ROWS, self._max_rows - num_rows)
         pages: set[bytes] = set()
         is_first = True
@@ -133,11 +138,11 @@ class Scheduler:
             resident = request.resident
             resident.cache.adopt(resident.token_ids)
             start, wanted = resident.cache.cached_len, min(request.num_uncached, self._prefill_chunk_len, room)
-            num = self.budget.rows_within(allowance_s, start, wanted)
-            # Someone always advances, however little the others should be held up.
+            num = self._budget.rows_within(allowance_s, start, wanted)
+            # One prompt always advances, however little the others should be held up.
             num = max(num, min(wanted, _MIN_ROWS)) if is_first else num
             if num > 0 and self._add(self._prefill(request, num, pages, requests, shares), shares):
-                allowance_s = self.budget.remaining_s(allowance_s, num, start)
+                allowance_s = self._budget.remaining_s(allowance_s, num, start)
                 room -= num
                 is_first = False
 
@@ -148,9 +153,9 @@ class Scheduler:
         return share.step.num_rows
 
     def _trees(self, rounds: Sequence[Request], now: float) -> list[ProposalTree]:
-        """Returns what each round verifies, chosen together: they share the pass."""
+        """Return the tree that each round verifies, chosen together: they share the pass."""
         offers = [request.speculation.offer(request.room) for request in rounds]
-        # What must be verified is, as far as there are rows, before what may be.
+        # Nodes that must be verified come before those that may be, as far as there are rows.
         room = self._max_rows - len(rounds)
         musts = []
         for must, _ in offers:
@@ -178,7 +183,7 @@ class Scheduler:
         resident = request.resident
         page = resident.cache.next_page(resident.token_ids)
         if page in pages:
-            # Another session computes this page in this very pass; after it, it is there to be taken.
+            # Another session computes this page in this very pass; afterwards it can be shared.
             return None
         step = self._reserved(request, num, _NO_TREE, requests, shares)
         if step is None:
@@ -195,7 +200,7 @@ class Scheduler:
         requests: Collection[Request],
         shares: list[Share],
     ) -> SessionStep | None:
-        """Returns the step with its memory taken; without its tree, or None, where there is too little."""
+        """Return the step with its memory taken; without its tree, or None, where there is too little."""
         cache, token_ids = request.resident.cache, request.resident.token_ids
         start = cache.cached_len
         span = TokenSpan(start, tuple(token_ids[start : start + num_tokens]))
@@ -207,7 +212,7 @@ class Scheduler:
         return SessionStep(cache, span, tree, wants_logits=span.end == len(token_ids))
 
     def _preempt(self, request: Request, requests: Iterable[Request], shares: list[Share]) -> bool:
-        """Takes the memory of the newest request, if it is newer than this one and not in the pass."""
+        """Preempt the newest request, if it is newer than this one and not in the pass; return whether one was."""
         in_pass = {id(share.request) for share in shares}
         newer = (item for item in requests if item.number > request.number and id(item) not in in_pass)
         holding = (item for item in newer if item.resident.cache.num_bytes)
@@ -220,11 +225,12 @@ class Scheduler:
 
 
 def prepared_again(shares: Sequence[Share]) -> list[Share]:
-    """Returns the shares of a pass that failed, to be run once more, with their memory taken anew.
+    """Return the shares of a pass that failed, to be run once more, with their memory taken anew.
 
-    A pass writes behind what a session has cached, and only to pages that no other session holds. So whatever it wrote
-    before it failed, what was cached before it is still right; but for a page that it was to copy first, which is run
-    again. A share for which too little memory is left is not among them: its session takes part in a later pass.
+    A pass writes after the positions that a session has cached, and only to pages that no other session holds. So the
+    positions cached before it are still valid, whatever it wrote before it failed; but for a page that it was to copy
+    first, which is run again. A share for which too little memory is left is left out: its session takes part in a
+    later pass.
     """
     for share in shares:
         share.step.cache.truncate(share.step.span.start)

@@ -5,10 +5,9 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import Final
 
-from outrider.control.batching_delay import Entrant
-from outrider.control.experience import Experience
-from outrider.control.pass_times import DecayingMean
-from outrider.control.policy import RoundPlan, SpeculationPolicy
+from outrider.control.batching_delay import BatchCandidate
+from outrider.control.decaying_mean import DecayingMean
+from outrider.control.policy import RoundPlan, SpeculationPolicy, WorkerStatistics
 from outrider.errors import InvalidArgument
 from outrider.parameters import AcceptanceRule
 from outrider.speculation.proposal_tree import Candidate, Lookahead
@@ -45,7 +44,7 @@ class Speculation:
     Args:
         terms: as the caller says.
         rule: that judges proposals.
-        experience: what has been measured so far.
+        statistics: of all sessions of the target.
         adapts: whether to stop waiting where that does not pay.
 
     Attributes:
@@ -53,12 +52,14 @@ class Speculation:
         num_proposed: nodes that have arrived since the last verdict.
     """
 
-    def __init__(self, terms: SpeculationTerms, rule: AcceptanceRule, experience: Experience, *, adapts: bool) -> None:
+    def __init__(
+        self, terms: SpeculationTerms, rule: AcceptanceRule, statistics: WorkerStatistics, *, adapts: bool
+    ) -> None:
         self.terms = terms
         self.num_proposed = 0
         self._rule = rule
-        self._times = experience.times
-        self._policy = SpeculationPolicy(terms.max_wait_s, experience, adapts=adapts)
+        self._times = statistics.times
+        self._policy = SpeculationPolicy(terms.max_wait_s, statistics, adapts=adapts)
         self._lookahead = Lookahead(0, self._policy.rates)
         self._whole_len = -1
         self._is_late = False
@@ -146,7 +147,7 @@ class Speculation:
             self._plant(planted_len, token_ids)
         if planted_len != self._lookahead.base_len or part.first_node != self._lookahead.num_numbered + 1:
             return False
-        self._policy.draft.note_answer(part.known_len, now, _depth_of(part))
+        self._policy.draft.record_answer(part.known_len, now, _depth_of(part))
         self._policy.draft.step_s = part.step_time_s or self._policy.draft.step_s
         for node in part.nodes:
             if len(self._lookahead) >= MAX_PROPOSAL_NODES:
@@ -207,7 +208,7 @@ class Speculation:
 
     def note_verdict(self, length: int, now: float) -> None:
         """Learns that the verdict which made the session so long leaves now."""
-        self._policy.draft.note_verdict(length, now)
+        self._policy.draft.record_verdict(length, now)
 
     def is_ready(self, length: int, now: float) -> bool:
         """Whether waiting longer would be in vain, or is over."""
@@ -227,10 +228,10 @@ class Speculation:
         # Less was enough once the last nodes had come, perhaps while the round before was being concluded.
         return now if self._news_at is None else max(self._started, self._news_at)
 
-    def entrant(self, now: float) -> Entrant:
-        """Returns the round as one that could take part in the next pass."""
-        expects, later = self._plan.expects, self._policy.whole(self._max_depth(self._num_left))
-        return Entrant(
+    def batch_candidate(self, now: float) -> BatchCandidate:
+        """Return the round as a candidate for the next pass."""
+        expects, later = self._plan.expects, self._policy.expect_whole(self._max_depth(self._num_left))
+        return BatchCandidate(
             max(1.0, expects.num_tokens),
             max(1.0, expects.num_rows),
             0.0 if self._ready_at is not None else max(0.0, self._ready_from - now),

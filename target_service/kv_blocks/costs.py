@@ -1,4 +1,7 @@
-"""Whether restoring blocks of KV cache beats computing them. Arithmetic only; its inputs are measured all the time."""
+"""The bandwidth at which KV blocks are restored, and whether that beats computing them. Arithmetic only.
+
+The time of computing comes from the model of pass costs (`outrider.control.pass_times`).
+"""
 
 from math import inf
 from typing import Final

@@ -229,6 +229,10 @@ class RemoteBlocks:
             self._readers.submit(self._run_fetch, fetch, layout, deliver)
         return True
 
+    def restore_s(self, num_blocks: int) -> float:
+        """Return about how long restoring so many blocks takes, in seconds; infinite while unknown."""
+        return self.costs.restore_s(num_blocks * self._source.block_bytes)
+
     def place(self, blocks: Sequence[tuple[bytes, int, Tensor]]) -> bool:
         """Puts blocks where sessions find them; returns whether there was room for all."""
         for digest, index, content in blocks:

@@ -1,11 +1,12 @@
 """Measured pass times: a speed, and what each size costs compared with others."""
 
+import math
 import random
 
 import pytest
 
-from outrider.control.pass_sizes import PassSizes
-from outrider.control.pass_times import DecayingMean, PassTimes
+from outrider.control.decaying_mean import DecayingMean
+from outrider.control.pass_times import PaddedSizes, PassTimes
 
 
 def test_a_mean_starts_at_the_first_value_and_decays() -> None:
@@ -39,7 +40,7 @@ def test_sizes_that_were_seen_keep_their_costs() -> None:
 
 
 def test_rows_that_cost_alike_are_learnt_of_together() -> None:
-    times = PassTimes(PassSizes(6, 2))
+    times = PassTimes(PaddedSizes(6, 2))
     for _ in range(50):
         times.observe(0.1, 1)
         times.observe(0.13, 7)
@@ -94,7 +95,8 @@ def test_noise_is_averaged_out() -> None:
 
 def test_a_round_is_a_pass_and_what_is_done_around_it() -> None:
     times = PassTimes()
-    times.observe(0.1, 4)
+    for _ in range(2):
+        times.observe(0.1, 4)
     times.observe_rest(0.004, speculates=True)
     assert times.round_s(4) == times.round_s(4, speculates=True) == pytest.approx(0.104)
     times.observe_rest(0.001, speculates=False)
@@ -110,3 +112,80 @@ def test_a_machine_that_slows_down_is_followed() -> None:
             times.observe(speed * 0.113, 8)
     assert times.pass_s(4) == pytest.approx(0.2, rel=0.05)
     assert times.pass_s(8) == pytest.approx(0.226, rel=0.05)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "expected"),
+    [
+        (PaddedSizes(), [4, 4, 4, 4, 8, 8, 8, 8, 12]),
+        (PaddedSizes(6, 2), [6, 6, 6, 6, 6, 6, 8, 8, 10]),
+        (PaddedSizes(1, 1), [1, 2, 3, 4, 5, 6, 7, 8, 9]),
+    ],
+)
+def test_rows_are_padded_to_the_next_size(sizes: PaddedSizes, expected: list[int]) -> None:
+    assert [sizes.padded(num_rows) for num_rows in range(1, 10)] == expected
+    for num_rows in range(1, 10):
+        assert sizes.is_full(num_rows) == (sizes.padded(num_rows + 1) > sizes.padded(num_rows))
+
+
+ROW_S, POSITION_S = 0.0005, 1e-6
+
+
+def _prompt_s(*prompts: tuple[int, int]) -> float:
+    return sum(num * (ROW_S + POSITION_S * (start + num / 2)) for num, start in prompts)
+
+
+def _with_prompts() -> PassTimes:
+    """Returns the times of passes of 10 ms, alone and with prompts."""
+    times = PassTimes()
+    for prompts in ([], [(512, 0)], [(512, 512)], [(8, 0)], [(8, 1500), (4, 30)], [(16, 700)]):
+        times.observe(0.010 + _prompt_s(*prompts), 1, prompts)
+    return times
+
+
+def test_the_linear_and_the_attention_cost_of_a_prompt_are_told_apart() -> None:
+    assert PassTimes().prefill_s(8, 0) == math.inf
+    times = _with_prompts()
+    for num, start in ((10, 0), (10, 3000), (200, 100)):
+        assert times.prefill_s(num, start) == pytest.approx(_prompt_s((num, start)), rel=0.01)
+    assert times.pass_s(1) == pytest.approx(0.010), "prompts do not count as passes that decode"
+
+
+def test_a_prompt_alone_counts_without_the_cost_of_a_small_pass() -> None:
+    times = _with_prompts()
+    for _ in range(100):
+        times.observe(0.010 + _prompt_s((16, 0)), 0, [(16, 0)])
+    assert times.prefill_s(1000, 0) == pytest.approx(_prompt_s((1000, 0)), rel=0.02)
+
+
+def test_old_prompts_fade() -> None:
+    times = _with_prompts()
+    for _ in range(100):
+        times.observe(0.010 + 8 * 0.002, 1, [(8, 0)])
+        times.observe(0.010 + 8 * 0.004, 1, [(8, 1000)])
+    assert times.prefill_s(8, 0) == pytest.approx(8 * 0.002, rel=0.1)
+    assert times.prefill_s(8, 1000) == pytest.approx(8 * 0.004, rel=0.1)
+
+
+def test_one_prompt_after_a_pause_determines_the_speed_of_all() -> None:
+    times = _with_prompts()
+    for factor in (5.0, 0.5):
+        times.reset_prefill_speed(0.010 + factor * _prompt_s((64, 0)), 64)
+        for num, start in ((1000, 0), (200, 3000)):
+            assert times.prefill_s(num, start) == pytest.approx(factor * _prompt_s((num, start)), rel=0.02)
+    assert times.pass_s(1) == pytest.approx(0.010), "decoding has a speed of its own"
+
+
+def test_a_prompt_that_was_measured_before_any_pass_counts_in_seconds() -> None:
+    times = PassTimes()
+    times.observe(0.256, 0, [(256, 0)])
+    assert times.prefill_s(512, 0) == pytest.approx(0.512)
+    for _ in range(5):
+        times.observe(0.010, 1)
+    assert times.prefill_s(512, 0) == pytest.approx(0.512)
+
+
+def test_a_prompt_beside_passes_of_unknown_time_does_not_count() -> None:
+    times = PassTimes()
+    times.observe(0.3, 1, [(256, 0)])
+    assert times.prefill_s(1, 0) == math.inf

@@ -4,11 +4,10 @@ import random
 
 import pytest
 
+from outrider.control.allocation import allocate
 from outrider.control.draft_times import DraftTimes
-from outrider.control.experience import Experience
-from outrider.control.pass_sizes import PassSizes
-from outrider.control.pass_times import PassTimes
-from outrider.control.policy import RoundPlan, SpeculationPolicy, allocate
+from outrider.control.pass_times import PaddedSizes, PassTimes
+from outrider.control.policy import RoundPlan, SpeculationPolicy, WorkerStatistics
 from outrider.speculation.proposal_tree import Candidate
 
 DEPTH = 5
@@ -32,12 +31,12 @@ class _Session:
         answer_s: float = 0.002,
         step_s: float = 0.001,
         times: PassTimes | None = None,
-        experience: Experience | None = None,
+        statistics: WorkerStatistics | None = None,
         max_wait_s: float = 0.1,
     ) -> None:
-        experience = experience or Experience(times or _times())
-        self.times = experience.times
-        self.policy = SpeculationPolicy(max_wait_s, experience)
+        statistics = statistics or WorkerStatistics(times or _times())
+        self.times = statistics.times
+        self.policy = SpeculationPolicy(max_wait_s, statistics)
         self.accepted, self.answer_s, self.step_s = accepted, answer_s, step_s
         self._length, self._now = 0, 0.0
         self._random = random.Random(2)
@@ -47,11 +46,11 @@ class _Session:
         policy, draft = self.policy, self.policy.draft
         plan = policy.begin([], 0, DEPTH)
         self._length += 1
-        draft.note_verdict(self._length, self._now)
+        draft.record_verdict(self._length, self._now)
         draft.step_s = self.step_s
         wait_s = 0.0
         if plan.wants_draft:
-            draft.note_answer(self._length, self._now + self.answer_s)
+            draft.record_answer(self._length, self._now + self.answer_s)
             wait_s = min(plan.wait_s, self.answer_s + (plan.depth - 1) * self.step_s)
         depth = round((wait_s - self.answer_s) / self.step_s) + 1 if wait_s >= self.answer_s else 0
         is_trial = plan.is_trial
@@ -80,10 +79,10 @@ class _Session:
 
 
 def test_a_new_request_waits_for_all_and_one_without_a_draft_for_nothing() -> None:
-    plan = SpeculationPolicy(0.1, Experience()).begin([], 0, DEPTH)
+    plan = SpeculationPolicy(0.1, WorkerStatistics()).begin([], 0, DEPTH)
     assert (plan.wait_s, plan.depth, plan.num_speculative_tokens) == (0.1, DEPTH, DEPTH)
-    assert SpeculationPolicy(0.0, Experience()).begin([], 0, DEPTH) == RoundPlan()
-    assert SpeculationPolicy(0.1, Experience()).begin([], 0, 0) == RoundPlan()
+    assert SpeculationPolicy(0.0, WorkerStatistics()).begin([], 0, DEPTH) == RoundPlan()
+    assert SpeculationPolicy(0.1, WorkerStatistics()).begin([], 0, 0) == RoundPlan()
 
 
 @pytest.mark.parametrize(
@@ -101,7 +100,7 @@ def test_it_waits_for_a_shorter_line_where_steps_are_slow() -> None:
 
 
 def test_a_dead_draft_costs_one_wait() -> None:
-    policy = SpeculationPolicy(0.1, Experience(_times()))
+    policy = SpeculationPolicy(0.1, WorkerStatistics(_times()))
     plan = policy.begin([], 0, DEPTH)
     policy.observe_round(0, 0, 0, plan.wait_s, waited=True)
     assert policy.begin([], 0, DEPTH).wait_s == 0.0
@@ -145,7 +144,7 @@ def test_proposals_that_rarely_come_are_worth_less() -> None:
 
 
 def test_waits_in_vain_become_rarer() -> None:
-    policy = SpeculationPolicy(0.1, Experience(_times()))
+    policy = SpeculationPolicy(0.1, WorkerStatistics(_times()))
     policy.begin([], 0, DEPTH)
     policy.observe_round(0, 0, 0, 0.1, waited=True)
     rounds = []
@@ -200,7 +199,7 @@ def test_a_draft_that_runs_ahead_is_left_alone_where_nothing_of_it_is_worth_veri
 
 
 def test_without_adaptation_every_round_waits_until_all_is_here() -> None:
-    policy = SpeculationPolicy(0.1, Experience(_times()), adapts=False)
+    policy = SpeculationPolicy(0.1, WorkerStatistics(_times()), adapts=False)
     for _ in range(5):
         policy.observe_round(0, 0, 0, 0.1, waited=True)
     assert policy.begin([], 0, DEPTH).wait_s == 0.1
@@ -211,13 +210,13 @@ def test_answers_are_timed_from_their_verdicts() -> None:
     draft = DraftTimes()
     draft.step_s = 0.004
     for place in range(1, 20):
-        draft.note_verdict(place, float(place))
-        draft.note_answer(place, place + 0.03)
-    draft.note_answer(3, 99.0)
+        draft.record_verdict(place, float(place))
+        draft.record_answer(place, place + 0.03)
+    draft.record_answer(3, 99.0)
     assert draft.arrival_s(1, is_running=False) == pytest.approx(0.03)
     assert draft.arrival_s(3, is_running=False) == pytest.approx(0.038)
     assert draft.arrival_s(2, is_running=True) == pytest.approx(0.008)
-    draft.note_silence(0.1)
+    draft.record_timeout(0.1)
     assert draft.arrival_s(1, is_running=False) > 0.04
 
 
@@ -237,7 +236,7 @@ def test_nodes_of_all_sessions_compete_for_the_pass() -> None:
 
 
 def test_rows_that_come_for_nothing_are_taken() -> None:
-    times = PassTimes(PassSizes(6, 2))
+    times = PassTimes(PaddedSizes(6, 2))
     for _ in range(50):
         times.observe(0.1, 1)
         times.observe(0.16, 8)
@@ -266,8 +265,8 @@ def test_drafts_that_send_all_at_once_are_not_expected_step_by_step() -> None:
     draft = DraftTimes()
     draft.step_s = 0.01
     for place in range(1, 20):
-        draft.note_verdict(place, float(place))
-        draft.note_answer(place, place + 0.03, depth=4)
+        draft.record_verdict(place, float(place))
+        draft.record_answer(place, place + 0.03, depth=4)
     assert draft.arrival_s(4, is_running=False) == pytest.approx(0.03)
     assert draft.arrival_s(6, is_running=False) == pytest.approx(0.05)
     # They are told how much is wanted, and less of it comes sooner.
@@ -292,13 +291,13 @@ def test_where_nothing_is_waited_for_a_trial_is_asked_for_now_and_then() -> None
 
 
 def test_a_session_begins_with_what_others_have_shown() -> None:
-    experience = Experience(_times())
+    statistics = WorkerStatistics(_times())
     for _ in range(8):
-        _Session(accepted=0.02, experience=experience).settle(60)
-    assert SpeculationPolicy(0.1, experience).begin([], 0, DEPTH).wait_s == 0
+        _Session(accepted=0.02, statistics=statistics).settle(60)
+    assert SpeculationPolicy(0.1, statistics).begin([], 0, DEPTH).wait_s == 0
     for _ in range(8):
-        _Session(accepted=0.9, experience=experience).settle(60)
-    assert SpeculationPolicy(0.1, experience).begin([], 0, DEPTH).wait_s > 0
+        _Session(accepted=0.9, statistics=statistics).settle(60)
+    assert SpeculationPolicy(0.1, statistics).begin([], 0, DEPTH).wait_s > 0
 
 
 def test_what_is_done_around_rounds_that_speculate_counts() -> None:
@@ -311,14 +310,14 @@ def test_what_is_done_around_rounds_that_speculate_counts() -> None:
 
 
 def test_a_machine_that_stands_still_for_a_moment_does_not_end_speculation() -> None:
-    experience = Experience()
+    statistics = WorkerStatistics()
     for _ in range(20):
         for num_rows in (1, 6, 16, 64):
-            experience.times.observe(0.02 + 0.0004 * num_rows, num_rows)
-    session = _Session(accepted=0.8, experience=experience)
+            statistics.times.observe(0.02 + 0.0004 * num_rows, num_rows)
+    session = _Session(accepted=0.8, statistics=statistics)
     session.settle()
     answer_s, session.answer_s = session.answer_s, 0.6
-    experience.times.observe(0.6, 1)
+    statistics.times.observe(0.6, 1)
     session.round()
     session.answer_s = answer_s
     assert [session.round().wait_s > 0 for _ in range(8)] == [True] * 8
@@ -328,7 +327,7 @@ def test_a_machine_that_stands_still_for_a_moment_does_not_end_speculation() -> 
 
 
 def test_while_no_pass_was_measured_a_wait_is_as_long_as_it_may_be() -> None:
-    policy = SpeculationPolicy(0.1, Experience())
-    policy.draft.note_verdict(1, 0.0)
-    policy.draft.note_answer(1, 0.03)
+    policy = SpeculationPolicy(0.1, WorkerStatistics())
+    policy.draft.record_verdict(1, 0.0)
+    policy.draft.record_answer(1, 0.03)
     assert policy.begin([], 0, DEPTH).wait_s == 0.1

@@ -38,7 +38,7 @@ def test_the_first_choice_is_the_targets(num_levels: int, parameters: SamplingPa
     logits, proposal = _logits(num_levels, 6), OpenProposal("s", list(TEXT), terms(parameters), 4)
     paths: list[tuple[int, ...]] = [(), (4,), (5,), (4, 4), (4, 6), (4, 6, 7)]
     ranked = RankedChoices(proposal, TreeOptions(), DraftVocabulary(torch.arange(V), V))
-    choices = ranked.behind([Place(path, 0) for path in paths], logits, num)
+    choices = ranked.after([Place(path, 0) for path in paths], logits, num)
     for row, path, found in zip(logits, paths, choices, strict=True):
         token_ids, likelihoods = [item.token_id for item in found], [item.likelihood for item in found]
         history = TokenHistory(TEXT, path, parameters)
@@ -68,7 +68,7 @@ def test_under_rejection_the_distribution_sent_is_the_one_drawn_from(top_k: int)
         sampled = SampledChoices(
             OpenProposal("s", TEXT, given, 4), TreeOptions(top_k=top_k, p_min=0.9), SIX, KeyedSource(seed)
         )
-        [[choice, *guesses]] = sampled.behind([Place((), 0)], LOGITS, 3)
+        [[choice, *guesses]] = sampled.after([Place((), 0)], LOGITS, 3)
         assert choice.likelihood == 1, "nothing is ordered, or withheld, by its value"
         assert choice.token_id not in {guess.token_id for guess in guesses}
         drawn[choice.token_id] += 1
@@ -82,7 +82,7 @@ def test_under_rejection_the_distribution_sent_is_the_one_drawn_from(top_k: int)
 
 def _ranked(p_min: float, num: int) -> list[int]:
     proposal = OpenProposal("s", TEXT, terms(SamplingParameters(temperature=0)), 4)
-    [found] = RankedChoices(proposal, TreeOptions(p_min=p_min), SIX).behind([Place((), 0)], LOGITS, num)
+    [found] = RankedChoices(proposal, TreeOptions(p_min=p_min), SIX).after([Place((), 0)], LOGITS, num)
     return [choice.token_id for choice in found]
 
 

@@ -108,7 +108,7 @@ def test_missing_features_are_named_and_waited_for(tiny: TinyEagle3) -> None:
     drafter = tiny.drafter()
     drafter.give("s", tiny.span(0, 5))
     waiting = proposal(TEXT[:12], 3, given=GREEDY)
-    assert drafter.step([waiting]) == 0
+    assert drafter.step([waiting]).num_rows == 0
     assert waiting.missing_features_from == 5 and not waiting.complete
     drafter.give("s", tiny.span(8, 11))  # behind a gap: of no use
     drafter.give("s", tiny.span(3, 11))  # in part here already

@@ -88,7 +88,7 @@ def test_a_target_of_another_width_is_named(head: Path, tmp_path: Path) -> None:
 
 def test_a_target_of_another_vocabulary_is_named(head: Path, tmp_path: Path) -> None:
     large = save_model(LlamaConfig(**{**SMALL, "vocab_size": 80}), tmp_path / "large")
-    with pytest.raises(ModelUnsupported, match="is of 64 tokens, the target has 80"):
+    with pytest.raises(ModelUnsupported, match="has 64 tokens, the target has 80"):
         load_drafter(settings(head, target=large))
 
 

@@ -40,7 +40,7 @@ def test_a_step_gives_each_session_one_node() -> None:
     drafter = model_drafter()
     proposals = [proposal([1, 2, number], 4, str(number), GREEDY) for number in range(5)]
     for num in range(1, 5):
-        assert drafter.step(proposals) == (15 if num == 1 else 5)
+        assert drafter.step(proposals).num_rows == (15 if num == 1 else 5)
         assert [len(item.nodes) for item in proposals] == [num] * 5
         assert all(item.complete for item in proposals) == (num == 4)
 

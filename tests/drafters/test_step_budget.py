@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 
+from outrider.control.pass_times import PassTimes
 from outrider.drafters.step_budget import Frontier, StepBudget
 from outrider.speculation.proposal_tree import Candidate
 
@@ -9,13 +10,12 @@ VALUES = [0.8, 0.6, 0.4, 0.3, 0.2, 0.2, 0.1, 0.1, 0.05, 0.05, 0.02, 0.02]
 
 
 def _budget(seconds: Callable[[int], float], max_rows: int = 512) -> StepBudget:
-    """Returns a budget that has measured steps of all sizes, each of which took longer the first time."""
-    budget = StepBudget(max_rows)
-    for num_rows in range(1, 65):
-        budget.observe(10.0, num_rows)
-        for _ in range(4):
-            budget.observe(seconds(num_rows), num_rows)
-    return budget
+    """Returns a budget over the times of steps of all sizes."""
+    times = PassTimes()
+    for num_rows in range(4, 65, 4):
+        for _ in range(16):
+            times.observe(seconds(num_rows), num_rows)
+    return StepBudget(max_rows, times)
 
 
 def _cheap(num_rows: int) -> float:
@@ -38,7 +38,7 @@ def test_rows_that_cost_nothing_are_all_run_and_dear_ones_while_they_are_worth_i
 
 
 def test_before_anything_is_measured_as_many_as_may_be_are_run() -> None:
-    assert StepBudget(8).choose([_frontier(*VALUES)], 0, 0) == [list(range(1, 9))]
+    assert StepBudget(8, PassTimes()).choose([_frontier(*VALUES)], 0, 0) == [list(range(1, 9))]
 
 
 def test_the_best_nodes_are_run_of_whichever_session() -> None:
@@ -53,17 +53,6 @@ def test_no_load_keeps_an_awaited_line_from_growing() -> None:
     # Nor do texts, long as they are.
     chosen = _budget(_dear, max_rows=4).choose([_frontier(0.1, num_musts=1)], 1, 64)
     assert chosen == [[1]]
-
-
-def test_what_a_size_takes_at_first_does_not_count() -> None:
-    budget = StepBudget(512)
-    for _ in range(10):
-        budget.observe(0.01, 4)
-    budget.observe(10.0, 8)
-    assert len(budget.choose([_frontier(*VALUES)], 0, 0)[0]) > 4
-    for _ in range(4):
-        budget.observe(10.0, 8)
-    assert len(budget.choose([_frontier(*VALUES)], 0, 0)[0]) == 4
 
 
 def test_it_is_known_how_many_rows_a_session_would_have_alone() -> None:

@@ -5,8 +5,9 @@ from typing import cast
 
 import pytest
 
+from outrider.control.pass_times import PassTimes
 from outrider.drafters import stepping
-from outrider.drafters.drafter import Drafter, DraftTerms, OpenProposal
+from outrider.drafters.drafter import Drafter, DraftTerms, OpenProposal, StepRows
 from outrider.drafters.stepping import SentProposal, Stepper
 from outrider.parameters import AcceptanceRule, SamplingParameters
 from outrider.tokens import Base
@@ -23,14 +24,15 @@ class _Drafter:
 
     def __init__(self, *broken: str) -> None:
         self.broken = broken
+        self.times = PassTimes()
         self.forgotten: list[str] = []
 
-    def step(self, proposals: Sequence[OpenProposal]) -> int:
+    def step(self, proposals: Sequence[OpenProposal]) -> StepRows:
         if any(proposal.session_id in self.broken for proposal in proposals):
             raise RuntimeError("no such page")
         for proposal in proposals:
             proposal.append(5)
-        return len(proposals)
+        return StepRows(len(proposals))
 
     @property
     def num_rows_alone(self) -> int:
@@ -82,7 +84,10 @@ def test_only_sessions_that_fail_are_refused() -> None:
     assert [len(proposal.nodes) for proposal in proposals] == [1, 0, 1]
     assert set(drafter.forgotten) == {"a", "b", "c"}, "what a broken pass has cached is not known"
     assert (stepper.num_passes, stepper.num_tokens) == (2, 2)
-    assert stepper.model_time_s >= stepper.step_time_s > 0
+    assert not drafter.times.known, "the time of a step that failed is no step's"
+    assert stepper.model_time_s > 0
+    stepper.step([_proposal("a")])
+    assert stepper.step_time_s > 0
 
 
 class _Clock:
@@ -102,10 +107,10 @@ class _TimedDrafter(_Drafter):
         super().__init__()
         self._clock = clock
 
-    def step(self, proposals: Sequence[OpenProposal]) -> int:
+    def step(self, proposals: Sequence[OpenProposal]) -> StepRows:
         num_rows = 4 * len(proposals)
         self._clock.now += 0.010 + 0.001 * num_rows
-        return num_rows
+        return StepRows(num_rows)
 
 
 def test_what_sessions_add_to_each_others_steps_is_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -133,9 +138,9 @@ class _NarrowingDrafter(_TimedDrafter):
     def num_rows_alone(self) -> int:
         return 8
 
-    def step(self, proposals: Sequence[OpenProposal]) -> int:
+    def step(self, proposals: Sequence[OpenProposal]) -> StepRows:
         self._clock.now += 0.010 + 0.001 * 8
-        return 8
+        return StepRows(8)
 
 
 def test_rows_that_sessions_take_from_each_other_are_told_too(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -145,10 +150,66 @@ def test_rows_that_sessions_take_from_each_other_are_told_too(monkeypatch: pytes
     stepper = Stepper(cast(Drafter, drafter))
     for num in (1, 2, 4, 8) * 20:
         stepper.step([_proposal(str(number)) for number in range(num)])
-    stepper._drafter = cast(Drafter, _NarrowingDrafter(clock))
+    narrowing = _NarrowingDrafter(clock)
+    narrowing.times = drafter.times
+    stepper._drafter = cast(Drafter, narrowing)
     before = stepper.shared_time_s
     stepper.step([_proposal("a")])
     assert stepper.shared_time_s == pytest.approx(before)
     stepper.step([_proposal(name) for name in "abcd"])
     # All four as wide as one would take 42 ms in place of 18.
     assert stepper.shared_time_s - before == pytest.approx(0.018 * (1 - 18 / 42), rel=0.1)
+
+
+class _PromptDrafter(_TimedDrafter):
+    """Runs steps of four rows, and with every tenth one a prompt of 1 ms a row."""
+
+    num_steps = 0
+
+    def step(self, proposals: Sequence[OpenProposal]) -> StepRows:
+        self.num_steps += 1
+        rows = StepRows.of(4, [(500, 0)] if self.num_steps % 10 == 0 else [])
+        self._clock.now += 0.010 + 0.001 * rows.num_rows
+        return rows
+
+
+def test_a_prompt_does_not_make_steps_look_slow(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = _Clock()
+    monkeypatch.setattr(stepping, "time", clock)
+    drafter = _PromptDrafter(clock)
+    stepper = Stepper(cast(Drafter, drafter))
+    assert stepper.step_time_s == 0
+    for _ in range(40):
+        stepper.step([_proposal()])
+        assert stepper.step_time_s == pytest.approx(0.014)
+    assert drafter.times.prefill_s(500, 0) == pytest.approx(0.5)
+
+
+def test_short_texts_count_as_rows_that_decode() -> None:
+    assert StepRows.of(3, [(2, 40), (16, 7), (17, 90)]) == StepRows(21, ((17, 90),))
+    assert StepRows.of(3, [(2, 40), (17, 90)]).num_rows == 22
+
+
+class _CompilingDrafter(_TimedDrafter):
+    """Takes ten seconds more for the first step of each number of sessions."""
+
+    def step(self, proposals: Sequence[OpenProposal]) -> StepRows:
+        if len(proposals) not in self.seen:
+            self.seen.add(len(proposals))
+            self._clock.now += 10.0
+        return super().step(proposals)
+
+    def __init__(self, clock: _Clock) -> None:
+        super().__init__(clock)
+        self.seen: set[int] = set()
+
+
+def test_the_first_step_of_a_size_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = _Clock()
+    monkeypatch.setattr(stepping, "time", clock)
+    drafter = _CompilingDrafter(clock)
+    stepper = Stepper(cast(Drafter, drafter))
+    for num in (1, 1, 1, 2, 3, 2, 3):
+        stepper.step([_proposal(str(number)) for number in range(num)])
+    assert drafter.times.pass_s(4) == pytest.approx(0.014, rel=0.05)
+    assert drafter.times.pass_s(12) == pytest.approx(0.022, rel=0.05)

@@ -12,7 +12,8 @@ from outrider.drafters.choices import Choice, Place
 from outrider.drafters.drafter import OpenProposal
 from outrider.drafters.model import ModelDrafter
 from outrider.drafters.node_values import NodeValues, least_value
-from outrider.drafters.tree import URGENCY, DraftTree
+from outrider.drafters.tree import DraftTree
+from outrider.drafters.tree_order import URGENCY
 from outrider.parameters import AcceptanceRule, SamplingParameters
 from outrider.speculation.proposal_tree import Lookahead
 from outrider.speculation.randomness import Counter, KeyedSource, Purpose
@@ -310,7 +311,7 @@ def test_values_fall_with_depth_and_rank() -> None:
     for _ in range(200):
         values.observe(1, 4, 1)
         values.observe(1, 4, None)
-    values.note([0.5, 0.5])
+    values.observe_likelihoods([0.5, 0.5])
     assert values.value(1, 1, 0.5) == pytest.approx(0.5, abs=0.05)
     assert values.value(1, 2, 0.5) < 0.05
     assert values.value(1, 1, 0.4) < values.value(1, 1, 0.5) < values.value(1, 1, 0.6), "what the draft is surer of"
@@ -328,7 +329,7 @@ class Made:
         found = [(token_id, weight / sum(weights)) for token_id, weight in enumerate(weights)]
         return sorted(found, key=lambda item: -item[1])
 
-    def behind(self, places: Sequence[Place], logits: torch.Tensor, num: int) -> list[list[Choice]]:
+    def after(self, places: Sequence[Place], logits: torch.Tensor, num: int) -> list[list[Choice]]:
         return [[Choice(*item) for item in self.ranked(place.path)[:num]] for place in places]
 
 

@@ -9,11 +9,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from outrider.control.experience import Experience
+from outrider.control.policy import WorkerStatistics
 from outrider.drafters.choices import Choice, Place, SampledChoices, TreeOptions
 from outrider.drafters.drafter import DraftTerms, OpenProposal
 from outrider.drafters.node_values import NodeValues
-from outrider.drafters.tree import DraftTree, Node
+from outrider.drafters.tree import DraftTree
+from outrider.drafters.tree_order import Node
 from outrider.lm.heads.vocabulary import DraftVocabulary
 from outrider.parameters import AcceptanceRule, SamplingParameters
 from outrider.speculation.verification import DecisionSource, verify_rejection
@@ -83,8 +84,8 @@ class WrongTree(DraftTree):
 class WeighedChoices(SampledChoices):
     """Sampled tokens with a likelihood, by which they are ordered among the guesses."""
 
-    def behind(self, places: Sequence[Place], logits: Tensor, num: int) -> list[list[Choice]]:
-        rows = zip(logits.exp(), super().behind(places, logits, num), strict=True)
+    def after(self, places: Sequence[Place], logits: Tensor, num: int) -> list[list[Choice]]:
+        rows = zip(logits.exp(), super().after(places, logits, num), strict=True)
         weighed = [
             [item._replace(likelihood=float(distribution[item.token_id])) for item in row] for distribution, row in rows
         ]
@@ -110,7 +111,9 @@ def generate(
     """Generate `num` tokens with a timing that depends on the round alone."""
     target, model = PAIRS[pair]
     (depth, _, ahead), draft = sizes, Draft(model, source, kind, sizes)
-    speculation = Speculation(SpeculationTerms(depth, 1.0, ahead), TERMS.acceptance_rule, Experience(), adapts=False)
+    speculation = Speculation(
+        SpeculationTerms(depth, 1.0, ahead), TERMS.acceptance_rule, WorkerStatistics(), adapts=False
+    )
     text: Text = ()
     for round_ in range(num):
         when = random.Random(f"{seed} {round_}")

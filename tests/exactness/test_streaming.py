@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from outrider.control.experience import Experience
+from outrider.control.policy import WorkerStatistics
 from outrider.parameters import AcceptanceRule
 from outrider.speculation.proposal_tree import Lookahead
 from outrider.speculation.randomness import Counter, Purpose
@@ -89,7 +89,7 @@ def generate(
     text: Text = ()
     unheard: Text = ()
     draft = RunningDraft(model, rule, source)
-    speculation = Speculation(SpeculationTerms(2, 1.0, 64), rule, Experience(), adapts=False)
+    speculation = Speculation(SpeculationTerms(2, 1.0, 64), rule, WorkerStatistics(), adapts=False)
     for round_ in range(num):
         # The timing depends on the round alone.
         when = random.Random(f"{seed} {round_}")

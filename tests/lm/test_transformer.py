@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, TorchAoConfig
 
-from outrider.control.pass_sizes import FOURS, PassSizes
+from outrider.control.pass_times import MULTIPLES_OF_FOUR, PaddedSizes
 from outrider.errors import InvalidArgument, ModelUnsupported
 from outrider.lm import attention
 from outrider.lm.attention import BLOCK_LEN
@@ -170,13 +170,13 @@ class FloatGated(nn.Module):
 @pytest.mark.skipif(not is_supported(), reason="this CPU has no bfloat16 in oneDNN")
 def test_a_weight_that_is_left_float32_keeps_rows_in_fours(tmp_path: Path) -> None:
     folder = save_model(CONFIGS["llama"], tmp_path, dtype=torch.bfloat16)
-    assert load_model(folder).model.info.pass_sizes == PassSizes(6, 2)
+    assert load_model(folder).model.info.padded_sizes == PaddedSizes(6, 2)
     loaded = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16, attn_implementation=attention.NAME)
     for layer in loaded.model.layers:
         layer.mlp = FloatGated(layer.mlp, 32)
     model = TransformersModel("gated", loaded.eval(), "")
     assert "linear-packed" in model.info.numerics
-    assert model.info.pass_sizes == FOURS
+    assert model.info.padded_sizes == MULTIPLES_OF_FOUR
     test_numerics_are_invariant(model)
     test_bits_do_not_depend_on_the_number_of_rows(model)
     test_every_tree_row_equals_the_plain_run_of_its_branch(model, 20)

@@ -23,7 +23,7 @@ Measured with PyTorch 2.13 on a CPU with AVX-512:
 - float32 attention products over blocks gave equal bits from 4 rows on, for any number of blocks.
 - Weights laid out once for oneDNN (`packed_linear`) give the bits of PyTorch's own bfloat16 linear layers. The kernel
   takes 6 rows at once: 4, 5 and 6 rows of a 16,384 x 2,048 layer take 3.0 ms, 7 take 3.9, 8 take 4.2, 16 take 6.0
-  (one core). So the `pass_sizes` of such a model begin at 6 rows.
+  (one core). So the `padded_sizes` of such a model begin at 6 rows.
 
 Every start probes the loaded model: a span at once, in parts behind rolled-back proposals, and as a kept side branch
 of a tree must give the same bits. If they differ, `outrider info` shows `varying` instead of `invariant`; if they

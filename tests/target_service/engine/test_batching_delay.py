@@ -2,11 +2,12 @@
 
 from typing import cast
 
-from outrider.control.experience import Experience
+from outrider.control.policy import WorkerStatistics
 from outrider.lm.model import SessionStep
 from outrider.parameters import AcceptanceRule, SamplingParameters
 from outrider.speculation.randomness import KeyedSource
 from outrider.tokens import Base, NodeKind, ProposalNode, ProposalPart, ProposalTree, TokenSpan
+from target_service.engine.pass_budget import PassBudget
 from target_service.engine.scheduling import Scheduler
 from target_service.engine.sessions import Request, Resident
 from target_service.engine.speculation import Speculation, SpeculationTerms
@@ -23,14 +24,14 @@ class _Target:
     """Requests of one target, and what it has measured: answers of 30 ms to passes of 80."""
 
     def __init__(self) -> None:
-        self.experience = Experience()
-        times = self.experience.times
+        self.statistics = WorkerStatistics()
+        times = self.statistics.times
         for _ in range(20):
             for num_rows in (4, 8, 16, 64):
                 times.observe(PASS_S + 0.0005 * num_rows, num_rows)
         times.num_sessions = 2
         self.model = model()
-        self.scheduler = Scheduler(64, 64, 2.0, times)
+        self.scheduler = Scheduler(64, 64, PassBudget(2.0, times), times)
         self.requests: list[Request] = []
 
     def open(self, terms: SpeculationTerms = TERMS) -> Request:
@@ -40,13 +41,13 @@ class _Target:
         span = TokenSpan(0, tuple(token_ids[:-1]))
         assert resident.cache.reserve(span, ProposalTree())
         self.model.forward([SessionStep(resident.cache, span, ProposalTree(), wants_logits=False)])
-        speculation = Speculation(terms, AcceptanceRule.COUPLED, self.experience, adapts=True)
+        speculation = Speculation(terms, AcceptanceRule.COUPLED, self.statistics, adapts=True)
         speculation.restart(len(token_ids))
         draft, rates = speculation._policy.draft, speculation._policy.rates
         draft.step_s = 0.002
         for place in range(20 if terms.num_speculative_tokens else 0):
-            draft.note_verdict(place, float(place))
-            draft.note_answer(place, place + ANSWER_S, DEPTH)
+            draft.record_verdict(place, float(place))
+            draft.record_answer(place, place + ANSWER_S, DEPTH)
             for depth in range(1, DEPTH + 1):
                 rates.observe_one(depth, 1, True)
         parameters = SamplingParameters(seed=1, max_tokens=100)
@@ -111,7 +112,7 @@ def test_it_does_not_wait_for_one_that_comes_after_the_pass() -> None:
     one.begin_round(100.0)
     target.answer(one, 100.03)
     for _ in range(9):
-        two.speculation._policy.draft.note_silence(0.1)
+        two.speculation._policy.draft.record_timeout(0.1)
     two.begin_round(100.03)
     assert two.speculation.wait_until > 100.12, "it waits, for longer than a pass takes"
     assert target.pass_at(100.03) == [1]

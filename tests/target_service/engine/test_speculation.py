@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import pytest
 
 from outrider import wire
-from outrider.control.experience import Experience
+from outrider.control.policy import WorkerStatistics
 from outrider.drafters.drafter import OpenProposal
 from outrider.drafters.loading import load_drafter
 from outrider.drafters.options import DrafterKind, DrafterOptions
@@ -258,16 +258,16 @@ async def test_a_draft_that_joins_late_is_not_waited_for_before_it_is_asked() ->
 
 
 def test_a_round_that_makes_do_with_less_has_waited_until_that_came() -> None:
-    experience, length = Experience(), len(PROMPT)
+    statistics, length = WorkerStatistics(), len(PROMPT)
     for _ in range(20):
         for num_rows in (4, 8, 16):
-            experience.times.observe(0.08 + 0.0005 * num_rows, num_rows)
+            statistics.times.observe(0.08 + 0.0005 * num_rows, num_rows)
     terms = SpeculationTerms(num_speculative_tokens=4, max_wait_s=1.0, lookahead=48)
-    speculation = Speculation(terms, AcceptanceRule.COUPLED, experience, adapts=True)
+    speculation = Speculation(terms, AcceptanceRule.COUPLED, statistics, adapts=True)
     speculation.restart(length)
     for place in range(20):
-        speculation._policy.draft.note_verdict(place, float(place))
-        speculation._policy.draft.note_answer(place, place + 0.03, 4)
+        speculation._policy.draft.record_verdict(place, float(place))
+        speculation._policy.draft.record_answer(place, place + 0.03, 4)
         for depth in range(1, 5):
             speculation._policy.rates.observe_one(depth, 1, hit=True)
     speculation._policy.draft.step_s = 0.001
