@@ -4,7 +4,8 @@ import asyncio
 import os
 from concurrent.futures import ThreadPoolExecutor
 
-from draft_service.engine.engine import Engine, EngineLimits
+from draft_service.engine.engine import Engine
+from draft_service.engine.load import EngineLimits
 from draft_service.metrics import watch
 from draft_service.servicer import DraftServicer
 from draft_service.settings import DraftSettings
@@ -19,47 +20,47 @@ from outrider.v1.draft_pb2_grpc import add_DraftServiceServicer_to_server
 from outrider.v1.worker_pb2_grpc import add_WorkerServiceServicer_to_server
 
 _DRAIN_SHARE = 0.5
-"""Share of the drain's budget that open sessions get: a draft that leaves costs them speed only."""
+"""Share of the drain's budget in which open sessions may end: losing their draft costs them speed only."""
 
 _MAX_STEP_S = 60.0
-"""Seconds in one step after which liveness checks call the engine hung. A step is one pass of a small model."""
+"""Seconds in one step after which the liveness check fails. A step is one pass of a small model."""
 
 
 async def serve(settings: DraftSettings) -> None:
-    """Loads the drafter, then serves until SIGTERM."""
+    """Load the drafter, then serve until SIGTERM."""
     loop = asyncio.get_running_loop()
     # In a thread that ends, so that the engine's is the only one for which OpenMP keeps workers.
     with ThreadPoolExecutor(max_workers=1) as loader:
         drafter = await loop.run_in_executor(loader, load_drafter, settings)
     tune_interpreter()
     end_export = export_spans(settings.otlp_endpoint, "draft")
-    # Without its engine the process can only hold sessions up: it ends at once, and says that it failed.
+    # Without its engine the process can only delay sessions: it ends at once, with the exit status of a failure.
     engine = Engine(drafter, _limits(settings), lambda: os._exit(os.EX_SOFTWARE))
     registry = new_registry("draft")
     watch(registry, engine, settings)
-    servicer = DraftServicer(engine, drafter.info)
+    servicer = DraftServicer(engine.loop, drafter.info)
     drain_s = _DRAIN_SHARE * settings.drain_budget_s
     server = Server(
         settings,
         name="draft",
         drain=lambda: servicer.drain(drain_s),
-        is_live=lambda: engine.is_alive and engine.busy_s < _MAX_STEP_S,
+        is_live=lambda: engine.loop.is_alive and engine.loop.busy_s < _MAX_STEP_S,
         is_ready=lambda: engine.load.num_active_sessions < settings.max_sessions,
         registry=registry,
     )
     server.register(add_DraftServiceServicer_to_server, servicer, "outrider.v1.DraftService")
     worker = WorkerServicer(engine, drafter.info, _identity(settings))
     server.register(add_WorkerServiceServicer_to_server, worker, "outrider.v1.WorkerService")
-    engine.start()
+    engine.loop.start()
     try:
         await server.run()
     finally:
-        engine.stop()
+        engine.loop.stop()
         await asyncio.to_thread(end_export)
 
 
 def main() -> None:
-    """Reads the settings and serves."""
+    """Read the settings and serve."""
     settings = load_settings(DraftSettings, program="python -m draft_service")
     configure_logging(service="draft", level=settings.log_level, form=settings.log_format)
     run_process(serve(settings))

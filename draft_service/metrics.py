@@ -1,4 +1,4 @@
-"""What a draft tells Prometheus: how busy it is, what it proposed, and what came too late."""
+"""Prometheus metrics of a draft: its load, its proposals, and those that came too late."""
 
 import time
 from collections.abc import Iterable
@@ -11,16 +11,16 @@ from outrider.serving.metrics import Readings, RecentRatio, counter, gauge
 
 
 def watch(registry: CollectorRegistry, engine: Engine, settings: DraftSettings) -> None:
-    """Has an engine's metrics told.
+    """Register the metrics of an engine.
 
     Args:
-        registry: where they are told.
+        registry: exposes them.
         engine: a draft's.
         settings: its limits.
     """
     busy = RecentRatio(lambda: (engine.load.model_time_s, time.monotonic()))
     shared = RecentRatio(lambda: (engine.load.shared_time_s, time.monotonic()))
-    late = RecentRatio(lambda: (engine.load.num_late, engine.load.num_asked))
+    late = RecentRatio(lambda: (engine.load.num_late, engine.load.num_requested))
     registry.register(Readings(lambda: _present(engine, settings, busy(), shared(), late())))
 
 
@@ -41,7 +41,7 @@ def _present(engine: Engine, settings: DraftSettings, busy: float, shared: float
     yield counter("draft_busy_seconds", "Seconds of all steps.", load.model_time_s)
     yield counter("draft_rows", "Tokens that all steps ran.", load.num_tokens)
     yield counter("draft_nodes", "Nodes that were proposed.", load.num_nodes)
-    yield counter("draft_proposals", "Times that a session asked for a proposal.", load.num_asked)
+    yield counter("draft_proposals", "Times that a session requested a proposal.", load.num_requested)
     yield counter(
         "draft_late_proposals", "Of these, those that came too late because of other sessions.", load.num_late
     )

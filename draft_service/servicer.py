@@ -1,4 +1,4 @@
-"""DraftService: streams of frames to the engine, and its replies back."""
+"""DraftService: frames of streams become commands of the engine, and its replies frames."""
 
 import asyncio
 import contextlib
@@ -8,12 +8,13 @@ from typing import Any, Final
 
 import grpc
 
-from draft_service.engine.commands import CloseSession, Refused, Reply, Seat
-from draft_service.engine.engine import Engine
-from draft_service.engine.frames import command_from_frame, frame_from_reply
+from draft_service.engine.commands import CloseSession, Command, EndStream, Handle, Refused, Reply
+from draft_service.frames import command_from_frame, frame_from_reply
 from outrider.drafters.drafter import DrafterInfo
 from outrider.errors import Draining, InvalidArgument, OutriderError, Overloaded, RequestFailed
+from outrider.serving.engine_loop import EngineLoop
 from outrider.serving.frames import FRAMES_AT_ONCE, FrameOutbox, check_num_frames, checked_size
+from outrider.serving.stream_handle import StreamHandle
 from outrider.serving.unexpected import UnexpectedErrors
 from outrider.v1 import draft_pb2, draft_pb2_grpc
 
@@ -23,30 +24,30 @@ _Outbox = FrameOutbox[draft_pb2.DraftResponseFrame, draft_pb2.DraftResponse]
 
 
 class DraftStream:
-    """A `ReplyStream` into a call's outbox. A reader too slow for it loses the stream, with OVERLOADED."""
+    """A `ReplyStream` into a call's outbox. A reader that is too slow for it loses the stream, with OVERLOADED."""
 
     def __init__(self, outbox: _Outbox) -> None:
         self._outbox = outbox
         self._loop = asyncio.get_running_loop()
 
     def post(self, replies: Sequence[Reply]) -> None:
-        """Sends replies, in order; drops them where nobody reads any more."""
+        """Send replies, in order; drop them once the stream has ended."""
         try:
             self._outbox.put_threadsafe(*map(frame_from_reply, replies))
         except Overloaded as error:
             self.end(error)
 
     def end(self, error: OutriderError | None = None) -> None:
-        """Ends the stream: after what was posted, or at once with `error`."""
+        """End the stream: after the replies that were posted, or at once with `error`."""
         with contextlib.suppress(RuntimeError):  # the loop has ended, and the call with it
             self._loop.call_soon_threadsafe(self._outbox.close, error)
 
 
 class DraftServicer(draft_pb2_grpc.DraftServiceServicer):
-    """Drafts for many sessions over one stream. What is wrong with one session is refused and ends nothing else."""
+    """Drafts for many sessions over one stream. An error of one session is refused and ends nothing else."""
 
-    def __init__(self, engine: Engine, info: DrafterInfo) -> None:
-        self._engine = engine
+    def __init__(self, loop: EngineLoop[Command], info: DrafterInfo) -> None:
+        self._loop = loop
         self._info = info
         self._streams: set[DraftStream] = set()
         self._unexpected = UnexpectedErrors()
@@ -54,7 +55,7 @@ class DraftServicer(draft_pb2_grpc.DraftServiceServicer):
     async def Draft(
         self, request_iterator: AsyncIterator[draft_pb2.DraftRequest], context: grpc.aio.ServicerContext[Any, Any]
     ) -> AsyncIterator[draft_pb2.DraftResponse]:
-        """Serves one stream until the orchestrator ends it; its sessions end with it."""
+        """Serve one stream until the orchestrator ends it; its sessions end with it."""
         outbox: _Outbox = FrameOutbox(lambda frames: draft_pb2.DraftResponse(frames=frames))
         stream = DraftStream(outbox)
         self._streams.add(stream)
@@ -67,11 +68,11 @@ class DraftServicer(draft_pb2_grpc.DraftServiceServicer):
             outbox.close()
             reader.cancel()
             # Without waiting for room: the sessions of a broken stream must not keep their places.
-            self._engine.end_stream(stream)
+            self._loop.submit_now(stream, EndStream(stream))
 
     async def drain(self, patience_s: float) -> None:
-        """Opens no more sessions; ends every stream once their sessions are closed, or after `patience_s` seconds."""
-        await self._engine.drain(patience_s)
+        """Open no more sessions; end every stream once all sessions are closed, or after `patience_s` seconds."""
+        await asyncio.wait((asyncio.wrap_future(self._loop.drain()),), timeout=patience_s)
         for stream in tuple(self._streams):
             stream.end(Draining("the draft is shutting down"))
 
@@ -86,22 +87,22 @@ class DraftServicer(draft_pb2_grpc.DraftServiceServicer):
         except OutriderError as error:
             stream.end(error)
         except Exception as error:
-            # Bytes that are no message, above all.
+            # Most often bytes that are no message.
             _LOG.warning("the stream could not be read", extra={"problem": type(error).__name__})
             stream.end(InvalidArgument("the stream could not be read", "request"))
         else:
-            self._engine.end_stream(stream)
+            self._loop.submit_now(stream, EndStream(stream))
 
     async def _take(self, frame: draft_pb2.DraftRequestFrame, stream: DraftStream) -> None:
-        """Hands a frame to the engine; whatever is wrong with it ends one session at most."""
-        seat = Seat(stream, frame.handle)
+        """Submit a frame to the engine; an error in it ends one session at most."""
+        handle: Handle = StreamHandle(stream, frame.handle)
         try:
             num_bytes = checked_size(frame)
-            command = command_from_frame(frame, seat, self._info)
+            command = command_from_frame(frame, handle, self._info)
         except Exception as error:
             named = self._unexpected.named("the frame could not be read", error)
             stream.post([Refused(frame.handle, named)])
             if isinstance(named, RequestFailed):
-                await self._engine.submit(CloseSession(seat))
+                await self._loop.submit(stream, CloseSession(handle))
         else:
-            await self._engine.submit(command, num_bytes)
+            await self._loop.submit(stream, command, num_bytes)

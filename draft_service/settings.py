@@ -5,4 +5,4 @@ from outrider.serving.settings import WorkerSettings
 
 
 class DraftSettings(WorkerSettings, DrafterOptions):
-    """The draft service: proposes tokens for many sessions, by a small model or by looking them up."""
+    """The draft service: proposes tokens for many sessions, by a small model or by lookup in their own texts."""

@@ -1,4 +1,4 @@
-"""WorkerService of a draft: what it is, and how busy."""
+"""WorkerService of a draft: its identity, its limits and its load."""
 
 import secrets
 from collections.abc import AsyncIterator
@@ -19,7 +19,7 @@ _Context = grpc.aio.ServicerContext[Any, Any]
 
 @dataclass(frozen=True, slots=True)
 class WorkerIdentity:
-    """What GetInfo tells beside the drafter: the replica's name, and the limits it was given."""
+    """The fields of GetInfo that the drafter does not have: the replica's name and its limits."""
 
     replica: str
     max_sessions: int
@@ -27,7 +27,7 @@ class WorkerIdentity:
 
 
 class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
-    """Tells identity and load. There is no tokenizer to get: the orchestrator has the target's."""
+    """Serves identity and load. A draft has no tokenizer to serve: the orchestrator uses the target's."""
 
     def __init__(self, engine: Engine, info: DrafterInfo, identity: WorkerIdentity) -> None:
         self._engine = engine
@@ -54,11 +54,11 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
         )
 
     async def GetInfo(self, request: worker_pb2.GetInfoRequest, context: _Context) -> worker_pb2.GetInfoResponse:
-        """Tells model, fingerprints and limits."""
+        """Return model, fingerprints and limits."""
         return self._info
 
     async def GetLoad(self, request: worker_pb2.GetLoadRequest, context: _Context) -> worker_pb2.GetLoadResponse:
-        """Tells how busy the engine is."""
+        """Return the load of the engine."""
         load = self._engine.load
         return worker_pb2.GetLoadResponse(
             num_active_sessions=load.num_active_sessions,
@@ -67,16 +67,16 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
             num_passes=load.num_passes,
             model_time_s=load.model_time_s,
             num_tokens=load.num_tokens,
-            draining=self._engine.draining,
+            draining=self._engine.loop.is_draining,
             num_stale_messages=load.num_stale_messages,
         )
 
     async def GetTokenizer(
         self, request: worker_pb2.GetTokenizerRequest, context: _Context
     ) -> AsyncIterator[worker_pb2.GetTokenizerResponse]:
-        """Ends with UNIMPLEMENTED."""
-        # A loop over nothing makes this a generator, as a call that streams has to be.
+        """End with UNIMPLEMENTED."""
+        # A loop over nothing makes this a generator, which a streaming call has to be.
         nothing: tuple[worker_pb2.GetTokenizerResponse, ...] = ()
         for response in nothing:
             yield response
-        await context.abort(grpc.StatusCode.UNIMPLEMENTED, "a draft has no tokenizer to give")
+        await context.abort(grpc.StatusCode.UNIMPLEMENTED, "a draft has no tokenizer")

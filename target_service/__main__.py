@@ -25,27 +25,29 @@ from outrider.v1.target_pb2_grpc import add_TargetServiceServicer_to_server
 from outrider.v1.worker_pb2_grpc import add_WorkerServiceServicer_to_server
 from target_service.engine.colocated import ColocatedDraft, check_colocated
 from target_service.engine.engine import Engine
+from target_service.frontend import Frontend
 from target_service.kv_blocks.remote_blocks import RemoteBlocks
 from target_service.kv_blocks.store import BlockStore
 from target_service.metrics import watch
-from target_service.servicer import TargetServicer, TargetWorkerServicer
+from target_service.servicer import TargetServicer
 from target_service.settings import BlockUse, TargetSettings
+from target_service.worker import TargetWorkerServicer
 
 _LOG: Final = logging.getLogger(__name__)
 _MIN_SECRET_LEN: Final = 16
 _HAND_OVER_SHARE: Final = 0.5
-"""Of the drain budget: sessions that have not ended by then go on at another target."""
+"""Share of the drain budget after which sessions that have not ended go on at another target."""
 _MAX_PASS_S: Final = 600.0
-"""Seconds in one pass after which liveness checks call the engine hung. The first pass may compile the model."""
+"""Seconds in one pass after which the liveness check fails. The first pass may compile the model."""
 _KV_BLOCK_TTL_S: Final = 3600.0
-"""Seconds until a KV block that is not used is gone. A store that is full evicts by itself, and does so earlier."""
+"""Seconds until a KV block that is not used expires. A full store evicts blocks earlier."""
 _KV_BLOCK_QUEUE_BYTES: Final = 256 << 20
-"""KV blocks that wait to be written: little memory beside a KV cache of gigabytes. What finds no room is not written,
-and is computed where it is missed."""
+"""Bytes of KV blocks that wait to be written: little memory beside a KV cache of gigabytes. Blocks without room are
+dropped, and computed where they are missed."""
 
 
 async def serve(settings: TargetSettings) -> None:
-    """Loads the model, then serves until SIGTERM; or, where several ranks run it, works for the first one."""
+    """Load the model, then serve until SIGTERM; where several ranks run it, the others follow the first one."""
     if settings.num_threads:
         torch.set_num_threads(settings.num_threads)
     ranks = Ranks(chosen_device(settings.device)) if num_ranks() > 1 else None
@@ -74,7 +76,7 @@ async def serve(settings: TargetSettings) -> None:
 
 
 def follow(loaded: LoadedModel, ranks: Ranks) -> None:
-    """Runs what the first rank sends. Signals are for that one: it still needs this one while it drains."""
+    """Run the passes that the first rank sends. Signals are ignored: the first rank needs this one while it drains."""
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, signal.SIG_IGN)
     if loaded.run is not None:
@@ -83,7 +85,7 @@ def follow(loaded: LoadedModel, ranks: Ranks) -> None:
 
 
 def colocated_draft(model: LanguageModel, settings: TargetSettings) -> ColocatedDraft | None:
-    """Returns what drafts within this process; None where nothing is to.
+    """Return the draft within this process; None where there is none.
 
     Raises:
         OutriderError: it does not fit the target.
@@ -96,37 +98,38 @@ def colocated_draft(model: LanguageModel, settings: TargetSettings) -> Colocated
 
 
 async def lead(loaded: LoadedModel, settings: TargetSettings, draft: ColocatedDraft | None = None) -> None:
-    """Serves a model that is ready."""
-    # Without its engine the process can only hold sessions up: gone at once, they go on elsewhere.
+    """Serve a model that is loaded."""
     blocks = remote_blocks(loaded.model, settings)
     end_export = export_spans(settings.otlp_endpoint, "target")
-    engine = Engine(loaded.model, settings, blocks, draft, lambda: os._exit(os.EX_SOFTWARE))
+    engine = Engine(loaded.model, settings, blocks, draft)
+    # Without its engine the process can only delay sessions: once it has ended, they go on at another target.
+    frontend = Frontend(engine, settings.max_sessions, lambda: os._exit(os.EX_SOFTWARE))
     registry = new_registry("target")
     watch(registry, engine, loaded.model, settings)
-    engine.start()
-    target = TargetServicer(engine, hand_over_after_s=_HAND_OVER_SHARE * settings.drain_budget_s)
+    frontend.start()
+    target = TargetServicer(frontend, engine.max_len, hand_over_after_s=_HAND_OVER_SHARE * settings.drain_budget_s)
     server = Server(
         settings,
         name="target",
         drain=target.drain,
-        is_live=lambda: engine.is_alive and engine.busy_s < _MAX_PASS_S,
-        is_ready=lambda: engine.num_requests < settings.max_sessions,
+        is_live=lambda: frontend.loop.is_alive and frontend.loop.busy_s < _MAX_PASS_S,
+        is_ready=lambda: frontend.num_sessions < settings.max_sessions,
         registry=registry,
     )
-    worker = TargetWorkerServicer(engine, loaded, settings, settings.replica_name, secrets.token_hex(8))
+    worker = TargetWorkerServicer(engine, frontend, loaded, settings, settings.replica_name, secrets.token_hex(8))
     server.register(add_TargetServiceServicer_to_server, target, "outrider.v1.TargetService")
     server.register(add_WorkerServiceServicer_to_server, worker, "outrider.v1.WorkerService")
     try:
         await server.run()
     finally:
-        engine.stop()
+        frontend.loop.stop()
         await asyncio.to_thread(end_export)
         if blocks is not None:
             blocks.close()
 
 
 def remote_blocks(model: LanguageModel, settings: TargetSettings) -> RemoteBlocks | None:
-    """Returns the model's KV blocks in Redis; None where none are wanted, or the model has none."""
+    """Return the model's KV blocks in Redis; None where they are off, or the model has none."""
     if not settings.kv_blocks_url or settings.kv_blocks is BlockUse.NEVER:
         return None
     if model.blocks is None:
@@ -139,7 +142,7 @@ def remote_blocks(model: LanguageModel, settings: TargetSettings) -> RemoteBlock
 
 
 def kv_blocks_secret(settings: TargetSettings) -> bytes:
-    """Returns what seals KV blocks; empty where nothing is to. Raises `InvalidArgument` for a file that holds none."""
+    """Return the secret that seals KV blocks, empty without a file; raise `InvalidArgument` for a file without one."""
     if settings.kv_blocks_secret_file is None:
         return b""
     try:
@@ -152,7 +155,7 @@ def kv_blocks_secret(settings: TargetSettings) -> bytes:
 
 
 def main() -> None:
-    """Reads the settings and serves."""
+    """Read the settings and serve."""
     settings = load_settings(TargetSettings, program="python -m target_service")
     configure_logging(service="target", level=settings.log_level, form=settings.log_format)
     run_process(serve(settings))

@@ -1,4 +1,4 @@
-"""What a target tells Prometheus: its passes, its rounds and what speculation gave, its queue, its KV cache."""
+"""Prometheus metrics of a target: its passes, its rounds and their speculation, its queue, its KV cache."""
 
 from collections.abc import Iterable, Iterator
 
@@ -8,17 +8,17 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from outrider.lm.model import LanguageModel
 from outrider.serving.metrics import PREFIX, STEP_BUCKETS_S, Readings, counter, gauge, labelled
 from target_service.engine.engine import Engine
-from target_service.kv_blocks.remote_blocks import BlockCounters
+from target_service.kv_blocks.counters import BlockCounters
 from target_service.settings import TargetSettings
 
 
 def watch(registry: CollectorRegistry, engine: Engine, model: LanguageModel, settings: TargetSettings) -> None:
-    """Has an engine's metrics told, before it starts.
+    """Register the metrics of an engine, before it starts.
 
     Args:
-        registry: where they are told.
+        registry: exposes them.
         engine: a target's.
-        model: what it runs.
+        model: the model that it runs.
         settings: its limits.
     """
     passes = Histogram(f"{PREFIX}target_pass_seconds", "Seconds of a pass.", buckets=STEP_BUCKETS_S, registry=registry)
@@ -33,19 +33,25 @@ def _present(engine: Engine, model: LanguageModel, settings: TargetSettings) -> 
     yield from _kv_cache(model)
     load = engine.load
     yield counter("target_stale_messages", "Messages whose base or fencing token was old.", load.num_stale_messages)
-    yield counter("target_invalid_proposals", "Proposals that were no valid tree.", load.num_invalid_proposals)
-    yield counter("target_preemptions", "Sessions that gave their KV cache back to older ones.", load.num_preemptions)
+    yield counter("target_invalid_proposals", "Proposals that were not a valid tree.", load.num_invalid_proposals)
+    yield counter("target_preemptions", "Sessions whose KV cache was released for older ones.", load.num_preemptions)
     yield counter("target_feature_bytes", "Bytes of features that drafts were sent.", load.feature_bytes)
     if engine.blocks is not None:
         outcomes = _outcomes(engine.blocks.counters)
-        yield labelled(CounterMetricFamily, "kv_blocks", "KV blocks, by what became of them.", "outcome", outcomes)
+        yield labelled(CounterMetricFamily, "kv_blocks", "KV blocks, by outcome.", "outcome", outcomes)
 
 
 def _queue(engine: Engine, settings: TargetSettings) -> Iterator[Metric]:
     load = engine.load
     yield gauge("target_sessions_running", "Requests that are open.", engine.num_requests)
-    yield gauge("target_session_usage_ratio", "The same, of the limit.", engine.num_requests / settings.max_sessions)
-    yield gauge("target_sessions_waiting", "Of these, those whose prompt is not run yet.", load.num_waiting_sessions)
+    yield gauge(
+        "target_session_usage_ratio",
+        "Open requests as a share of the limit.",
+        engine.num_requests / settings.max_sessions,
+    )
+    yield gauge(
+        "target_sessions_waiting", "Open requests whose prompt has not been run yet.", load.num_waiting_sessions
+    )
     yield gauge("target_max_sessions", "Requests that may be open at once.", settings.max_sessions)
     yield gauge("target_queued_tokens", "Tokens of prompts that wait to be run.", load.num_queued_tokens)
 
@@ -57,7 +63,7 @@ def _rounds(engine: Engine) -> Iterator[Metric]:
     yield labelled(
         CounterMetricFamily,
         "target_round_seconds",
-        "Seconds of all rounds, by what passed them: passes, waiting for drafts, waiting for other sessions' passes.",
+        "Seconds of all rounds, by cause: their passes, waiting for drafts, waiting for other sessions' passes.",
         "cause",
         (("model", load.round_model_s), ("wait", load.wait_s), ("queue", load.queue_s)),
     )
@@ -78,15 +84,19 @@ def _speculation(engine: Engine) -> Iterator[Metric]:
     yield counter("spec_decode_num_accepted_tokens", "Proposed tokens that were kept.", found.num_accepted_tokens)
     # A copy: the engine's thread may add a position meanwhile.
     positions = [(str(place), num) for place, num in enumerate(list(found.num_accepted_tokens_per_pos))]
-    about = "Proposed tokens that were kept, by position."
-    yield labelled(CounterMetricFamily, "spec_decode_num_accepted_tokens_per_pos", about, "position", positions)
+    description = "Proposed tokens that were kept, by position."
+    yield labelled(CounterMetricFamily, "spec_decode_num_accepted_tokens_per_pos", description, "position", positions)
     yield counter("spec_decode_num_hits", "Rounds whose own last token had been proposed.", load.num_hits)
-    yield counter("spec_decode_num_wanted_tokens", "Tokens that the controller asked for.", load.num_wanted_tokens)
-    yield counter("spec_decode_num_rounds_without", "Rounds that it wanted no proposal for.", load.num_without)
+    yield counter(
+        "spec_decode_num_wanted_tokens", "Tokens of proposals that the controller requested.", load.num_wanted_tokens
+    )
+    yield counter(
+        "spec_decode_num_rounds_without", "Rounds after which the controller requested no proposal.", load.num_without
+    )
     yield labelled(
         CounterMetricFamily,
         "spec_decode_predicted_seconds",
-        "Seconds of rounds of which the controller expected something: those, and what it expected.",
+        "Seconds of rounds, as the controller expected them and as they were measured.",
         "of",
         (("expected", load.expected_s), ("measured", load.expected_of_s)),
     )
@@ -104,8 +114,12 @@ def _kv_cache(model: LanguageModel) -> Iterator[Metric]:
     sizes = [(state, num * usage.page_bytes) for state, num in states]
     yield gauge("kv_cache_usage_ratio", "Share of the KV cache that sessions hold.", usage.num_held / usage.num_pages)
     yield labelled(GaugeMetricFamily, "kv_cache_bytes", "Memory of the KV cache, by state.", "state", sizes)
-    yield counter("prefix_cache_hit_tokens", "Tokens that were found instead of computed.", usage.num_hit_tokens)
-    yield counter("kv_cache_evicted_pages", "Reusable pages that were given to others.", usage.num_evicted_pages)
+    yield counter("prefix_cache_hit_tokens", "Tokens found instead of computed.", usage.num_hit_tokens)
+    yield counter(
+        "kv_cache_evicted_pages",
+        "Pages evicted from the prefix cache.",
+        usage.num_evicted_pages,
+    )
 
 
 def _outcomes(counters: BlockCounters) -> list[tuple[str, float]]:

@@ -1,4 +1,4 @@
-"""What goes from streams to the engine, and what comes back."""
+"""Commands from streams to the draft's engine, and the replies that it posts to them."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -6,14 +6,18 @@ from typing import Protocol, TypeAlias
 
 from outrider.drafters.drafter import DraftTerms
 from outrider.errors import OutriderError
+from outrider.serving.stream_handle import StreamHandle
 from outrider.tokens import Base, FeatureSpan, ProposalPart, TokenSpan
 
 
 @dataclass(frozen=True, slots=True)
 class Opened:
-    """A session is open; `known_len` of its tokens are here, and the first span starts there or before.
+    """A session is open.
 
-    Of its features those from position `features_len` on are wanted.
+    Attributes:
+        handle: the session's.
+        known_len: tokens of the session that are here; the first span starts there or before.
+        features_len: position from which on features are to be sent.
     """
 
     handle: int
@@ -31,7 +35,7 @@ class Proposed:
 
 @dataclass(frozen=True, slots=True)
 class FeaturesMissing:
-    """A session's proposal waits for features from position `start` on, after so many frames of them."""
+    """A proposal waits for features from position `start` on; `num_frames` frames of them have come."""
 
     handle: int
     start: int
@@ -40,7 +44,7 @@ class FeaturesMissing:
 
 @dataclass(frozen=True, slots=True)
 class Refused:
-    """A session cannot go on as asked."""
+    """A command, or drafting for its session, was refused with an error."""
 
     handle: int
     error: OutriderError
@@ -50,28 +54,23 @@ Reply: TypeAlias = Opened | Proposed | FeaturesMissing | Refused
 
 
 class ReplyStream(Protocol):
-    """Where replies go; both methods may be called from any thread and never wait."""
+    """The destination of replies; both methods may be called from any thread and never wait."""
 
     def post(self, replies: Sequence[Reply]) -> None:
-        """Sends replies, in order; drops them where nobody reads any more."""
+        """Send replies, in order; drop them once the stream has ended."""
 
     def end(self) -> None:
-        """Ends the stream after what was posted."""
+        """End the stream after the replies that were posted."""
 
 
-@dataclass(frozen=True, slots=True)
-class Seat:
-    """A session's place on a stream."""
-
-    stream: ReplyStream
-    handle: int
+Handle: TypeAlias = StreamHandle[ReplyStream]
 
 
 @dataclass(frozen=True, slots=True)
 class OpenSession:
-    """Begins drafting for a session."""
+    """Begin drafting for a session."""
 
-    seat: Seat
+    handle: Handle
     session_id: str
     fencing_token: int
     terms: DraftTerms
@@ -81,9 +80,9 @@ class OpenSession:
 
 @dataclass(frozen=True, slots=True)
 class AdvanceSession:
-    """Commits a span and asks for the proposal that continues it; `base.len == span.end`."""
+    """Commit a span and request the proposal that continues it; `base.len == span.end`."""
 
-    seat: Seat
+    handle: Handle
     base: Base
     span: TokenSpan
     num_speculative_tokens: int
@@ -93,38 +92,33 @@ class AdvanceSession:
 
 @dataclass(frozen=True, slots=True)
 class GiveFeatures:
-    """Hands features of the target to a session."""
+    """Hand features of the target to a session."""
 
-    seat: Seat
+    handle: Handle
     features: FeatureSpan
 
 
 @dataclass(frozen=True, slots=True)
 class CloseSession:
-    """Ends drafting for a session."""
+    """End drafting for a session."""
 
-    seat: Seat
-
-
-@dataclass(frozen=True, slots=True)
-class EndStream:
-    """Ends drafting for every session of a stream, and the stream."""
-
-    stream: ReplyStream
-
-
-@dataclass(frozen=True, slots=True)
-class BeginDrain:
-    """Opens no more sessions from now on."""
+    handle: Handle
 
 
 @dataclass(frozen=True, slots=True)
 class ForgetSession:
-    """Forgets a session, as soon as it is open nowhere. Only the stream of its seat means anything."""
+    """Forget a session as soon as no stream has it open; of the handle only the stream is read."""
 
-    seat: Seat
+    handle: Handle
     session_id: str
 
 
+@dataclass(frozen=True, slots=True)
+class EndStream:
+    """End drafting for every session of a stream, and the stream."""
+
+    stream: ReplyStream
+
+
 SessionCommand: TypeAlias = OpenSession | AdvanceSession | GiveFeatures | CloseSession | ForgetSession
-Command: TypeAlias = SessionCommand | EndStream | BeginDrain
+Command: TypeAlias = SessionCommand | EndStream

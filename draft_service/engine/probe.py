@@ -1,24 +1,21 @@
-"""A proposal of the engine's own, which tells a session that fails from a drafter that does."""
+"""A proposal of the engine's own, which distinguishes a session that fails from a drafter that fails."""
 
 from typing import Final
 
 from outrider.drafters.drafter import Drafter, DraftTerms, OpenProposal
 from outrider.parameters import AcceptanceRule, SamplingParameters
+from outrider.serving.session_failures import EngineFailed
 from outrider.tokens import FeatureSpan
 
 _SESSION_ID: Final = ""
-"""No caller's: theirs have a character at least."""
+"""No caller's session has this id: theirs have a character at least."""
 _TOKEN_IDS: Final = (0, 1)
 _MAX_STEPS: Final = 4
 _TERMS: Final = DraftTerms(SamplingParameters(temperature=0), AcceptanceRule.COUPLED, 1, frozenset())
 
 
-class EngineFailed(Exception):
-    """The drafter drafts for no session any more: the process is of no use."""
-
-
 def probe(drafter: Drafter) -> None:
-    """Drafts one token for a session of its own.
+    """Draft one token for a session of the engine's own.
 
     Raises:
         EngineFailed: that failed.
@@ -39,5 +36,5 @@ def probe(drafter: Drafter) -> None:
 
 
 def _no_features(drafter: Drafter) -> bytes:
-    """Returns the features of one position: zeros, in bfloat16."""
+    """Return the features of one position: zeros, in bfloat16."""
     return bytes(2 * len(drafter.info.feature_layers) * drafter.info.hidden_size)

@@ -1,4 +1,4 @@
-"""The sessions a draft knows: their tokens, who may draft for them, and how long an idle one is kept."""
+"""The sessions of a draft, open or idle: their tokens, the stream that has each open, and the expiry of idle ones."""
 
 import time
 from array import array
@@ -7,33 +7,34 @@ from dataclasses import dataclass, field
 
 from opentelemetry import trace
 
-from draft_service.engine.commands import ReplyStream, Seat
+from draft_service.engine.commands import Handle, ReplyStream
 from outrider.drafters.drafter import DraftTerms
 from outrider.errors import Fenced, InvalidArgument, KVCacheMiss, Overloaded, SessionNotFound
 from outrider.serving.idle_sessions import IdleSessions
+from outrider.serving.spans import fail
 from outrider.tokens import TokenSpan
 
 
 @dataclass(slots=True, eq=False)
 class Session:
-    """A session's tokens, and where it is open.
+    """A session's tokens, and the stream that has it open.
 
     Attributes:
-        session_id: as the orchestrator keys it.
-        fencing_token: the highest seen.
+        session_id: the id that the orchestrator gave it.
+        fencing_token: the highest that was seen.
+        terms: of the request that it was opened for last.
+        handle: the stream and handle that have it open; None while it is idle.
         token_ids: the session's tokens, unsigned 32-bit.
-        seat: where it is open; None while it is idle.
-        terms: what it was opened with last.
-        num_feature_frames: that came since it was opened.
-        span: of the trace of the request that it was opened for last.
+        num_feature_frames: frames of features that came since it was opened.
+        span: trace span of the request that it was opened for last.
         num_sent: nodes that were sent since it was opened.
-        is_gone: whether it is forgotten as soon as it is open nowhere.
+        is_gone: whether it is forgotten as soon as it is closed.
     """
 
     session_id: str
     fencing_token: int
     terms: DraftTerms
-    seat: Seat | None = None
+    handle: Handle | None = None
     token_ids: "array[int]" = field(default_factory=lambda: array("I"))
     num_feature_frames: int = 0
     span: trace.Span = trace.INVALID_SPAN
@@ -41,10 +42,10 @@ class Session:
     is_gone: bool = False
 
     def apply(self, span: TokenSpan) -> int:
-        """Makes the span the end of the session's tokens.
+        """Replace the session's tokens from the span's start on by the span.
 
         Returns:
-            Length up to which the tokens are what they were before.
+            Length up to which the tokens have not changed.
 
         Raises:
             KVCacheMiss: the span starts beyond the known tokens.
@@ -52,11 +53,20 @@ class Session:
         known_len = len(self.token_ids)
         if span.start > known_len:
             raise KVCacheMiss(f"the span starts at {span.start}, {known_len} tokens are known", known_len)
-        # A replay may repeat tokens; what is kept of them is worth keeping.
+        # A replay may repeat tokens; their cache is kept.
         same_len = span.start + _common_len(self.token_ids[span.start : span.end], span.token_ids)
         del self.token_ids[same_len:]
         self.token_ids.extend(span.token_ids[same_len - span.start :])
         return same_len
+
+    def end_span(self, error: str = "") -> None:
+        """End the trace span of the request, unless it has ended; `error` is its reason where it failed."""
+        if not self.span.is_recording():
+            return
+        self.span.set_attribute("outrider.num_nodes", self.num_sent)
+        if error:
+            fail(self.span, error)
+        self.span.end()
 
 
 class Sessions:
@@ -82,7 +92,7 @@ class Sessions:
         self._max_open = max_open
         self._max_cached = max_cached
         self._forget = forget
-        self._seats: dict[Seat, Session] = {}
+        self._handles: dict[Handle, Session] = {}
         self._open: dict[str, Session] = {}
         self._idle: IdleSessions[Session] = IdleSessions(idle_ttl_s, clock)
 
@@ -96,56 +106,56 @@ class Sessions:
         """Sessions that are open or idle."""
         return len(self._open) + len(self._idle)
 
-    def open(self, seat: Seat, session_id: str, fencing_token: int, terms: DraftTerms) -> Session:
-        """Opens a session at a seat; whoever had it open under the same or a lower fencing token has lost it.
+    def open(self, handle: Handle, session_id: str, fencing_token: int, terms: DraftTerms) -> Session:
+        """Open a session at a handle; a handle that had it open under the same or a lower fencing token loses it.
 
         Raises:
-            InvalidArgument: the seat is taken.
+            InvalidArgument: the handle is in use.
             Fenced: a higher fencing token was seen.
             Overloaded: too many are open.
         """
-        if seat in self._seats:
-            raise InvalidArgument(f"handle {seat.handle} is open already", "handle")
+        if handle in self._handles:
+            raise InvalidArgument(f"handle {handle.number} is open already", "handle")
         session = self._open.get(session_id) or self._idle.get(session_id)
         if session is not None:
             _check_fence(session, fencing_token)
-        if len(self._seats) >= self._max_open:
-            raise Overloaded(f"{len(self._seats)} sessions are open, which is the limit")
+        if len(self._handles) >= self._max_open:
+            raise Overloaded(f"{len(self._handles)} sessions are open, which is the limit")
         if session is None:
             session = Session(session_id, fencing_token, terms)
-        session.fencing_token, session.terms, session.seat = fencing_token, terms, seat
+        session.fencing_token, session.terms, session.handle = fencing_token, terms, handle
         session.num_feature_frames = 0
         self._idle.pop(session_id)
-        self._seats[seat] = self._open[session_id] = session
+        self._handles[handle] = self._open[session_id] = session
         return session
 
-    def at(self, seat: Seat, fencing_token: int) -> Session:
-        """Returns the session that is open at the seat.
+    def at(self, handle: Handle, fencing_token: int) -> Session:
+        """Return the session that is open at a handle.
 
         Raises:
             SessionNotFound: none was opened there.
-            Fenced: it is open elsewhere now, or a higher fencing token was seen.
+            Fenced: another handle has it open now, or a higher fencing token was seen.
         """
-        session = self._seats.get(seat)
+        session = self._handles.get(handle)
         if session is None:
-            raise SessionNotFound(f"handle {seat.handle} is not open")
+            raise SessionNotFound(f"handle {handle.number} is not open")
         _check_fence(session, fencing_token)
-        if session.seat != seat:
+        if session.handle != handle:
             raise Fenced("the session was opened again elsewhere")
         session.fencing_token = fencing_token
         return session
 
-    def session(self, seat: Seat) -> Session | None:
-        """Returns the session that is open at the seat, if it still is."""
-        session = self._seats.get(seat)
-        return session if session is not None and session.seat == seat else None
+    def session(self, handle: Handle) -> Session | None:
+        """Return the session that is open at a handle, if it still is."""
+        session = self._handles.get(handle)
+        return session if session is not None and session.handle == handle else None
 
-    def close(self, seat: Seat) -> Session | None:
-        """Frees the seat; returns the session that is open nowhere from now on, if there is one."""
-        session = self._seats.pop(seat, None)
-        if session is None or session.seat != seat:
+    def close(self, handle: Handle) -> Session | None:
+        """Free a handle; return the session that this closes, None where another handle has it open."""
+        session = self._handles.pop(handle, None)
+        if session is None or session.handle != handle:
             return None
-        session.seat = None
+        session.handle = None
         del self._open[session.session_id]
         if session.is_gone:
             self._forget(session.session_id)
@@ -154,24 +164,24 @@ class Sessions:
             self.expire()
         return session
 
-    def seats_of(self, stream: ReplyStream) -> list[Seat]:
-        """Returns the stream's seats."""
-        return [seat for seat in self._seats if seat.stream is stream]
+    def handles_of(self, stream: ReplyStream) -> list[Handle]:
+        """Return the handles of a stream that are in use."""
+        return [handle for handle in self._handles if handle.stream is stream]
 
     def expire(self) -> None:
-        """Drops the idle sessions that are too old or too many."""
+        """Drop the idle sessions that are too old or too many."""
         for session_id in self._idle.expire(self._max_cached - len(self._open)):
             self._forget(session_id)
 
     def forget(self, session_id: str) -> None:
-        """Drops a session, if it is here: at once where it is idle, else when it is closed."""
+        """Drop a session, if it is here: at once where it is idle, else when it is closed."""
         if (session := self._open.get(session_id)) is not None:
             session.is_gone = True
         elif self._idle.pop(session_id) is not None:
             self._forget(session_id)
 
     def next_expiry_s(self) -> float | None:
-        """Returns the seconds until an idle session gets too old; None where there is none."""
+        """Return the seconds until an idle session gets too old; None where there is none."""
         return self._idle.next_expiry_s()
 
 
@@ -181,6 +191,6 @@ def _check_fence(session: Session, fencing_token: int) -> None:
 
 
 def _common_len(known: "array[int]", given: tuple[int, ...]) -> int:
-    """Returns the length of the longest common prefix."""
+    """Return the length of the longest common prefix."""
     pairs = enumerate(zip(known, given, strict=False))
     return next((index for index, (one, other) in pairs if one != other), min(len(known), len(given)))

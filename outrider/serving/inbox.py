@@ -25,7 +25,7 @@ ItemT = TypeVar("ItemT")
 
 @dataclass(frozen=True, slots=True)
 class ReadBudget:
-    """How much is read at most before the reader goes on with its other work.
+    """The most that is read before the reader goes on with its other work.
 
     Attributes:
         num_items: items.
@@ -37,7 +37,7 @@ class ReadBudget:
 
     @classmethod
     def beside(cls, pass_s: float, num_sessions: int) -> "ReadBudget":
-        """Returns what an engine reads between two passes: what its sessions have use of, and nothing like a flood.
+        """Return the budget of an engine between two passes: what its sessions need, and far less than a flood.
 
         Reading costs more than the time of the engine's thread: the event loop makes the items, and while it does, the
         engine waits for the interpreter.
@@ -55,7 +55,7 @@ EVERYTHING: Final = ReadBudget(inf, inf)
 
 @dataclass(slots=True, eq=False)
 class _Queue(Generic[ItemT]):
-    """What one writer has put, and who waits to put more."""
+    """Items of one writer, and the event that wakes it once there is room for more."""
 
     items: deque[tuple[ItemT, int]] = field(default_factory=deque)
     num_bytes: int = 0
@@ -91,7 +91,7 @@ class Inbox(Generic[ItemT]):
         return self._closed
 
     async def put(self, writer: object, item: ItemT, num_bytes: int = 0) -> None:
-        """Adds an item as soon as its writer has room for it.
+        """Add an item as soon as its writer has room for it.
 
         Args:
             writer: whose item it is; hashable.
@@ -102,13 +102,13 @@ class Inbox(Generic[ItemT]):
             await room.wait()
 
     def put_now(self, writer: object, item: ItemT) -> None:
-        """Adds an item beyond the limits, from any thread: for what ends something, or is bounded by its callers."""
+        """Add an item beyond the limits, from any thread: for items that end something, or that callers bound."""
         with self._arrived:
             self._queue(writer).items.append((item, 0))
             self._arrived.notify()
 
     def wait(self, timeout_s: float | None = None) -> None:
-        """Returns once an item waits, the inbox is closed, or so many seconds have passed. For the reader."""
+        """Return once an item waits, the inbox is closed, or so many seconds have passed. For the reader."""
         with self._arrived:
             self._arrived.wait_for(lambda: bool(self._queues) or self._closed, timeout_s)
 
@@ -118,11 +118,11 @@ class Inbox(Generic[ItemT]):
         budget: ReadBudget = EVERYTHING,
         is_wanted: Callable[[ItemT], bool] | None = None,
     ) -> None:
-        """Applies the items that wait, one of each writer in turn, until none is left or the budget is spent.
+        """Apply the items that wait, one of each writer in turn, until none is left or the budget is spent.
 
         Args:
             apply: is called with each item, in the reader's thread.
-            budget: how many, and for how long.
+            budget: most items and seconds.
             is_wanted: whether an item may be applied now; one that may not keeps those behind it in its queue.
         """
         until, num_left = time.monotonic() + budget.seconds, budget.num_items
@@ -134,13 +134,13 @@ class Inbox(Generic[ItemT]):
                 return
 
     def close(self) -> None:
-        """Ends every wait of the reader, now and later."""
+        """End every wait of the reader, now and later."""
         with self._arrived:
             self._closed = True
             self._arrived.notify()
 
     def _offer(self, writer: object, item: ItemT, num_bytes: int) -> asyncio.Event | None:
-        """Adds the item; returns what is set once there may be room, where there is none now."""
+        """Add the item; where there is no room, return an event that is set once there may be."""
         with self._arrived:
             queue = self._queue(writer)
             if len(queue.items) >= self._max_items or queue.num_bytes >= self._max_bytes:
@@ -158,7 +158,7 @@ class Inbox(Generic[ItemT]):
         return queue
 
     def _take(self, is_wanted: Callable[[ItemT], bool] | None) -> list[ItemT]:
-        """Removes and returns the next few items."""
+        """Remove and return the next few items."""
         items: list[ItemT] = []
         with self._arrived:
             turn = deque(self._queues.items())
@@ -169,9 +169,9 @@ class Inbox(Generic[ItemT]):
                 item, num_bytes = queue.items.popleft()
                 items.append(item)
                 queue.num_bytes -= num_bytes
-                # Not for each item: whoever waits is woken to put many.
+                # Not for each item: the writer is woken to put many.
                 if len(queue.items) <= self._max_items // 2 and queue.num_bytes <= self._max_bytes // 2:
-                    _tell_room(queue)
+                    _wake_writer(queue)
                 if queue.items:
                     self._queues.move_to_end(writer)
                     turn.append((writer, queue))
@@ -180,8 +180,8 @@ class Inbox(Generic[ItemT]):
         return items
 
 
-def _tell_room(queue: _Queue[ItemT]) -> None:
-    """Wakes whoever waits for room in a queue."""
+def _wake_writer(queue: _Queue[ItemT]) -> None:
+    """Wake the writer that waits for room in a queue."""
     if queue.room is not None:
         (loop, room), queue.room = queue.room, None
         with contextlib.suppress(RuntimeError):  # the loop has ended, and whoever waited in it

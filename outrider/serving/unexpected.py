@@ -1,4 +1,4 @@
-"""Exceptions that no caller should be able to cause: named for the caller, logged for whoever mends them."""
+"""Exceptions that no caller should be able to cause: named for the caller, logged to troubleshoot them."""
 
 import logging
 import time
@@ -29,7 +29,7 @@ class UnexpectedErrors:
         self._num_left_out = 0
 
     def log(self, message: str, error: Exception, **about: object) -> None:
-        """Logs an exception, unless the message was logged with one of its type and place less than a minute ago.
+        """Log an exception, unless the message was logged with one of its type and place less than a minute ago.
 
         Args:
             message: what failed; always the same for one thing that can fail.
@@ -45,7 +45,7 @@ class UnexpectedErrors:
         _LOG.error(message, exc_info=error, extra={**about, "num_left_out": num_left_out})
 
     def named(self, message: str, error: Exception, **about: object) -> OutriderError:
-        """Returns an error as its caller gets it: as it is where it has a name, else logged, and `RequestFailed`."""
+        """Return a named error as it is; log any other, and return `RequestFailed` in its place."""
         if isinstance(error, OutriderError):
             return error
         self.log(message, error, **about)
@@ -53,6 +53,6 @@ class UnexpectedErrors:
 
 
 def _place(error: Exception) -> str:
-    """Returns file and line of where an exception was raised. There are only as many as the code has lines."""
+    """Return file and line where an exception was raised. There are only as many as the code has lines."""
     frames = traceback.extract_tb(error.__traceback__, limit=-1)
     return f"{frames[0].filename}:{frames[0].lineno}" if frames else ""

@@ -1,5 +1,8 @@
 """The target's engine: one thread that owns the model and its sessions, and plans and runs passes.
 
+- **The cut** (`interface`, `commands`, `results`). The frontend of the service has streams, handles, fencing, admission
+  and drains; it gives commands to an engine and takes results from it. `outrider.serving.engine_loop` runs the
+  engine's thread, so another engine needs `TargetEngine`'s methods only.
 - **A pass** (`scheduling`) takes every session that is ready. Rounds that decode come first, those that waited
   longest before others: rounds whose proposal is complete or whose wait is over. Prompts get a chunk each within a
   measured bound (OUTRIDER_MAX_DECODE_SLOWDOWN), a few rows at least. Two sessions that would compute the same page in

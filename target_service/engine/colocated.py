@@ -1,7 +1,7 @@
-"""Drafting within the target's process, on its thread: for machines that hold both models, and to compare with.
+"""Drafting within the target's process, on its engine's thread.
 
 A step of the draft comes between two passes of the target, for all sessions that wait for a proposal together. No
-network lies between the two, and neither runs while the other does.
+network lies between the two models, and neither runs while the other does.
 """
 
 import time
@@ -14,7 +14,7 @@ from outrider.drafters.drafter import Drafter, DraftTerms, OpenProposal
 from outrider.drafters.stepping import SentProposal, Stepper
 from outrider.errors import OutriderError
 from outrider.serving.unexpected import UnexpectedErrors
-from target_service.engine.sessions import Request
+from target_service.engine.request import Request
 
 _MAX_KNOWN_SESSIONS: Final = 4096
 
@@ -32,7 +32,7 @@ class _Drafting:
         return self.request.base == self.sent.base and _waits(self.request)
 
     def give(self, step_time_s: float, now: float) -> None:
-        """Hands over what was drafted since the last time; the request does without what cannot be drafted."""
+        """Hand over the nodes drafted since the last time; a request that cannot be drafted for decodes plainly."""
         speculation, token_ids = self.request.speculation, self.request.resident.token_ids
         if self.sent.proposal.refusal is not None:
             speculation.refuse(len(token_ids))
@@ -41,10 +41,10 @@ class _Drafting:
 
 
 class ColocatedDraft:
-    """Drafts for the requests of this process; see the module. For the engine's thread.
+    """Drafts for the requests of this process; see the module. Called in the engine's thread.
 
     Args:
-        drafter: needs no features of the target.
+        drafter: one that needs no features of the target.
     """
 
     def __init__(self, drafter: Drafter) -> None:
@@ -61,11 +61,11 @@ class ColocatedDraft:
 
     @property
     def is_busy(self) -> bool:
-        """Whether another step would bring a proposal forward."""
+        """Whether another step would extend a proposal."""
         return bool(self._draftings)
 
     def step(self, requests: Iterable[Request]) -> None:
-        """Runs a step for the requests that wait for a proposal of this process, if any do."""
+        """Run a step for the requests that wait for a proposal of this process, if any do."""
         self._draftings = {key: item for key, item in self._draftings.items() if item.is_wanted}
         for request in requests:
             if _waits(request) and request.resident.session_id not in self._draftings:
@@ -88,23 +88,23 @@ class ColocatedDraft:
                 del self._draftings[key]
 
     def reset(self, requests: Iterable[Request], error: Exception) -> None:
-        """Gives up all proposals after an error that is no session's own: the requests do without."""
+        """Drop all proposals after an error that concerns no single session: the requests decode plainly."""
         self._draftings.clear()
         for request in requests:
             if _waits(request):
                 self._do_without(request, error)
 
     def _do_without(self, request: Request, error: Exception) -> None:
-        self._unexpected.log("drafting failed, going on without", error, **request.log_fields)
+        self._unexpected.log("drafting failed, the request decodes plainly", error, **request.log_fields)
         request.speculation.refuse(len(request.resident.token_ids))
 
     def _begin(self, request: Request) -> _Drafting:
         session_id, tokens = request.resident.session_id, request.resident.token_ids
-        # What the draft has beyond what it was told are its own guesses.
+        # Tokens that the draft has beyond the known length are its own guesses.
         self._drafter.truncate(session_id, min(self._known_lens.get(session_id, 0), len(tokens)))
         self._known_lens[session_id] = len(tokens)
         self._known_lens.move_to_end(session_id)
-        # Whoever is forgotten has its tokens drafted from anew.
+        # A session that is dropped from here is run by the draft from its first token again.
         if len(self._known_lens) > _MAX_KNOWN_SESSIONS:
             self._known_lens.popitem(last=False)
         terms = DraftTerms(
@@ -115,7 +115,7 @@ class ColocatedDraft:
 
 
 def check_colocated(drafter: Drafter, tokenizer_fingerprint: str) -> None:
-    """Raises `OutriderError` unless a drafter can draft within a target of that tokenizer."""
+    """Raise `OutriderError` unless a drafter can draft within a target of that tokenizer."""
     info = drafter.info
     if info.feature_layers:
         raise OutriderError(f"{info.drafter} drafts from features, which takes a draft service")

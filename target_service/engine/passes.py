@@ -1,4 +1,4 @@
-"""One pass after another over the shares that the scheduler made: run, judged, and their verdicts given.
+"""Runs passes over the shares that the scheduler made, judges their proposals, and holds the verdicts for streams.
 
 Any exception that one session causes ends that session, and nothing else. A pass that fails is run again in halves,
 down to the session that fails alone; before that one is refused a probe shows whether the model runs at all. So no
@@ -11,37 +11,39 @@ from collections.abc import Callable, Sequence
 import torch
 
 from outrider.control.pass_times import PassTimes
-from outrider.errors import OutriderError, RequestFailed
 from outrider.lm.model import LanguageModel
 from outrider.serving.unexpected import UnexpectedErrors
 from target_service.engine.counters import EngineLoad
 from target_service.engine.features import FeatureSender
-from target_service.engine.probe import probe
+from target_service.engine.interface import EngineHost
+from target_service.engine.request import Request
 from target_service.engine.requests import Requests
 from target_service.engine.restoring import Restoring
-from target_service.engine.results import RoundAbout, RoundResult
+from target_service.engine.results import RoundMetrics, RoundResult, Verdict
 from target_service.engine.rounds import Round, decide_all
 from target_service.engine.scheduling import Scheduler, Share, prepared_again
-from target_service.engine.sessions import Request
 
 
 class Passes:
-    """Runs passes; see the module. All methods run in the engine's thread.
+    """Runs passes; see the module. All methods are called in the engine's thread.
 
     Args:
         model: the target.
         scheduler: makes their shares.
         times: of the passes; each is observed.
         requests: those that are open.
-        features: sends what drafts ask for.
-        restoring: writes what passes complete; None where nothing is written.
-        load: counts.
-        run_commands: does what came during a pass and changes nothing that the pass was made of.
+        features: sends the features that drafts request.
+        restoring: writes the pages that passes complete; None where nothing is written.
+        load: counters.
+        max_len: longest session, in tokens.
 
     Attributes:
+        host: applies gentle commands, and ends requests that fail.
         on_pass: called with the seconds of each pass.
         last_s: seconds that the last pass took.
     """
+
+    host: EngineHost[Request]
 
     def __init__(
         self,
@@ -52,7 +54,7 @@ class Passes:
         features: FeatureSender,
         restoring: Restoring | None,
         load: EngineLoad,
-        run_commands: Callable[[], None],
+        max_len: int,
     ) -> None:
         self._model = model
         self._scheduler = scheduler
@@ -61,13 +63,13 @@ class Passes:
         self._features = features
         self._restoring = restoring
         self._load = load
-        self._run_commands = run_commands
+        self._max_len = max_len
         self._unexpected = UnexpectedErrors()
         self.on_pass: Callable[[float], object] = lambda seconds: None
         self.last_s = 0.0
 
     def run(self, shares: list[Share]) -> None:
-        """Runs a pass over the shares, and gives the verdicts.
+        """Run a pass over the shares, and send the verdicts.
 
         Raises:
             EngineFailed: the model runs no pass any more.
@@ -82,45 +84,27 @@ class Passes:
         duration_s = time.perf_counter() - started
         self._account(shares, duration_s)
         self.on_pass(duration_s)
-        self._run_commands()
+        self.host.apply_gentle()
         judged = [(share, logits) for share, logits in zip(shares, outputs, strict=True) if share.step.wants_logits]
         for share, result in self._judge(judged):
             try:
                 self._conclude(share, result, duration_s, expected_s)
             except Exception as error:
-                self.fail(share.request, error)
+                self.host.fail_request(share.request, error)
         for share in shares:
             if not share.step.wants_logits:
                 self._go_on(share.request)
-        for stream in {share.request.stream.key: share.request.stream for share in shares}.values():
+        for stream in dict.fromkeys(share.request.handle.stream for share in shares):
             stream.flush()
         self._write_behind()
 
-    def fail(self, request: Request, error: Exception) -> None:
-        """Ends a request that failed by itself.
-
-        Raises:
-            EngineFailed: the request is not at fault: the model runs no pass any more.
-        """
-        self._unexpected.log("a request failed", error, **request.log_fields)
-        # First, so that there is memory for the probe.
-        self._requests.distrust(request)
-        probe(self._model)
-        failure = error if isinstance(error, OutriderError) else RequestFailed("the request failed on this target")
-        self._requests.refuse(request.stream, request.handle, failure)
-
-    def note_waiting(self) -> None:
-        """Notes how many sessions are here, and how many tokens wait to be run."""
-        self._load.num_cached_sessions = self._requests.num_residents
-        self._load.note_waiting(request.num_uncached for request in self._requests.open_ones if not request.finished)
-
     def _divide(self, shares: list[Share], error: Exception) -> None:
-        """Runs the halves of a pass that failed; the session that fails alone ends alone."""
+        """Run the halves of a pass that failed; the session that fails alone ends alone."""
         if len(shares) == 1:
-            self.fail(shares[0].request, error)
+            self.host.fail_request(shares[0].request, error)
             return
-        about = {"request_ids": [share.request.request_id for share in shares]}
-        self._unexpected.log("a pass failed, and is run again in halves", error, **about)
+        request_ids = [share.request.request_id for share in shares]
+        self._unexpected.log("a pass failed, and is run again in halves", error, request_ids=request_ids)
         again = prepared_again(shares)
         middle = len(again) // 2
         for part in (again[:middle], again[middle:]):
@@ -128,15 +112,15 @@ class Passes:
                 self.run(part)
 
     def _go_on(self, request: Request) -> None:
-        """Concludes a part of a prompt."""
+        """Conclude a part of a prompt."""
         try:
             self._features.send(request)
         except Exception as error:
-            self.fail(request, error)
+            self.host.fail_request(request, error)
         request.round_started = time.monotonic()
 
     def _write_behind(self) -> None:
-        """Has what the pass completed written; a failure costs the blocks, and no session."""
+        """Have the pages that the pass completed written; a failure costs the blocks, and no session."""
         if self._restoring is None:
             return
         try:
@@ -145,7 +129,7 @@ class Passes:
             self._unexpected.log("KV blocks could not be written", error)
 
     def _judge(self, judged: list[tuple[Share, torch.Tensor]]) -> list[tuple[Share, RoundResult]]:
-        """Returns the results of all shares together; where that fails, of those that do not fail by themselves."""
+        """Return the results of all shares together; where that fails, of those that do not fail by themselves."""
         if not judged:
             return []
         try:
@@ -153,24 +137,24 @@ class Passes:
             for share, logits in judged:
                 rounds.append(Round(share.request, first, share.tree))
                 first += len(logits)
-            results = decide_all(rounds, torch.cat([logits for _, logits in judged]), self._requests.max_len)
+            results = decide_all(rounds, torch.cat([logits for _, logits in judged]), self._max_len)
             return list(zip((share for share, _ in judged), results, strict=True))
         except Exception as error:
             if len(judged) == 1:
-                self.fail(judged[0][0].request, error)
+                self.host.fail_request(judged[0][0].request, error)
                 return []
         middle = len(judged) // 2
         return self._judge(judged[:middle]) + self._judge(judged[middle:])
 
     def _expected_s(self, shares: Sequence[Share]) -> float:
-        """Returns what a pass and all around it is expected to take; 0 where prompts take part, or nothing is known."""
+        """Return the seconds that a round of this pass is expected to take; 0 with prompts in it, or no measurement."""
         if not self._times.known or any(share.is_prefill for share in shares):
             return 0.0
         num_rows = sum(share.step.num_rows for share in shares)
         return self._times.round_s(num_rows, speculates=any(share.request.speculation.waits for share in shares))
 
     def _conclude(self, share: Share, result: RoundResult, duration_s: float, expected_s: float) -> None:
-        """Applies a round's result to the session, and sends the verdict."""
+        """Apply a round's result to the session, and hold the verdict for its stream."""
         request, resident = share.request, share.request.resident
         base = request.base
         resident.cache.keep(result.kept_path)
@@ -185,10 +169,10 @@ class Passes:
         expected_s += speculation.expected_wait_s if expected_s else 0.0
         hit = speculation.advance(result.token_ids)
         request.begin_round(now)
-        speculation.note_verdict(len(resident.token_ids), now)
-        # Before the verdict, so that its answer need not wait for them.
+        speculation.record_verdict(len(resident.token_ids), now)
+        # Before the verdict, so that the next proposal need not wait for them.
         self._features.send(request)
-        about = RoundAbout(
+        metrics = RoundMetrics(
             model_time_s=duration_s,
             wait_time_s=share.wait_s,
             queue_time_s=share.queue_s,
@@ -199,12 +183,12 @@ class Passes:
             num_wanted=speculation.num_wanted,
             lookahead=speculation.terms.lookahead if speculation.wants_draft else 0,
         )
-        self._load.note_round(result, about, waited=waited, does_without=speculation.does_without)
+        self._load.record_round(result, metrics, waited=waited, does_without=speculation.does_without)
         if not request.sums.num_rounds:
             request.span.add_event("first_token")
-        request.sums.add(result, about)
+        request.sums.add(result, metrics)
         request.num_recomputed = speculation.num_proposed = 0
-        request.stream.verdict(request.handle, base, result, about)
+        request.handle.stream.hold(Verdict(request.handle.number, base, result, metrics))
 
     def _account(self, shares: list[Share], duration_s: float) -> None:
         load = self._load
@@ -220,4 +204,3 @@ class Passes:
         self._times.observe(duration_s, num_decode, prefill)
         self._times.num_sessions = max(1, len(self._requests) - len(prefill))
         self.last_s = duration_s
-        self.note_waiting()

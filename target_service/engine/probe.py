@@ -1,4 +1,4 @@
-"""A pass of the engine's own, which tells a request that fails from a device that does."""
+"""A pass of the engine's own, which distinguishes a request that fails from a device that fails."""
 
 import secrets
 from typing import Final
@@ -6,20 +6,17 @@ from typing import Final
 import torch
 
 from outrider.lm.model import LanguageModel, SessionStep
+from outrider.serving.session_failures import EngineFailed
 from outrider.tokens import TokenSpan
 
 _TOKEN_ID: Final = 0
 
 
-class EngineFailed(Exception):
-    """The model runs no pass any more, whatever is in it: the process can serve no session."""
-
-
 def probe(model: LanguageModel) -> None:
-    """Runs one token in a KV cache of its own; the device has finished when this returns.
+    """Run one token in a KV cache of its own; the device has finished when this returns.
 
     Raises:
-        EngineFailed: the pass failed, or gave what is no number.
+        EngineFailed: the pass failed, or its logits have NaN.
     """
     cache = model.new_cache(secrets.token_bytes(16))
     try:

@@ -12,7 +12,7 @@ import torch
 from outrider.control.pass_times import PassTimes
 from outrider.lm.model import LanguageModel, SessionStep
 from outrider.tokens import TokenSpan
-from target_service.engine.sessions import Request
+from target_service.engine.request import Request
 from target_service.kv_blocks.remote_blocks import RemoteBlocks
 
 _PART_LEN: Final = 128
@@ -35,8 +35,8 @@ class Restoring:
         model: the model.
         blocks: the blocks in Redis.
         times: of the model's passes.
-        submit: runs a command in the engine's thread; from any thread.
-        is_open: returns whether a request has not ended.
+        run_in_engine: has the engine's thread call a function; from any thread.
+        is_open: returns whether a request has not been closed.
     """
 
     def __init__(
@@ -44,13 +44,13 @@ class Restoring:
         model: LanguageModel,
         blocks: RemoteBlocks,
         times: PassTimes,
-        submit: Callable[[Callable[[], None]], None],
+        run_in_engine: Callable[[Callable[[], object]], None],
         is_open: Callable[[Request], bool],
     ) -> None:
         self._model = model
         self._blocks = blocks
         self._times = times
-        self._submit = submit
+        self._run_in_engine = run_in_engine
         self._is_open = is_open
         self._last_pass_s = 0.0
 
@@ -62,7 +62,7 @@ class Restoring:
         absent = resident.cache.absent(resident.token_ids)
         if absent:
             num_rows, start = len(absent) * block_len, absent[0][0] * block_len
-            if num_rows >= _MIN_REFRESHED * _REFRESH_LEN and self._is_open_question(num_rows, start, len(absent)):
+            if num_rows >= _MIN_REFRESHED * _REFRESH_LEN and self._needs_fresh_speed(num_rows, start, len(absent)):
                 self._refresh_speed()
             compute_s = self._times.prefill_s(num_rows, start)
             request.is_restoring = self._blocks.fetch(absent, compute_s, functools.partial(self._on_blocks, request))
@@ -72,7 +72,7 @@ class Restoring:
         self._last_pass_s = time.monotonic()
         self._blocks.write_behind(lambda num_tokens: self._times.prefill_s(num_tokens, 0))
 
-    def _is_open_question(self, num_rows: int, start: int, num_blocks: int) -> bool:
+    def _needs_fresh_speed(self, num_rows: int, start: int, num_blocks: int) -> bool:
         compute_s, restore_s = self._times.prefill_s(num_rows, start), self._blocks.restore_s(num_blocks)
         is_close = compute_s < inf and restore_s / _CLEAR_RATIO < compute_s < restore_s * _CLEAR_RATIO
         return is_close and time.monotonic() - self._last_pass_s > _FRESH_S
@@ -85,7 +85,7 @@ class Restoring:
 
     def _on_blocks(self, request: Request, blocks: list[tuple[bytes, int, torch.Tensor]], is_last: bool) -> None:
         """Pass blocks on from the thread that read them."""
-        self._submit(functools.partial(self._place, request, blocks, is_last))
+        self._run_in_engine(functools.partial(self._place, request, blocks, is_last))
 
     def _place(self, request: Request, blocks: list[tuple[bytes, int, torch.Tensor]], is_last: bool) -> None:
         try:
@@ -94,7 +94,7 @@ class Restoring:
                 # At once, before another session needs the memory.
                 request.resident.cache.adopt(request.resident.token_ids)
         finally:
-            # Whatever could not be placed is computed.
+            # Blocks that could not be placed are computed.
             request.is_restoring = request.is_restoring and not is_last
 
 

@@ -12,8 +12,8 @@ from outrider.speculation.logprobs import token_logprobs
 from outrider.speculation.sampling import SamplingMetadata, TokenHistory, target_distribution
 from outrider.speculation.verification import Outcome, follow_draws, verify_rejection
 from outrider.tokens import ROOT, ProposalTree, TokenLogprobs, TokenOrigin
+from target_service.engine.request import Request
 from target_service.engine.results import RoundResult
-from target_service.engine.sessions import Request
 
 
 class Round(NamedTuple):
@@ -31,7 +31,7 @@ class Round(NamedTuple):
 
 
 def decide_all(rounds: Sequence[Round], logits: torch.Tensor, max_len: int) -> list[RoundResult]:
-    """Judges the proposals of all sessions of a pass; each result is the same whichever sessions are beside it.
+    """Judge the proposals of all sessions of a pass; each result is the same whichever sessions are beside it.
 
     Args:
         rounds: of different sessions.
@@ -71,7 +71,7 @@ def _outcomes(rounds: Sequence[Round], logits: torch.Tensor) -> list[Outcome]:
 
 
 def _draws(item: Round) -> Iterator[Draw]:
-    """Yields the draws of the target's own tokens, after the base and after each node."""
+    """Yield the draws of the target's own tokens, after the base and after each node."""
     request, base_len = item.request, len(item.request.resident.token_ids)
     for number, history in enumerate(_histories(item)):
         terms = SamplingMetadata(request.parameters, history, request.stop_token_ids)
@@ -79,20 +79,20 @@ def _draws(item: Round) -> Iterator[Draw]:
 
 
 def _follow(tree: ProposalTree, draws: Iterator[int]) -> Outcome:
-    """Verifies by the next 1 + len(tree) draws."""
+    """Verify a tree by the next 1 + len(tree) draws."""
     own = [next(draws) for _ in range(1 + len(tree))]
     return follow_draws(tree, own.__getitem__)
 
 
 def _reject(item: Round, logits: torch.Tensor) -> Outcome:
-    law = _TargetLaw(item, logits, _histories(item))
-    return verify_rejection(item.tree, law, len(item.request.resident.token_ids), item.request.source)
+    distribution = _TargetDistribution(item, logits, _histories(item))
+    return verify_rejection(item.tree, distribution, len(item.request.resident.token_ids), item.request.source)
 
 
 def _histories(item: Round) -> list[TokenHistory]:
-    """Returns what came before the token after the base, and after each node."""
+    """Return the tokens before the one after the base, and before those after each node."""
     request, tokens = item.request, item.request.resident.token_ids
-    # Histories are long; only penalties read them.
+    # Histories are long, and only penalties read them.
     needs = request.parameters.needs_history
     prompt = tokens[: request.prompt_len] if needs else ()
     output = tokens[request.prompt_len :] if needs else range(request.num_output)
@@ -103,8 +103,8 @@ def _histories(item: Round) -> list[TokenHistory]:
 
 
 @dataclass(frozen=True, slots=True)
-class _TargetLaw:
-    """The target's law after a node, computed when asked for."""
+class _TargetDistribution:
+    """The target's distribution after a node, computed on each call."""
 
     item: Round
     logits: torch.Tensor
@@ -116,7 +116,7 @@ class _TargetLaw:
 
 
 def _cut(request: Request, token_ids: tuple[int, ...], max_len: int) -> tuple[int, FinishReason | None]:
-    """Returns how many output tokens stand, and why the request ends with the last of them."""
+    """Return how many output tokens are kept, and why the request ends with the last of them."""
     length = len(request.resident.token_ids)
     room = min(request.parameters.max_tokens - request.num_output, max_len - length)
     for num, token_id in enumerate(token_ids[:room], start=1):
@@ -124,22 +124,23 @@ def _cut(request: Request, token_ids: tuple[int, ...], max_len: int) -> tuple[in
             return num, FinishReason.STOP
     if len(token_ids) >= room:
         return room, FinishReason.LENGTH
-    # Beyond the window nothing may be output; the rest is decided again once the window moves.
+    # No output beyond the window; these tokens are decided again once it moves.
     return min(len(token_ids), request.window_end - length), None
 
 
 def _logprobs(
     rounds: Sequence[Round], outcomes: Sequence[Outcome], nums: Sequence[int], logits: torch.Tensor
 ) -> list[tuple[TokenLogprobs, ...]]:
-    """Returns the log-probabilities of the first `nums` output tokens of each round; none for who asks for none."""
-    asked = [item.request.parameters.logprobs is not None for item in rounds]
+    """Return the log-probabilities of the first `nums` output tokens of each round that requests them."""
+    requested = [item.request.parameters.logprobs is not None for item in rounds]
     places = [
         (item.first_row + row, token_id, item.request.parameters.logprobs or 0)
-        for item, outcome, num, is_asked in zip(rounds, outcomes, nums, asked, strict=True)
-        for row, token_id in list(zip((ROOT, *outcome.path), outcome.token_ids, strict=True))[: num * is_asked]
+        for item, outcome, num, is_requested in zip(rounds, outcomes, nums, requested, strict=True)
+        for row, token_id in list(zip((ROOT, *outcome.path), outcome.token_ids, strict=True))[: num * is_requested]
     ]
     results = iter(_logprobs_at(places, logits))
-    return [tuple(next(results) for _ in range(num * is_asked)) for num, is_asked in zip(nums, asked, strict=True)]
+    nums_given = [num * is_requested for num, is_requested in zip(nums, requested, strict=True)]
+    return [tuple(next(results) for _ in range(num)) for num in nums_given]
 
 
 def _logprobs_at(places: Sequence[tuple[int, int, int]], logits: torch.Tensor) -> list[TokenLogprobs]:

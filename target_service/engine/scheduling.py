@@ -1,4 +1,4 @@
-"""The sessions that take part in the next pass, their rows, and preemption where memory is short."""
+"""Scheduling of passes: which sessions take part, with which rows, and which are preempted for their memory."""
 
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field, replace
@@ -10,7 +10,7 @@ from outrider.control.pass_times import PassTimes
 from outrider.lm.model import SessionStep
 from outrider.tokens import ProposalTree, TokenSpan
 from target_service.engine.pass_budget import PassBudget
-from target_service.engine.sessions import Request
+from target_service.engine.request import Request
 
 _NO_TREE: Final = ProposalTree()
 _MIN_ROWS: Final = 4
@@ -59,9 +59,9 @@ PREFILL_CHUNK_LEN: Final = 512
 class Scheduler:
     """Fills passes. Sessions that decode come first, those that waited longest before others; then prompts.
 
-    Prompts get the rows that the budget leaves, so that no other session is held up for long; the one that waited
-    longest gets a few rows at least. Memory is taken when a share is made. Where too little is left, the newest request
-    that holds any is preempted and recomputed later: the oldest always advances, so all do in their turn.
+    Prompts get what the budget leaves, so that they delay no session for long; the one that waited longest gets a few
+    rows at least. Memory is taken when a share is made. Where too little is left, the newest request that holds any
+    is preempted and recomputed from its tokens later: the oldest always advances, so all do in their turn.
 
     Args:
         max_rows: rows of a pass, at most.
@@ -103,7 +103,7 @@ class Scheduler:
         return shares
 
     def next_time(self, requests: Iterable[Request], now: float) -> float | None:
-        """Return when there may be shares at the latest, if nothing arrives until then; None for never.
+        """Return when there may be shares if no command comes before; None for never.
 
         Args:
             requests: of which none takes part in a pass now.
@@ -212,7 +212,7 @@ class Scheduler:
         return SessionStep(cache, span, tree, wants_logits=span.end == len(token_ids))
 
     def _preempt(self, request: Request, requests: Iterable[Request], shares: list[Share]) -> bool:
-        """Preempt the newest request, if it is newer than this one and not in the pass; return whether one was."""
+        """Release the memory of the newest request, if it is newer than this one and not in the pass."""
         in_pass = {id(share.request) for share in shares}
         newer = (item for item in requests if item.number > request.number and id(item) not in in_pass)
         holding = (item for item in newer if item.resident.cache.num_bytes)

@@ -16,8 +16,8 @@ Restoring publishes pages under their digests, and the session finds them as it 
 - **Cost** (`costs`). Restoring pays where answer + bytes / rate is less than the time of computing. Both are
   measured: at the start with blocks and a prompt of no session, then with all that is restored and computed, and once
   a minute. Where restoring would be slower, nothing is written either.
-- **Redis** is a second server: a cache with eviction and without persistence. After a failure it is left alone for
-  five seconds. A local stack starts one where it has several targets.
+- **Redis** is a second server: a cache with eviction and without persistence. After a failure the circuit is
+  open for five seconds: Redis is not called. A local stack starts one where it has several targets.
 
 `outrider bench takeover` kills the target of a stream and measures the time to the next token.
 """

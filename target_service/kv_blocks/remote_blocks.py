@@ -1,7 +1,7 @@
-"""The target's blocks of KV cache in Redis: written behind the passes, fetched for sessions whose cache is not here.
+"""A target's blocks of KV cache in Redis: written behind the passes, fetched for sessions whose cache is not here.
 
-Nothing waits for Redis but a session that is being restored, and that one no longer than computing its tokens would
-take. Where Redis is slow, full or gone, blocks are dropped and tokens computed.
+Only a session that is being restored waits for Redis, and no longer than computing its tokens would take. Where Redis
+is slow, full or gone, blocks are dropped and tokens computed.
 """
 
 import contextlib
@@ -9,10 +9,8 @@ import logging
 import secrets
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from typing import Final
 
 import numpy as np
@@ -22,92 +20,25 @@ from torch import Tensor
 
 from outrider.lm.model import BlockSource
 from target_service.kv_blocks.costs import RestoreCosts
+from target_service.kv_blocks.counters import BlockCounters
+from target_service.kv_blocks.fetch import NUM_READERS, Fetch
 from target_service.kv_blocks.format import BlockRefused, checked, header, layout_digest
 from target_service.kv_blocks.store import BlockStore, BlockStoreError
+from target_service.kv_blocks.write_queue import WaitingBlock, WriteQueue
 from target_service.settings import BlockUse
 
 _LOG: Final = logging.getLogger(__name__)
-_NUM_READERS: Final = 2
 _READ_BYTES: Final = 2 << 20
-"""Asked for at once: small enough that a target places one part while the next one comes."""
-_WRITE_BYTES: Final = 16 << 20
-_REST_S: Final = 5.0
-"""After a failure Redis is left alone so long."""
+"""Requested at once: small enough that a target places one part while the next one comes."""
+_OPEN_CIRCUIT_S: Final = 5.0
+"""After a failure Redis is not called for so long."""
 _PROBE_EVERY_S: Final = 60.0
 _NUM_PROBED: Final = 4
 _PROBE_S: Final = 10.0
 _MIN_FETCH_S: Final = 0.05
 
 Deliver = Callable[[list[tuple[bytes, int, Tensor]], bool], None]
-"""Gets blocks that were fetched (digest, index, content), and whether they were the last."""
-
-
-@dataclass(slots=True)
-class BlockCounters:
-    """What became of blocks since the start.
-
-    Attributes:
-        num_written: kept in Redis; those that were there before do not count.
-        num_dropped: not written, because Redis is slow, full or gone.
-        num_restored: fetched, and in their place.
-        num_refused: fetched, but not what they were kept as.
-        num_failures: calls that Redis did not answer as it should within the bound.
-    """
-
-    num_written: int = 0
-    num_dropped: int = 0
-    num_restored: int = 0
-    num_refused: int = 0
-    num_failures: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class _Waiting:
-    digest: bytes
-    layout: bytes
-    content: Tensor
-
-
-class _Fetch:
-    """A chain of blocks that readers fetch side by side, part by part, until one is missing or the time is over.
-
-    Args:
-        parts: in order.
-        costs: learn from it.
-        bound_s: seconds after which no further part is asked for.
-
-    Attributes:
-        num_readers: that work on it.
-        costs: see there.
-        began_s: when it was made.
-    """
-
-    def __init__(self, parts: list[list[tuple[int, bytes]]], costs: RestoreCosts, bound_s: float) -> None:
-        self.num_readers = min(_NUM_READERS, len(parts))
-        self.costs = costs
-        self.began_s = time.monotonic()
-        self._parts = deque(parts)
-        self._give_up_s = self.began_s + bound_s
-        self._num_left = self.num_readers
-        self._num_bytes = 0
-        self._lock = threading.Lock()
-
-    def next_part(self) -> list[tuple[int, bytes]] | None:
-        """Returns what to ask for next; None where there is nothing, or no time."""
-        with self._lock:
-            return self._parts.popleft() if self._parts and time.monotonic() < self._give_up_s else None
-
-    def end(self) -> None:
-        """Has nothing further be asked for."""
-        with self._lock:
-            self._parts.clear()
-
-    def leave(self, num_bytes: int) -> int | None:
-        """A reader is done with so many bytes; returns the bytes of all readers to the last one."""
-        with self._lock:
-            self._num_left -= 1
-            self._num_bytes += num_bytes
-            return None if self._num_left else self._num_bytes
+"""Takes blocks that were fetched (digest, index, content), and whether they were the last."""
 
 
 class RemoteBlocks:
@@ -117,13 +48,13 @@ class RemoteBlocks:
         source: the model's blocks.
         numerics: names the model and its numerics; see `ModelInfo`.
         store: Redis.
-        use: whether to write and restore; `auto` where that is measured to beat computing.
-        queue_bytes: blocks that wait to be written, at most.
-        secret: seals blocks; see `block_format`.
+        use: whether to write and restore; `auto` where that is measured to be faster than computing.
+        queue_bytes: bytes of the blocks that wait to be written, at most.
+        secret: seals blocks; see `format`.
 
     Attributes:
-        counters: what became of blocks.
-        costs: what restoring takes.
+        counters: outcomes of blocks.
+        costs: measured time of restoring.
     """
 
     def __init__(
@@ -139,15 +70,10 @@ class RemoteBlocks:
         self._numerics = numerics
         self._store = store
         self._use = use
-        self._queue_bytes = queue_bytes
         self._secret = secret
-        self._queue: deque[_Waiting] = deque()
-        self._queued_bytes = 0
-        self._num_busy = 0
-        self._changed = threading.Condition()
-        self._is_closed = False
-        self._rests_until = 0.0
-        self._readers = ThreadPoolExecutor(_NUM_READERS, thread_name_prefix="block-reader")
+        self._queue = WriteQueue(queue_bytes)
+        self._open_until = 0.0
+        self._readers = ThreadPoolExecutor(NUM_READERS, thread_name_prefix="block-reader")
         self._writer = threading.Thread(target=self._run_writer, name="block-writer", daemon=True)
         self._shape = (b"", 0)
         self.counters = BlockCounters()
@@ -159,9 +85,9 @@ class RemoteBlocks:
         return self._source.block_len
 
     def start(self) -> None:
-        """Looks whether Redis is fit for it, measures what restoring takes, and begins to write."""
+        """Check that Redis bounds its memory, measure the time of restoring, and begin to write."""
         self._source.take_fresh()
-        self._look_at_shape()
+        self._update_shape()
         try:
             if not self._store.is_bounded():
                 _LOG.warning("the Redis for KV blocks has no memory limit with eviction: it will grow until it fails")
@@ -171,60 +97,54 @@ class RemoteBlocks:
         self._writer.start()
 
     def close(self, timeout_s: float = 0.0) -> None:
-        """Writes what waits, for so long, and ends."""
+        """Write the blocks that wait, for so many seconds, and end."""
         self.flush(timeout_s)
-        with self._changed:
-            self._is_closed = True
-            self._changed.notify_all()
+        self._queue.close()
         self._readers.shutdown(wait=False, cancel_futures=True)
         if self._writer.is_alive():
             self._writer.join(timeout_s)
         self._store.close()
 
     def flush(self, timeout_s: float) -> bool:
-        """Returns when all that waits is written, or after so long; returns whether it is."""
-        with self._changed:
-            return self._changed.wait_for(lambda: not self._queue and not self._num_busy, timeout_s)
+        """Wait until all blocks are written, or so many seconds have passed; return whether they are."""
+        return self._queue.flush(timeout_s)
 
-    # In the engine's thread.
+    # The engine's thread calls the following methods.
 
     def write_behind(self, compute_s: Callable[[int], float]) -> None:
-        """Queues the blocks that have become full, where writing them pays.
+        """Queue the blocks that have become full, where writing them pays.
 
         Args:
-            compute_s: returns what computing so many tokens takes, in seconds.
+            compute_s: returns the seconds that computing so many tokens takes.
         """
         fresh = self._source.take_fresh() if self._pays(1, compute_s(self.block_len)) else ()
         if not fresh:
             return
-        layout, _ = self._look_at_shape()
-        with self._changed:
-            for digest, content in fresh:
-                if self._rests or self._queued_bytes + content.numel() > self._queue_bytes:
-                    self.counters.num_dropped += 1
-                else:
-                    self._queued_bytes += content.numel()
-                    self._queue.append(_Waiting(digest, layout, content))
-            self._changed.notify_all()
+        layout, _ = self._update_shape()
+        if self._is_circuit_open:
+            self.counters.num_dropped += len(fresh)
+        else:
+            blocks = [WaitingBlock(digest, layout, content) for digest, content in fresh]
+            self.counters.num_dropped += self._queue.put(blocks)
 
     def fetch(self, wanted: Sequence[tuple[int, bytes]], compute_s: float, deliver: Deliver) -> bool:
-        """Fetches blocks where that pays, up to the first that is not there.
+        """Fetch blocks where that pays, up to the first that is not there.
 
         Args:
             wanted: index and digest of each, in order.
-            compute_s: what computing them would take, in seconds.
+            compute_s: seconds that computing them would take.
             deliver: is called from other threads, at last with True as its second argument. The engine then calls
                 `place`.
 
         Returns:
-            Whether they are on their way; if not, nothing is delivered.
+            Whether they are being fetched; if not, nothing is delivered.
         """
-        if not wanted or self._rests or self._is_closed or not self._pays(len(wanted), compute_s):
+        if not wanted or self._is_circuit_open or self._queue.is_closed or not self._pays(len(wanted), compute_s):
             return False
-        layout, block_bytes = self._look_at_shape()
+        layout, block_bytes = self._update_shape()
         part_len = max(1, _READ_BYTES // block_bytes)
         parts = [list(wanted[start : start + part_len]) for start in range(0, len(wanted), part_len)]
-        fetch = _Fetch(parts, self.costs, max(_MIN_FETCH_S, compute_s))
+        fetch = Fetch(parts, self.costs, max(_MIN_FETCH_S, compute_s))
         for _ in range(fetch.num_readers):
             self._readers.submit(self._run_fetch, fetch, layout, deliver)
         return True
@@ -234,9 +154,9 @@ class RemoteBlocks:
         return self.costs.restore_s(num_blocks * self._source.block_bytes)
 
     def place(self, blocks: Sequence[tuple[bytes, int, Tensor]]) -> bool:
-        """Puts blocks where sessions find them; returns whether there was room for all."""
+        """Put blocks into the prefix cache; return whether there was room for all."""
         for digest, index, content in blocks:
-            # The features that are kept may have changed meanwhile; then nobody looks for it any more.
+            # The features that are kept may have changed meanwhile; then no session needs the block any more.
             if content.numel() != self._source.block_bytes or not self._source.put(digest, index, content):
                 return False
             self.counters.num_restored += 1
@@ -247,35 +167,36 @@ class RemoteBlocks:
             return self._use is BlockUse.ALWAYS
         return self.costs.pays(num_blocks * self._source.block_bytes, compute_s)
 
-    def _look_at_shape(self) -> tuple[bytes, int]:
-        """Returns what must agree for blocks to mean the same, and their size; other threads read what it noted."""
+    def _update_shape(self) -> tuple[bytes, int]:
+        """Return, and store for other threads, the digest of the current layout and the bytes of a block."""
         self._shape = (layout_digest(f"{self._numerics} {self._source.layout}"), self._source.block_bytes)
         return self._shape
 
-    # In threads of their own.
+    # The reading and writing threads call the following methods.
 
     @property
-    def _rests(self) -> bool:
-        return time.monotonic() < self._rests_until
+    def _is_circuit_open(self) -> bool:
+        """Whether Redis failed so recently that it is not called."""
+        return time.monotonic() < self._open_until
 
     def _fail(self, error: Exception) -> None:
-        """Leaves Redis alone for a while. No error ends a thread here: nobody would notice that blocks are dropped."""
+        """Open the circuit for a while. No error ends a thread: all later blocks would be dropped without a record."""
         self.counters.num_failures += 1
         if not isinstance(error, BlockStoreError):
-            _LOG.error("KV blocks are left alone for a while after an unexpected error", exc_info=error)
-        elif not self._rests:
-            _LOG.warning("KV blocks are left alone for a while: %s", error)
-        self._rests_until = time.monotonic() + _REST_S
+            _LOG.error("KV blocks are not used for a while after an unexpected error", exc_info=error)
+        elif not self._is_circuit_open:
+            _LOG.warning("KV blocks are not used for a while: %s", error)
+        self._open_until = time.monotonic() + _OPEN_CIRCUIT_S
 
-    def _run_fetch(self, fetch: _Fetch, layout: bytes, deliver: Deliver) -> None:
-        """Works on a fetch beside other readers; the last one to leave says that it is over."""
+    def _run_fetch(self, fetch: Fetch, layout: bytes, deliver: Deliver) -> None:
+        """Work on a fetch beside other readers; the last one to leave delivers its end."""
         num_bytes = 0
         try:
-            while (part := fetch.next_part()) is not None and not self._rests:
-                asked_s = time.monotonic()
+            while (part := fetch.next_part()) is not None and not self._is_circuit_open:
+                requested_s = time.monotonic()
                 blocks = self._read(part, layout)
                 if not blocks:
-                    fetch.costs.observe_answer(time.monotonic() - asked_s)
+                    fetch.costs.observe_answer(time.monotonic() - requested_s)
                 deliver(blocks, False)
                 num_bytes += sum(content.numel() for _, _, content in blocks)
                 if len(blocks) < len(part):
@@ -290,7 +211,7 @@ class RemoteBlocks:
                 deliver([], True)
 
     def _read(self, part: list[tuple[int, bytes]], layout: bytes) -> list[tuple[bytes, int, Tensor]]:
-        """Returns the blocks that are there, up to the first that is not, or is not what it should be."""
+        """Return the blocks that are there, up to the first that is missing or refused."""
         blocks = []
         for (index, digest), data in zip(part, self._store.get([digest for _, digest in part]), strict=True):
             if data is None:
@@ -307,30 +228,16 @@ class RemoteBlocks:
 
     def _run_writer(self) -> None:
         probed_s = time.monotonic()
-        while not self._is_closed:
-            with self._changed:
-                self._changed.wait_for(lambda: self._queue or self._is_closed, _PROBE_EVERY_S)
-                batch = self._batch()
-                self._num_busy = len(batch)
+        while not self._queue.is_closed:
+            batch = self._queue.take(_PROBE_EVERY_S)
             if batch:
                 self._write(batch)
-                with self._changed:
-                    self._num_busy = 0
-                    self._changed.notify_all()
-            if time.monotonic() - probed_s > _PROBE_EVERY_S and not self._is_closed:
+                self._queue.written()
+            if time.monotonic() - probed_s > _PROBE_EVERY_S and not self._queue.is_closed:
                 probed_s = time.monotonic()
                 self._probe()
 
-    def _batch(self) -> list[_Waiting]:
-        batch: list[_Waiting] = []
-        num_bytes = 0
-        while self._queue and (not batch or num_bytes + self._queue[0].content.numel() <= _WRITE_BYTES):
-            batch.append(self._queue.popleft())
-            num_bytes += batch[-1].content.numel()
-        self._queued_bytes -= num_bytes
-        return batch
-
-    def _write(self, batch: list[_Waiting]) -> None:
+    def _write(self, batch: list[WaitingBlock]) -> None:
         try:
             contents = [_view(item.content) for item in batch]
             self.counters.num_written += self._store.put(
@@ -344,8 +251,8 @@ class RemoteBlocks:
             self._fail(error)
 
     def _probe(self) -> None:
-        """Measures what it takes to fetch blocks of this size as sessions' are, with blocks that are nobody's."""
-        if self._use is not BlockUse.AUTO or self._rests:
+        """Measure the time of fetching blocks of the size of sessions' blocks, with blocks that no session uses."""
+        if self._use is not BlockUse.AUTO or self._is_circuit_open:
             return
         layout, block_bytes = self._shape
         digests = [secrets.token_bytes(32) for _ in range(_NUM_PROBED)]
@@ -358,13 +265,13 @@ class RemoteBlocks:
             self.costs.observe_answer(time.monotonic() - began_s)
             self._store.put([(digest, header(digest, layout, view, self._secret), view) for digest in digests])
             for costs in (RestoreCosts(), self.costs):  # the first time readers may have to connect
-                self._rehearse(_Fetch([[part] for part in enumerate(digests)], costs, _PROBE_S), layout)
+                self._rehearse(Fetch([[part] for part in enumerate(digests)], costs, _PROBE_S), layout)
             self._store.delete(digests)
         except Exception as error:
             self._fail(error)
 
-    def _rehearse(self, fetch: _Fetch, layout: bytes) -> None:
-        """Returns when a fetch is over whose blocks nobody wants."""
+    def _rehearse(self, fetch: Fetch, layout: bytes) -> None:
+        """Run a fetch, and discard its blocks."""
         is_over = threading.Event()
 
         def deliver(blocks: object, is_last: bool) -> None:

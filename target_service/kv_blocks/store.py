@@ -1,4 +1,4 @@
-"""Blocks of KV cache in Redis: one key each, written and read by any target. A cache: what is not there is computed."""
+"""The KV blocks in Redis: one key each, written and read by any target; a block that is missing is computed."""
 
 from collections.abc import Sequence
 from typing import Any, Final, cast
@@ -14,7 +14,7 @@ _EVICTING: Final = ("allkeys-", "volatile-")
 
 
 class BlockStoreError(Exception):
-    """Redis did not do what was asked, within its bound; the message says why."""
+    """A call of Redis failed or took longer than its bound; the message has the reason."""
 
 
 class BlockStore:
@@ -23,7 +23,7 @@ class BlockStore:
     Args:
         url: redis:// or rediss://.
         timeout_s: bound on connecting and on each part of an answer, in seconds.
-        ttl_s: seconds until a block that is not used is gone.
+        ttl_s: seconds until a block that is not used expires.
     """
 
     def __init__(self, url: str, *, timeout_s: float, ttl_s: float) -> None:
@@ -37,11 +37,11 @@ class BlockStore:
         self._ttl_ms = int(1000 * ttl_s)
 
     def close(self) -> None:
-        """Closes all connections."""
+        """Close all connections."""
         self._redis.close()
 
     def get(self, digests: Sequence[bytes]) -> list[bytes | None]:
-        """Returns what is kept under each digest, and keeps it longer; None where there is nothing.
+        """Return the block of each digest, None where there is none, and renew the TTL of those that are there.
 
         Raises:
             BlockStoreError: there was no answer within the bound.
@@ -52,7 +52,7 @@ class BlockStore:
         return cast("list[bytes | None]", self._executed(calls))
 
     def put(self, blocks: Sequence[tuple[bytes, bytes, memoryview]]) -> int:
-        """Keeps blocks, and those that are there already longer; both in one message each.
+        """Write the blocks that are not there yet, and renew the TTL of the others; one message for each of the two.
 
         Args:
             blocks: digest, header and content of each.
@@ -75,14 +75,14 @@ class BlockStore:
         return len(new)
 
     def delete(self, digests: Sequence[bytes]) -> None:
-        """Removes blocks that turned out wrong; raises `BlockStoreError`."""
+        """Delete blocks that were refused; raise `BlockStoreError` where that fails."""
         calls = self._redis.pipeline(transaction=False)
         for digest in digests:
             calls.unlink(_key(digest))
         self._executed(calls)
 
     def is_bounded(self) -> bool:
-        """Returns whether the server has a memory limit at which it evicts; true where it does not say.
+        """Return whether the server has a memory limit at which it evicts; true where it does not report any.
 
         Raises:
             BlockStoreError: there was no answer within the bound.

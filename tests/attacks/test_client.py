@@ -223,7 +223,11 @@ async def test_attack_06_malformed_messages_end_the_stream_of_a_worker_with_a_na
 ) -> None:
     async with target_engine() as (engine, _), running_draft(ngram_drafter()) as drafting:
         server = Server(ServingSettings(drain_budget_s=1.0), name="target")
-        server.register(add_TargetServiceServicer_to_server, TargetServicer(engine), "outrider.v1.TargetService")
+        server.register(
+            add_TargetServiceServicer_to_server,
+            TargetServicer(engine.host, engine.max_len),
+            "outrider.v1.TargetService",
+        )
         async with grpc.aio.insecure_channel(await server.start()) as channel:
             for workers, method in (
                 (channel, "/outrider.v1.TargetService/Verify"),

@@ -21,9 +21,9 @@ from outrider.tokens import Base, NodeKind, ProposalNode
 from outrider.v1 import draft_pb2_grpc
 from target_service.engine.engine import Engine as TargetEngine
 from target_service.engine.passes import Passes
+from target_service.engine.request import Request
 from target_service.engine.requests import Requests
 from target_service.engine.rounds import decide_all
-from target_service.engine.sessions import Request
 from tests.attacks.failing_model import FATAL
 from tests.draft_service.conftest import (
     LIMITS,
@@ -97,8 +97,8 @@ def in_planning(patch: pytest.MonkeyPatch, engine: TargetEngine) -> None:
 def in_a_command(patch: pytest.MonkeyPatch, engine: TargetEngine) -> None:
     span = Requests.span
 
-    def poisoned(self: Requests, stream: Any, handle: int, span_: Any) -> None:
-        span(self, stream, handle, span_)
+    def poisoned(self: Requests, request: Request, span_: Any) -> None:
+        span(self, request, span_)
         if list(span_.token_ids) == POISON:
             raise KeyError("no such thing")
 
@@ -145,7 +145,7 @@ async def test_attack_04_an_exception_of_one_session_ends_that_session(
             )
             assert reason == "REQUEST_FAILED"
             assert outputs == list(truth.values())
-        assert engine.is_alive
+        assert engine.host.loop.is_alive
         monkeypatch.undo()
         assert len(await caller.plain(1000, POISON, SAMPLED, stop_token_ids=())) == 24
         await idle(engine)
@@ -194,7 +194,7 @@ async def test_attack_04_a_device_that_fails_ends_the_engine_and_blames_no_sessi
 
         engine._model.forward = fails  # type: ignore[method-assign]
         async with asyncio.timeout(TIMEOUT_S):
-            while engine.is_alive:
+            while engine.host.loop.is_alive:
                 await asyncio.sleep(0.005)
         for handle in PROMPTS:
             frames = [await caller.receive(handle) for _ in range(caller.num_waiting(handle))]
@@ -212,7 +212,7 @@ async def test_attack_07_an_advance_without_tokens_is_no_news() -> None:
             await client.send(frame)
             assert (await client.receive(1)).WhichOneof("frame") == "proposal"
         assert len(await client.drafted(other, [1, 2])) == 4
-        assert running.engine.is_alive
+        assert running.engine.loop.is_alive
 
 
 class Poisoned(NgramDrafter):
@@ -276,7 +276,7 @@ async def test_attack_07_an_exception_of_one_session_ends_that_session(where: st
                 await asyncio.sleep(0.01)
         refusals = [frame for frame in client._frames[50] if frame.WhichOneof("frame") == "refusal"]
         assert bool(refusals) == (where in ("resume", "step", "truncate", "advance"))
-        assert running.engine.is_alive
+        assert running.engine.loop.is_alive
 
 
 async def test_attack_07_a_drafter_that_fails_ends_the_engine_and_blames_no_session() -> None:
@@ -288,7 +288,7 @@ async def test_attack_07_a_drafter_that_fails_ends_the_engine_and_blames_no_sess
         drafter.is_broken = True
         await client.send(advance_frame(handle, [1], 4))
         async with asyncio.timeout(TIMEOUT_S):
-            while running.engine.is_alive:
+            while running.engine.loop.is_alive:
                 await asyncio.sleep(0.005)
         assert not client._frames[handle]
 

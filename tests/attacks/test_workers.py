@@ -17,7 +17,7 @@ from outrider.serving.status import peer_errors
 from outrider.v1 import draft_pb2, target_pb2_grpc, tokens_pb2
 from outrider.v1 import target_pb2 as pb
 from target_service import servicer as target_servicer
-from target_service.engine.stream import Stream
+from target_service.stream import VerifyStream
 from tests.draft_service.conftest import advance_frame, ngram_drafter, open_frame, running_draft
 from tests.target_service.conversation import Caller, target
 
@@ -41,7 +41,7 @@ async def test_attack_04_logprobs_beyond_the_vocabulary() -> None:
         refused = await caller.open(1, PROMPT, SamplingParameters(temperature=0, logprobs=13))
         assert refusal_of(refused) == ("INVALID_ARGUMENT", "logprobs")
         assert len(await caller.plain(2, PROMPT, SamplingParameters(temperature=0, max_tokens=3, logprobs=12))) == 3
-        assert engine.is_alive
+        assert engine.host.loop.is_alive
 
 
 async def test_attack_08_stop_token_ids_outside_the_vocabulary() -> None:
@@ -51,7 +51,7 @@ async def test_attack_08_stop_token_ids_outside_the_vocabulary() -> None:
             refused = await caller.open(handle, PROMPT, parameters, stop_token_ids=(stop,))
             assert refusal_of(refused) == ("INVALID_ARGUMENT", "stop_token_ids")
         assert len(await caller.plain(3, PROMPT, parameters, stop_token_ids=())) == 10
-        assert engine.is_alive
+        assert engine.host.loop.is_alive
 
 
 async def test_attack_09_millions_of_empty_frames_end_their_stream() -> None:
@@ -63,7 +63,7 @@ async def test_attack_09_millions_of_empty_frames_end_their_stream() -> None:
                 await call.read()
             assert caught.value.field == "frames"
         assert len(await caller.plain(1, PROMPT, GREEDY, stop_token_ids=())) == 40
-        assert engine.is_alive
+        assert engine.host.loop.is_alive
 
 
 class Flood:
@@ -99,32 +99,32 @@ async def test_attack_09_what_waits_for_an_engine_is_bounded(monkeypatch: pytest
     windows = pb.VerifyRequest(frames=[pb.VerifyRequestFrame(handle=1, window=pb.VerifyWindow(window_end=1))] * 1000)
     span = pb.VerifyRequestFrame(handle=1, span=tokens_pb2.TokenSpan(token_ids=[5] * 30_000))
     async with target() as (engine, caller):
-        close, ended = engine.requests.close_stream, asyncio.Semaphore(0)
+        close, ended = engine.host.end_stream, asyncio.Semaphore(0)
         loop = asyncio.get_running_loop()
 
-        def noted(stream: Stream) -> None:
+        def noted(stream: VerifyStream) -> None:
             close(stream)
             loop.call_soon_threadsafe(ended.release)
 
-        monkeypatch.setattr(engine.requests, "close_stream", noted)
+        monkeypatch.setattr(engine.host, "end_stream", noted)
         for message, most in (
             (windows, MAX_WAITING_ITEMS),
             (pb.VerifyRequest(frames=[span] * 20), -(-MAX_WAITING_BYTES // span.ByteSize())),
         ):
             is_over = threading.Event()
-            engine.submit(functools.partial(is_over.wait, 20))
+            engine.host.run_in_engine(functools.partial(is_over.wait, 20))
             flood = Flood(caller, message)
-            await until(lambda most=most: len(engine._inbox) >= most)  # type: ignore[misc]
+            await until(lambda most=most: engine.host.loop.num_waiting >= most)  # type: ignore[misc]
             num_sent = -1
             while num_sent != flood.num_sent:
                 num_sent = flood.num_sent
                 await asyncio.sleep(0.05)
-            assert len(engine._inbox) == most
+            assert engine.host.loop.num_waiting == most
             is_over.set()
             await flood.end()
             # Until then the target goes on reading it, and what of it waits would be counted with the next one.
             await asyncio.wait_for(ended.acquire(), 10)
-            assert not len(engine._inbox)
+            assert not engine.host.loop.num_waiting
         assert len(await caller.plain(1, PROMPT, GREEDY, stop_token_ids=())) == 40
 
 
@@ -187,7 +187,7 @@ async def test_attack_11_what_a_request_may_ask_of_a_target_is_bounded() -> None
         await caller.open(9, PROMPT, GREEDY)
         await caller.span(9, 0, [1] * 500_000)
         assert refusal_of(await caller.receive(9)) == ("INVALID_ARGUMENT", "span")
-        assert engine.is_alive
+        assert engine.host.loop.is_alive
 
 
 async def test_attack_12_an_error_while_a_target_decodes_a_frame_ends_one_session(
@@ -195,10 +195,10 @@ async def test_attack_12_an_error_while_a_target_decodes_a_frame_ends_one_sessio
 ) -> None:
     read = target_servicer.command_from_frame
 
-    def broken(requests: Any, stream: Any, frame: pb.VerifyRequestFrame) -> Any:
+    def broken(frame: pb.VerifyRequestFrame, *more: Any) -> Any:
         if list(frame.span.token_ids) == [9, 9]:
             raise KeyError("no such field")
-        return read(requests, stream, frame)
+        return read(frame, *more)
 
     monkeypatch.setattr(target_servicer, "command_from_frame", broken)
     async with target() as (engine, caller):

@@ -10,7 +10,8 @@ from dataclasses import dataclass
 import grpc
 import pytest
 
-from draft_service.engine.engine import Engine, EngineLimits
+from draft_service.engine.engine import Engine
+from draft_service.engine.load import EngineLimits
 from draft_service.servicer import DraftServicer
 from draft_service.worker import WorkerIdentity, WorkerServicer
 from outrider.drafters.drafter import Drafter, DraftTerms, OpenProposal
@@ -184,20 +185,20 @@ async def running_draft(
 ) -> AsyncIterator[RunningDraft]:
     """Serves a drafter on a socket of its own; its drain leaves open sessions `patience_s` seconds to end."""
     engine = Engine(drafter, limits)
-    servicer = DraftServicer(engine, drafter.info)
+    servicer = DraftServicer(engine.loop, drafter.info)
     server = Server(ServingSettings(drain_budget_s=5), name="draft", drain=lambda: servicer.drain(patience_s))
     server.register(draft_pb2_grpc.add_DraftServiceServicer_to_server, servicer, "outrider.v1.DraftService")
     identity = WorkerIdentity("draft-0", limits.max_sessions, 1 << 20)
     worker = WorkerServicer(engine, drafter.info, identity)
     server.register(worker_pb2_grpc.add_WorkerServiceServicer_to_server, worker, "outrider.v1.WorkerService")
-    engine.start()
+    engine.loop.start()
     channel = open_channel(await server.start())
     try:
         yield RunningDraft(engine, server, channel)
     finally:
         await channel.close()
         await server.stop()
-        engine.stop()
+        engine.loop.stop()
 
 
 @pytest.fixture

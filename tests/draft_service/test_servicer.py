@@ -4,8 +4,9 @@ from collections.abc import Sequence
 import grpc
 import pytest
 
-from draft_service.engine.commands import AdvanceSession, Opened, OpenSession, Seat
-from draft_service.engine.engine import Engine, EngineLimits
+from draft_service.engine.commands import AdvanceSession, Handle, Opened, OpenSession
+from draft_service.engine.engine import Engine
+from draft_service.engine.load import EngineLimits
 from draft_service.servicer import DraftStream
 from outrider.drafters.drafter import OpenProposal
 from outrider.drafters.ngram import NgramDrafter
@@ -13,6 +14,7 @@ from outrider.errors import Draining, InvalidArgument, Overloaded
 from outrider.parameters import AcceptanceRule, SamplingParameters
 from outrider.serving.frames import MAX_FRAMES_READ, FrameOutbox
 from outrider.serving.status import peer_errors
+from outrider.serving.stream_handle import StreamHandle
 from outrider.tokens import MAX_PROPOSAL_NODES, Base, TokenSpan
 from outrider.v1 import draft_pb2, tokens_pb2, worker_pb2
 from tests.draft_service.conftest import (
@@ -186,7 +188,7 @@ async def test_a_draining_draft_opens_nothing_and_ends_its_streams() -> None:
         client = running.stream()
         handle, _ = await client.open()
         stopping = asyncio.create_task(running.server.stop())
-        await running.until(lambda: running.engine.draining)
+        await running.until(lambda: running.engine.loop.is_draining)
         _, refused = await client.open("new")
         assert refused.refusal.reason == "DRAINING"
         assert await client.drafted(handle, [1, 1], num=1) == (1,)
@@ -262,16 +264,19 @@ async def test_an_engine_that_fails_says_so_and_does_not_keep_a_drain_waiting() 
         def end(self) -> None:
             pass
 
-    seat = Seat(_Nowhere(), 1)
+    handle: Handle = StreamHandle(_Nowhere(), 1)
     drafter = _Broken(shortest=1, longest=3, budget_bytes=1 << 24, max_session_len=4096)
     engine = Engine(drafter, LIMITS, lambda: loop.call_soon_threadsafe(failed.set))
-    engine.start()
-    await engine.submit(OpenSession(seat, "s", 1, terms()))
-    await engine.submit(AdvanceSession(seat, Base(1, 1), TokenSpan(0, (1,)), 1))
+    engine.loop.start()
+    for command in (
+        OpenSession(handle, "s", 1, terms()),
+        AdvanceSession(handle, Base(1, 1), TokenSpan(0, (1,)), 1),
+    ):
+        await engine.loop.submit(handle.stream, command)
     async with asyncio.timeout(TIMEOUT_S):
         await failed.wait()
-        await engine.drain(patience_s=60)
-    engine.stop()
+        await asyncio.wrap_future(engine.loop.drain())
+    engine.loop.stop()
 
 
 async def test_a_session_that_is_gone_is_forgotten_once_it_is_closed(ngram_draft: RunningDraft) -> None:

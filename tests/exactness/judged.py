@@ -10,11 +10,12 @@ from outrider.parameters import AcceptanceRule, SamplingParameters
 from outrider.speculation.randomness import KeyedSource
 from outrider.speculation.verification import DecisionSource
 from outrider.tokens import ProposalTree
+from target_service.engine.commands import Handle
+from target_service.engine.request import Request
 from target_service.engine.results import RoundResult
 from target_service.engine.rounds import Round, decide_all
-from target_service.engine.sessions import Request, Resident
+from target_service.engine.sessions import Resident
 from target_service.engine.speculation import Speculation
-from target_service.engine.stream import Stream
 
 MAX_LEN = 200
 
@@ -36,8 +37,7 @@ def request_of(
     # Deciding a round uses neither the stream, nor the cache, nor the speculation.
     return Request(
         number=1,
-        stream=cast(Stream, None),
-        handle=0,
+        handle=cast(Handle, None),
         resident=Resident("", cast(KVCache, None), list(token_ids)),
         fencing_token=1,
         parameters=parameters,

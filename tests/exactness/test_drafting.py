@@ -19,7 +19,8 @@ from outrider.lm.heads.vocabulary import DraftVocabulary
 from outrider.parameters import AcceptanceRule, SamplingParameters
 from outrider.speculation.verification import DecisionSource, verify_rejection
 from outrider.tokens import Base, ProposalPart
-from target_service.engine.speculation import Speculation, SpeculationTerms
+from target_service.engine.commands import SpeculationTerms
+from target_service.engine.speculation import Speculation
 from tests.exactness.models import PAIRS, MarkovChain, Text, V, total_variation
 from tests.exactness.sources import RecordingSource, every_run
 

@@ -18,7 +18,8 @@ from outrider.speculation.proposal_tree import Lookahead
 from outrider.speculation.randomness import Counter, Purpose
 from outrider.speculation.verification import DecisionSource, draft_rejection, verify_rejection
 from outrider.tokens import ROOT, Base, NodeKind, ProposalNode, ProposalPart
-from target_service.engine.speculation import Speculation, SpeculationTerms
+from target_service.engine.commands import SpeculationTerms
+from target_service.engine.speculation import Speculation
 from tests.exactness.generation import sparse_distribution
 from tests.exactness.models import PAIRS, MarkovChain, Text, V, total_variation
 from tests.exactness.rules import RULES

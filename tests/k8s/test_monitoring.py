@@ -10,7 +10,7 @@ from prometheus_client import CollectorRegistry
 
 from draft_service import metrics as draft_metrics
 from draft_service.engine.engine import Engine as DraftEngine
-from draft_service.engine.engine import EngineLimits
+from draft_service.engine.load import EngineLimits
 from draft_service.settings import DraftSettings
 from k8s import dashboard
 from orchestrator.api.admission import Admission

@@ -18,6 +18,7 @@ from outrider.v1 import target_pb2_grpc, tokens_pb2
 from target_service.__main__ import remote_blocks
 from target_service.engine.colocated import ColocatedDraft
 from target_service.engine.engine import Engine
+from target_service.frontend import Frontend
 from target_service.servicer import TargetServicer
 from target_service.settings import TargetSettings
 
@@ -149,15 +150,19 @@ def model(kv_budget_bytes: int = 1 << 20) -> MarkovModel:
 async def target(
     folder: str = "", *, draft: ColocatedDraft | None = None, **settings: object
 ) -> AsyncIterator[tuple[Engine, Caller]]:
-    """Serves a target in this process, a model in a folder or the Markov model, and connects to it."""
+    """Serves a target in this process, a model in a folder or the Markov model, and connects to it.
+
+    The engine's frontend is its `host`.
+    """
     chosen = TargetSettings(**settings)  # type: ignore[arg-type]
     budget = chosen.kv_budget_bytes
     served = load_model(folder, LoadOptions(kv_budget_bytes=budget)).model if folder else model(budget)
     blocks = remote_blocks(served, chosen)
     engine = Engine(served, chosen, blocks, draft)
-    engine.start()
+    frontend = Frontend(engine, chosen.max_sessions)
+    frontend.start()
     server = grpc.aio.server(interceptors=[CallInterceptor(CallsInFlight())])
-    target_pb2_grpc.add_TargetServiceServicer_to_server(TargetServicer(engine), server)
+    target_pb2_grpc.add_TargetServiceServicer_to_server(TargetServicer(frontend, engine.max_len), server)
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
     async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
@@ -165,6 +170,6 @@ async def target(
         yield engine, caller
         await caller.end()
     await server.stop(0)
-    engine.stop()
+    frontend.loop.stop()
     if blocks is not None:
         blocks.close(5)

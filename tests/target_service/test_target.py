@@ -344,7 +344,7 @@ async def _with_logprobs(
 async def test_draining_refuses_new_requests_and_finishes_running_ones() -> None:
     async with target() as (engine, caller):
         await caller.open(1, PROMPT, GREEDY, stop_token_ids=())
-        idle = engine.drain()
+        idle = engine.host.loop.drain()
         assert (await caller.open(2, PROMPT, GREEDY)).refusal.reason == "DRAINING"
         await caller.span(1, 0, PROMPT)
         output = [token_id async for verdict in caller.verdicts(1) for token_id in verdict.token_ids]
@@ -356,7 +356,7 @@ async def test_draining_refuses_new_requests_and_finishes_running_ones() -> None
 
 async def test_a_drain_hands_over_what_does_not_end_in_time() -> None:
     async with target() as (engine, caller):
-        servicer = TargetServicer(engine, hand_over_after_s=0.05)
+        servicer = TargetServicer(engine.host, engine.max_len, hand_over_after_s=0.05)
         await caller.open(1, PROMPT, GREEDY, stop_token_ids=(), window=3)
         await caller.span(1, 0, PROMPT)
         frames = [await caller.receive(1) for _ in range(3)]

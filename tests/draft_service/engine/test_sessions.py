@@ -2,9 +2,10 @@ from collections.abc import Sequence
 
 import pytest
 
-from draft_service.engine.commands import Reply, Seat
+from draft_service.engine.commands import Reply
 from draft_service.engine.sessions import Sessions
 from outrider.errors import Fenced, InvalidArgument, KVCacheMiss, Overloaded, SessionNotFound
+from outrider.serving.stream_handle import StreamHandle
 from outrider.tokens import TokenSpan
 from tests.draft_service.conftest import terms
 
@@ -40,7 +41,7 @@ def sessions(forgotten: list[str], clock: _Clock) -> Sessions:
 
 
 def test_a_span_replaces_what_follows_its_start(sessions: Sessions) -> None:
-    session = sessions.open(Seat(_Stream(), 1), "s", 1, terms())
+    session = sessions.open(StreamHandle(_Stream(), 1), "s", 1, terms())
     assert session.apply(TokenSpan(0, (1, 2, 3, 4))) == 0
     assert session.apply(TokenSpan(4, (5,))) == 4
     assert session.apply(TokenSpan(1, (2, 3, 9))) == 3, "what a replay repeats is kept"
@@ -53,55 +54,55 @@ def test_a_span_replaces_what_follows_its_start(sessions: Sessions) -> None:
 
 
 def test_a_newer_lease_takes_the_session_over(sessions: Sessions) -> None:
-    old, new = Seat(_Stream(), 1), Seat(_Stream(), 1)
+    old, new = StreamHandle(_Stream(), 1), StreamHandle(_Stream(), 1)
     session = sessions.open(old, "s", 5, terms())
     assert sessions.open(new, "s", 6, terms()) is session
     with pytest.raises(Fenced):
         sessions.at(old, 5)
     with pytest.raises(Fenced):
-        sessions.open(Seat(_Stream(), 2), "s", 5, terms())
-    assert sessions.close(old) is None, "the one who lost it frees only its seat"
+        sessions.open(StreamHandle(_Stream(), 2), "s", 5, terms())
+    assert sessions.close(old) is None, "the one who lost it frees only its handle"
     assert sessions.at(new, 6) is session
     assert sessions.close(new) is session
 
 
 def test_the_same_lease_may_open_again(sessions: Sessions) -> None:
-    old, new = Seat(_Stream(), 1), Seat(_Stream(), 1)
+    old, new = StreamHandle(_Stream(), 1), StreamHandle(_Stream(), 1)
     sessions.open(old, "s", 5, terms())
     sessions.open(new, "s", 5, terms())
     with pytest.raises(Fenced):
         sessions.at(old, 5)
-    assert sessions.at(new, 5).seat == new
+    assert sessions.at(new, 5).handle == new
 
 
-def test_a_fencing_token_outlives_the_seat(sessions: Sessions) -> None:
+def test_a_fencing_token_outlives_the_handle(sessions: Sessions) -> None:
     stream = _Stream()
-    sessions.open(Seat(stream, 1), "s", 5, terms())
-    sessions.at(Seat(stream, 1), 7)
-    sessions.close(Seat(stream, 1))
+    sessions.open(StreamHandle(stream, 1), "s", 5, terms())
+    sessions.at(StreamHandle(stream, 1), 7)
+    sessions.close(StreamHandle(stream, 1))
     with pytest.raises(Fenced):
-        sessions.open(Seat(stream, 2), "s", 6, terms())
+        sessions.open(StreamHandle(stream, 2), "s", 6, terms())
 
 
-def test_seats_are_bounded_and_taken_once(sessions: Sessions) -> None:
+def test_handles_are_bounded_and_used_once(sessions: Sessions) -> None:
     stream = _Stream()
-    sessions.open(Seat(stream, 1), "a", 1, terms())
+    sessions.open(StreamHandle(stream, 1), "a", 1, terms())
     with pytest.raises(InvalidArgument):
-        sessions.open(Seat(stream, 1), "b", 1, terms())
-    sessions.open(Seat(stream, 2), "b", 1, terms())
+        sessions.open(StreamHandle(stream, 1), "b", 1, terms())
+    sessions.open(StreamHandle(stream, 2), "b", 1, terms())
     with pytest.raises(Overloaded):
-        sessions.open(Seat(stream, 3), "c", 1, terms())
+        sessions.open(StreamHandle(stream, 3), "c", 1, terms())
     with pytest.raises(SessionNotFound):
-        sessions.at(Seat(stream, 3), 1)
-    assert len(sessions.seats_of(stream)) == 2
-    sessions.close(Seat(stream, 1))
-    sessions.open(Seat(stream, 3), "c", 1, terms())
+        sessions.at(StreamHandle(stream, 3), 1)
+    assert len(sessions.handles_of(stream)) == 2
+    sessions.close(StreamHandle(stream, 1))
+    sessions.open(StreamHandle(stream, 3), "c", 1, terms())
 
 
 def test_idle_sessions_go_by_number_and_by_age(sessions: Sessions, forgotten: list[str], clock: _Clock) -> None:
     for name in "abcde":
-        sessions.open(Seat(_Stream(), 1), name, 1, terms())
-        sessions.close(next(iter(sessions._seats)))
+        sessions.open(StreamHandle(_Stream(), 1), name, 1, terms())
+        sessions.close(next(iter(sessions._handles)))
         clock.now_s += 1
     assert forgotten == ["a", "b"]
     assert sessions.next_expiry_s() == pytest.approx(7)

@@ -7,11 +7,12 @@ from outrider.lm.model import SessionStep
 from outrider.parameters import AcceptanceRule, SamplingParameters
 from outrider.speculation.randomness import KeyedSource
 from outrider.tokens import Base, NodeKind, ProposalNode, ProposalPart, ProposalTree, TokenSpan
+from target_service.engine.commands import Handle, SpeculationTerms
 from target_service.engine.pass_budget import PassBudget
+from target_service.engine.request import Request
 from target_service.engine.scheduling import Scheduler
-from target_service.engine.sessions import Request, Resident
-from target_service.engine.speculation import Speculation, SpeculationTerms
-from target_service.engine.stream import Stream
+from target_service.engine.sessions import Resident
+from target_service.engine.speculation import Speculation
 from tests.target_service.conversation import model
 
 PASS_S = 0.08
@@ -53,8 +54,7 @@ class _Target:
         parameters = SamplingParameters(seed=1, max_tokens=100)
         request = Request(
             number=len(self.requests) + 1,
-            stream=cast(Stream, None),
-            handle=len(self.requests) + 1,
+            handle=cast(Handle, None),
             resident=resident,
             fencing_token=1,
             parameters=parameters,

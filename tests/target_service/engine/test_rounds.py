@@ -8,8 +8,8 @@ import torch
 
 from outrider.parameters import AcceptanceRule, SamplingParameters
 from outrider.tokens import ROOT, NodeKind, ProposalNode, ProposalTree, TokenOrigin
+from target_service.engine.request import Request
 from target_service.engine.rounds import Round, decide_all
-from target_service.engine.sessions import Request
 from tests.exactness.judged import MAX_LEN, judge, request_of
 
 V = 12

@@ -102,5 +102,5 @@ async def test_a_long_prompt_does_not_stop_others() -> None:
         opened = await caller.open(2, _prompt(4000), parameters, stop_token_ids=())
         await caller.span(2, opened.opened.cached_len, _prompt(4000))
         assert len(await asyncio.wait_for(short, 20)) == 300
-        (request,) = (item for item in engine.requests.open_ones if item.handle == 2)
+        (request,) = (item for item in engine.requests.open_ones if item.handle.number == 2)
         assert 300 < request.resident.cache.cached_len < 4000, "both went on, the long prompt in small parts"

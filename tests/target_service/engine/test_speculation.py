@@ -15,7 +15,8 @@ from outrider.parameters import AcceptanceRule, SamplingParameters
 from outrider.tokens import MAX_PROPOSAL_NODES, Base, NodeKind, ProposalNode, ProposalPart, SparseDistribution
 from outrider.v1 import target_pb2 as pb
 from target_service.engine.colocated import ColocatedDraft
-from target_service.engine.speculation import Speculation, SpeculationTerms
+from target_service.engine.commands import SpeculationTerms
+from target_service.engine.speculation import Speculation
 from tests.target_service.conversation import MODEL, Caller, target
 
 PROMPT = [1, 2, 3, 4]
@@ -237,7 +238,7 @@ async def test_a_session_that_a_colocated_draft_fails_on_goes_on_without_it(monk
             return sum(verdict.num_accepted_tokens for verdict in verdicts)
 
         bad, good = await asyncio.gather(run(2, "bad"), run(3, "good"))
-        assert engine.is_alive
+        assert engine.host.loop.is_alive
     assert bad == 0 < min(good, num_failures)
 
 

@@ -30,7 +30,7 @@ def test_a_flipped_bit_is_noticed(place: int) -> None:
 @pytest.mark.parametrize(
     ("data", "reason"),
     [
-        (b"", "no block"),
+        (b"", "less than a header"),
         (block()[:HEADER_BYTES], "bytes have changed"),
         (block()[:-1], "bytes have changed"),
         (block() + b"x", "bytes have changed"),

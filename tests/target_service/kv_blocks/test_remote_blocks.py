@@ -228,7 +228,7 @@ async def test_fault_26_a_server_that_hangs_holds_nobody_up_for_long(folder: str
             assert await plain(caller) == truth
             assert time.monotonic() - began < 5
             assert blocks_of(engine).counters.num_failures >= 1
-            # It is left alone for a while: the next session does not wait at all.
+            # The circuit is open for a while: the next session does not wait at all.
             assert await plain(caller, 2, PROMPT[1:])
             assert blocks_of(engine).counters.num_dropped > 0
         finally:
@@ -337,7 +337,7 @@ def test_the_queue_is_bounded_and_what_does_not_fit_is_dropped(server: EmbeddedV
 def test_an_unexpected_error_ends_neither_writing_nor_restoring(
     server: EmbeddedValkey, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("target_service.kv_blocks.remote_blocks._REST_S", 0.0)
+    monkeypatch.setattr("target_service.kv_blocks.remote_blocks._OPEN_CIRCUIT_S", 0.0)
     source = Source()
     blocks = remote(source, server, queue_bytes=10_000)
     blocks.start()

@@ -1,4 +1,4 @@
-"""Frames of the wire to commands of the engine, checked; and replies of the engine to frames."""
+"""Conversion of frames to checked commands of the engine, and of its replies to frames."""
 
 from typing import Final
 
@@ -8,12 +8,12 @@ from draft_service.engine.commands import (
     FeaturesMissing,
     ForgetSession,
     GiveFeatures,
+    Handle,
     Opened,
     OpenSession,
     Proposed,
     Refused,
     Reply,
-    Seat,
     SessionCommand,
 )
 from outrider.drafters.drafter import DrafterInfo, DraftTerms
@@ -32,16 +32,16 @@ from outrider.wire import (
 )
 
 _MAX_STOP_TOKEN_IDS: Final = 1024
-"""A request's own are 64 at most; the model's end-of-text tokens come with them."""
+"""A request has 64 at most; the model's end-of-text tokens are added to them."""
 
 
-def command_from_frame(frame: draft_pb2.DraftRequestFrame, seat: Seat, info: DrafterInfo) -> SessionCommand:
-    """Returns the command that a frame stands for.
+def command_from_frame(frame: draft_pb2.DraftRequestFrame, handle: Handle, info: DrafterInfo) -> SessionCommand:
+    """Return the command of a frame.
 
     Args:
-        frame: as it came.
-        seat: the frame's handle on its stream.
-        info: of the drafter that the command is for.
+        frame: the frame; nothing about it has been checked.
+        handle: the frame's handle on its stream.
+        info: of the drafter.
 
     Raises:
         InvalidArgument: a field is wrong; the error names it.
@@ -49,22 +49,22 @@ def command_from_frame(frame: draft_pb2.DraftRequestFrame, seat: Seat, info: Dra
     """
     match frame.WhichOneof("frame"):
         case "open":
-            return _open(frame.open, seat, info)
+            return _open(frame.open, handle, info)
         case "advance":
-            return _advance(frame.advance, seat, info)
+            return _advance(frame.advance, handle, info)
         case "features":
-            return GiveFeatures(seat, FeatureSpan(frame.features.start, frame.features.data))
+            return GiveFeatures(handle, FeatureSpan(frame.features.start, frame.features.data))
         case "close":
-            return CloseSession(seat)
+            return CloseSession(handle)
         case "forget":
             check_name(frame.forget.session_id, "session_id", least=1)
-            return ForgetSession(seat, frame.forget.session_id)
+            return ForgetSession(handle, frame.forget.session_id)
         case _:
-            raise InvalidArgument("the frame holds no instruction that is known here", "frame")
+            raise InvalidArgument("the frame has no content that this version supports", "frame")
 
 
 def frame_from_reply(reply: Reply) -> draft_pb2.DraftResponseFrame:
-    """Returns the frame that carries a reply."""
+    """Return the frame of a reply."""
     match reply:
         case Opened(handle, known_len, features_len):
             opened = draft_pb2.DraftOpened(cached_len=known_len, features_len=features_len)
@@ -78,7 +78,7 @@ def frame_from_reply(reply: Reply) -> draft_pb2.DraftResponseFrame:
             return draft_pb2.DraftResponseFrame(handle=handle, refusal=refusal_to_message(error))
 
 
-def _open(message: draft_pb2.DraftOpen, seat: Seat, info: DrafterInfo) -> OpenSession:
+def _open(message: draft_pb2.DraftOpen, handle: Handle, info: DrafterInfo) -> OpenSession:
     check_name(message.session_id, "session_id", least=1)
     for field in ("request_id", "traceparent", "cache_salt", "tokenizer_fingerprint", "target_fingerprint"):
         check_name(getattr(message, field), field)
@@ -102,13 +102,13 @@ def _open(message: draft_pb2.DraftOpen, seat: Seat, info: DrafterInfo) -> OpenSe
     )
     if not 0 <= message.draft_p_min <= 1:
         raise InvalidArgument("must be in [0, 1]", "draft_p_min")
-    about = message.request_id, message.traceparent
-    return OpenSession(seat, message.session_id, message.fencing_token, terms, *about)
+    ids = message.request_id, message.traceparent
+    return OpenSession(handle, message.session_id, message.fencing_token, terms, *ids)
 
 
-def _advance(message: draft_pb2.DraftAdvance, seat: Seat, info: DrafterInfo) -> AdvanceSession:
+def _advance(message: draft_pb2.DraftAdvance, handle: Handle, info: DrafterInfo) -> AdvanceSession:
     base = base_from_message(message.base)
-    # What is too long is not even read.
+    # Before the span is read: a message holds a million tokens.
     end = message.span.start + len(message.span.token_ids)
     if base.len != end:
         raise InvalidArgument(f"is {base.len}, the span ends at {end}", "base.len")
@@ -116,7 +116,7 @@ def _advance(message: draft_pb2.DraftAdvance, seat: Seat, info: DrafterInfo) -> 
         raise InvalidArgument(f"is {base.len}, must be in [1, {info.max_session_len}]", "base.len")
     span = span_from_message(message.span)
     _check_token_ids(span.token_ids, info.vocabulary_size, "span.token_ids")
-    return AdvanceSession(seat, base, span, message.num_speculative_tokens, message.max_nodes, message.lookahead)
+    return AdvanceSession(handle, base, span, message.num_speculative_tokens, message.max_nodes, message.lookahead)
 
 
 def _check_tokenizer(target: str, draft: str) -> None:

@@ -1,0 +1,119 @@
+"""WorkerService of a target: its identity, its limits, its load and its tokenizer."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from typing import Any, Final
+
+import grpc
+
+import outrider
+from outrider.lm.load_options import LoadedModel
+from outrider.parameters import AcceptanceRule
+from outrider.tokens import MAX_PROPOSAL_NODES
+from outrider.v1 import worker_pb2, worker_pb2_grpc
+from target_service.engine.engine import Engine
+from target_service.frontend import Frontend
+from target_service.settings import TargetSettings
+
+_CHUNK_BYTES: Final = 1 << 20
+
+
+class TargetWorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
+    """Serves identity, load and tokenizer of this process."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        frontend: Frontend[Any],
+        loaded: LoadedModel,
+        settings: TargetSettings,
+        replica: str,
+        incarnation: str,
+    ) -> None:
+        self._engine = engine
+        self._frontend = frontend
+        self._loaded = loaded
+        self._settings = settings
+        self._replica = replica
+        self._incarnation = incarnation
+
+    async def GetInfo(
+        self,
+        request: worker_pb2.GetInfoRequest,
+        context: grpc.aio.ServicerContext[worker_pb2.GetInfoRequest, worker_pb2.GetInfoResponse],
+    ) -> worker_pb2.GetInfoResponse:
+        """Return identity and limits."""
+        info, settings = self._loaded.model.info, self._settings
+        return worker_pb2.GetInfoResponse(
+            role=worker_pb2.WORKER_ROLE_TARGET,
+            replica=self._replica,
+            incarnation=self._incarnation,
+            model=info.name,
+            model_fingerprint=info.fingerprint,
+            tokenizer_fingerprint=info.tokenizer_fingerprint,
+            numerics=info.numerics,
+            vocabulary_size=info.vocabulary_size,
+            max_session_len=self._engine.max_len,
+            max_sessions=settings.max_sessions,
+            max_proposal_nodes=MAX_PROPOSAL_NODES,
+            kv_budget_bytes=settings.kv_budget_bytes,
+            eos_token_ids=info.eos_token_ids,
+            version=outrider.__version__,
+            acceptance_rules=[rule.value for rule in AcceptanceRule],
+            num_layers=info.num_layers,
+            hidden_size=info.hidden_size,
+            weights_fingerprint=info.weights_fingerprint,
+            drafter=self._engine.drafter,
+        )
+
+    async def GetLoad(
+        self,
+        request: worker_pb2.GetLoadRequest,
+        context: grpc.aio.ServicerContext[worker_pb2.GetLoadRequest, worker_pb2.GetLoadResponse],
+    ) -> worker_pb2.GetLoadResponse:
+        """Return the load of the engine."""
+        load, usage = self._engine.load, self._loaded.model.kv_usage
+        return worker_pb2.GetLoadResponse(
+            num_active_sessions=self._frontend.num_sessions,
+            num_cached_sessions=load.num_cached_sessions,
+            kv_used_bytes=usage.used_bytes,
+            num_passes=load.num_passes,
+            model_time_s=load.model_time_s,
+            num_tokens=load.num_tokens,
+            draining=self._frontend.loop.is_draining,
+            num_stale_messages=load.num_stale_messages,
+            num_invalid_proposals=load.num_invalid_proposals,
+            kv_reusable_bytes=usage.num_reusable * usage.page_bytes,
+            num_prefix_hit_tokens=usage.num_hit_tokens,
+            num_evicted_pages=usage.num_evicted_pages,
+            num_preemptions=load.num_preemptions,
+            feature_bytes=load.feature_bytes,
+            kv_blocks=self._kv_blocks(),
+        )
+
+    def _kv_blocks(self) -> worker_pb2.KVBlockLoad | None:
+        if (blocks := self._engine.blocks) is None:
+            return None
+        counters = blocks.counters
+        return worker_pb2.KVBlockLoad(
+            num_written=counters.num_written,
+            num_dropped=counters.num_dropped,
+            num_restored=counters.num_restored,
+            num_refused=counters.num_refused,
+            num_failures=counters.num_failures,
+            restore_bytes_per_s=blocks.costs.bytes_per_s,
+            block_len=blocks.block_len,
+        )
+
+    async def GetTokenizer(
+        self,
+        request: worker_pb2.GetTokenizerRequest,
+        context: grpc.aio.ServicerContext[worker_pb2.GetTokenizerRequest, worker_pb2.GetTokenizerResponse],
+    ) -> AsyncIterator[worker_pb2.GetTokenizerResponse]:
+        """Stream the tokenizer's files in parts; end with UNIMPLEMENTED where the model has none."""
+        if self._loaded.tokenizer is None:
+            await context.abort(grpc.StatusCode.UNIMPLEMENTED, "the model has no tokenizer")
+        for name, content in self._loaded.tokenizer.files.items():
+            for start in range(0, len(content), _CHUNK_BYTES):
+                yield worker_pb2.GetTokenizerResponse(name=name, content=content[start : start + _CHUNK_BYTES])
