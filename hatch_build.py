@@ -11,7 +11,7 @@ from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 
 
 def generate(root: Path) -> list[str]:
-    """Writes messages, services and type stubs below `root`; returns their paths relative to it."""
+    """Write messages, services and type stubs below `root`; return their paths relative to it."""
     protos = sorted(str(path.relative_to(root / "proto")) for path in (root / "proto").rglob("*.proto"))
     well_known = importlib.resources.files("grpc_tools") / "_proto"
     arguments = ["protoc", f"-I{root / 'proto'}", f"-I{well_known}"]
@@ -35,5 +35,5 @@ class ProtocolBuildHook(BuildHookInterface):  # type: ignore[type-arg]
     PLUGIN_NAME = "custom"
 
     def initialize(self, version: str, build_data: dict[str, Any]) -> None:
-        """Generates before files are collected."""
+        """Generate before files are collected."""
         build_data["artifacts"] += generate(Path(self.root))

@@ -40,7 +40,7 @@ BASE: Final[Mapping[str, Mapping[str, str]]] = {
 
 
 def env_file(service: str) -> str:
-    """Returns a service's env file; each setting is explained above its line."""
+    """Return a service's env file; each setting is explained above its line."""
     kind = KINDS[service]
     kind(**BASE[service])
     lines = [f"# Written by k8s/configure.py from the settings of the {service}; change it there."]

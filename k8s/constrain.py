@@ -15,7 +15,7 @@ _WITH_TORCH: Final = ("nvidia-", "cuda-", "triton")
 
 
 def resolved() -> dict[str, str]:
-    """Returns what pip would install, by name."""
+    """Return what pip would install, by name."""
     with tempfile.NamedTemporaryFile(suffix=".json") as report:
         pip = [sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check"]
         options = ["install", "--dry-run", "--ignore-installed", "--report", report.name]

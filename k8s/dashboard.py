@@ -17,28 +17,28 @@ Line = tuple[str, str]
 
 
 def rate(metric: str, by: str = "", where: str = "") -> str:
-    """Returns the query for how fast the sum of a counter grows, by the values of a label where one is given."""
+    """Return the query for how fast the sum of a counter grows, by the values of a label where one is given."""
     found = _WHERE if not where else f"{_WHERE[:-1]},{where}}}"
     return f"sum {f'by ({by}) ' if by else ''}(rate(outrider_{metric}{found}{_OVER}))"
 
 
 def now(metric: str) -> str:
-    """Returns the query for a gauge, by pod."""
+    """Return the query for a gauge, by pod."""
     return f"outrider_{metric}{_WHERE}"
 
 
 def ratio(part: str, whole: str) -> str:
-    """Returns the query for the ratio of two counters' growth."""
+    """Return the query for the ratio of two counters' growth."""
     return f"{rate(part)} / {rate(whole)}"
 
 
 def share(metric: str, label: str, whole: str) -> str:
-    """Returns the query for the shares that a label's values have in the growth of a counter."""
+    """Return the query for the shares that a label's values have in the growth of a counter."""
     return f"{rate(metric, label)} / scalar({rate(whole)})"
 
 
 def quantiles(metric: str, *shares: float) -> list[Line]:
-    """Returns lines for quantiles of a histogram."""
+    """Return lines for quantiles of a histogram."""
     return [
         (f"histogram_quantile({q}, {rate(f'{metric}_bucket', 'le')})", f"p{round(100 * q)}") for q in sorted(shares)
     ]
@@ -152,7 +152,7 @@ ROWS: Final[dict[str, list[tuple[str, str, list[Line]]]]] = {
 
 
 def dashboard() -> dict[str, Any]:
-    """Returns the dashboard as Grafana imports it."""
+    """Return the dashboard as Grafana imports it."""
     return {
         "title": "Outrider",
         "uid": "outrider",

@@ -124,7 +124,7 @@ class Fleet:
 
 
 def plan(measured: Measurements, wanted: Wanted) -> list[Fleet]:
-    """Returns the cheapest fleet of each kind that does what is wanted: without drafts, colocated, separate.
+    """Return the cheapest fleet of each kind that does what is wanted: without drafts, colocated, separate.
 
     A kind that cannot, however many replicas it has, is left out.
     """
@@ -136,13 +136,13 @@ def plan(measured: Measurements, wanted: Wanted) -> list[Fleet]:
 
 
 def best_rate(measured: Measurements, wanted: Wanted) -> float:
-    """Returns the most tokens a second that any fleet gives a session: one on each target, and on each draft."""
+    """Return the most tokens a second that any fleet gives a session: one on each target, and on each draft."""
     lines = range(wanted.num_speculative_tokens + 1)
     return max(max(_rate(measured, line, 1, 1), _colocated_rate(measured, line, 1)) for line in lines)
 
 
 def tokens_per_round(acceptance: float, num_speculative_tokens: int) -> float:
-    """Returns E of the module's model: tokens that a round gives on average, its own one included."""
+    """Return E of the module's model: tokens that a round gives on average, its own one included."""
     return sum(acceptance**depth for depth in range(num_speculative_tokens + 1))
 
 
@@ -179,7 +179,7 @@ def _separate(measured: Measurements, wanted: Wanted) -> Iterator[Fleet]:
 
 
 def _steps_up_to(most: int) -> Iterator[int]:
-    """Yields numbers of sessions a draft, each a tenth larger than the one before, or by one."""
+    """Yield numbers of sessions a draft, each a tenth larger than the one before, or by one."""
     num = 1
     while num < most:
         yield num
@@ -188,7 +188,7 @@ def _steps_up_to(most: int) -> Iterator[int]:
 
 
 def _most(rate: Callable[[int], float], wanted: Wanted) -> int:
-    """Returns how many sessions a target may have so that each gets the rate; 0 where not even one does."""
+    """Return how many sessions a target may have so that each gets the rate; 0 where not even one does."""
     low, high = 0, min(wanted.max_sessions, wanted.num_sessions, _MAX_SESSIONS)
     while low < high:
         middle = (low + high + 1) // 2
@@ -211,7 +211,7 @@ def _fleet(kind: str, wanted: Wanted, line: int, sessions: int, num_drafts: int,
 
 
 def _rate(measured: Measurements, line: int, sessions: int, num_drafted: int) -> float:
-    """Returns the tokens a second of each session, with drafts in services of their own."""
+    """Return the tokens a second of each session, with drafts in services of their own."""
     wait_s = (1 - measured.hit_rate) * (measured.rtt_s + line * _step_s(measured, num_drafted)) if line else 0.0
     rounds = (
         max(groups * _pass_s(measured, line, sessions / groups), wait_s + _pass_s(measured, line, sessions / groups))
@@ -221,7 +221,7 @@ def _rate(measured: Measurements, line: int, sessions: int, num_drafted: int) ->
 
 
 def _colocated_rate(measured: Measurements, line: int, sessions: int) -> float:
-    """Returns the tokens a second of each session, the draft within the target's process."""
+    """Return the tokens a second of each session, the draft within the target's process."""
     round_s = _pass_s(measured, line, sessions) + line * _step_s(measured, sessions)
     return tokens_per_round(measured.acceptance, line) / round_s
 

@@ -72,7 +72,7 @@ async def _enter(connection: AsyncExitStack, addresses: tuple[str, ...], options
 
 
 def _converse(runner: asyncio.Runner, conversation: Conversation, printer: TextPrinter, *, stats: bool) -> None:
-    """Takes turns until the input ends."""
+    """Take turns until the input ends."""
     is_interactive = sys.stdin.isatty()
     if is_interactive:
         _edit_lines()
@@ -111,7 +111,7 @@ async def _answer(conversation: Conversation, line: str, printer: TextPrinter) -
 
 
 def _read_line(is_interactive: bool) -> str | None:
-    """Returns the next line without blanks around it; None at the end of the input."""
+    """Return the next line without blanks around it; None at the end of the input."""
     try:
         return input("> " if is_interactive else "").strip()
     except EOFError:
@@ -119,6 +119,6 @@ def _read_line(is_interactive: bool) -> str | None:
 
 
 def _edit_lines() -> None:
-    """Gives `input` history and editing where Python was built with them."""
+    """Give `input` history and editing where Python was built with them."""
     with suppress(ImportError):
         import readline  # noqa: F401

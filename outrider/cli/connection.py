@@ -20,7 +20,7 @@ _RETRY = RetryPolicy(max_attempts=6)
 
 
 def client_of(addresses: Sequence[str]) -> OutriderClient:
-    """Returns a client of these orchestrators, with the token and the certificates that the command was given."""
+    """Return a client of these orchestrators, with the token and the certificates that the command was given."""
     known = click.get_current_context().meta
     token, authority, certificate, key = (
         known.get(f"{CONNECTION}.{name}") for name in ("token", "tls_authority", "tls_certificate", "tls_key")

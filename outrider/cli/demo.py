@@ -64,7 +64,7 @@ class Comparison:
     "--max-tokens", type=click.IntRange(2), default=_MAX_TOKENS, show_default=True, help="Length of an answer."
 )
 def demo(max_tokens: int, **values: object) -> None:
-    """Starts all services here, streams an answer, then compares speculative with plain decoding.
+    """Start all services here, stream an answer, then compare speculative with plain decoding.
 
     The comparison shows acceptance, tokens per second both ways, and whether the texts are the same; they must be, so a
     difference ends the command with an error.

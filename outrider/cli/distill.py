@@ -67,7 +67,7 @@ _METHODS = ("eagle3", "layers", "medusa")
 @click.option("--trim", is_flag=True, help="Leave out a head's output layer, the target's own.")
 @click.option("--json", "wants_json", is_flag=True, help="Print the results as one JSON object.")
 def distill(output: Path, wants_json: bool, **values: Any) -> None:
-    """Makes a draft for TARGET (a folder, a hub id, or `embedded`) in the folder OUTPUT.
+    """Make a draft for TARGET (a folder, a hub id, or `embedded`) in the folder OUTPUT.
 
     Without --data or --prompts the target writes the conversations itself: what users might ask, then its answers.
     A run that was stopped goes on where it was when it is started again with the same options.
@@ -113,11 +113,11 @@ class Bars:
         self._shown = 0.0
 
     def stage(self, name: str, done: int, total: int) -> None:
-        """Some of a stage's work is done."""
+        """Show that a part of a stage's work is done."""
         self._show(name, done, total, "")
 
     def training(self, progress: Any) -> None:
-        """A step of the training is done."""
+        """Show the progress after a training step."""
         held_out = f" held-out acceptance {progress.acceptance:.1%}" if progress.acceptance is not None else ""
         left = f" {progress.remaining_s / 60:.0f} min left" if progress.num_steps else " planning"
         self._show("training", progress.step, progress.num_steps, f"loss {progress.loss:.3f}{held_out}{left}")

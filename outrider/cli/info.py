@@ -35,7 +35,7 @@ Worker = tuple[generation_pb2.WorkerStatus, worker_pb2.GetLoadResponse | None]
 @required_address_option
 @click.option("--json", "wants_json", is_flag=True, help="Print one JSON object.")
 def info(addresses: tuple[str, ...], wants_json: bool) -> None:
-    """Shows every target and draft: model, fingerprints, limits, load, and why one is kept out of rotation.
+    """Show every target and draft: model, fingerprints, limits, load, and why one is kept out of rotation.
 
     The load comes from each worker directly; it is missing where a worker cannot be reached from here.
     """

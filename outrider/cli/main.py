@@ -34,7 +34,7 @@ class OneLineErrors(ExampleSection, click.Group):
         standalone_mode: bool = True,
         **extra: Any,
     ) -> NoReturn:
-        """Runs the command line and ends the process."""
+        """Run the command line and end the process."""
         try:
             code = super().main(args, prog_name, complete_var, standalone_mode=False, **extra)
         except click.ClickException as error:

@@ -22,7 +22,7 @@ _RULES = [rule.value for rule in AcceptanceRule]
 
 
 def _stacked(*options: Callable[[F], F]) -> Callable[[F], F]:
-    """Returns one decorator for many options, listed in the help in the order given."""
+    """Return one decorator for many options, listed in the help in the order given."""
 
     def decorate(function: F) -> F:
         for option in reversed(options):
@@ -38,7 +38,7 @@ def _number(name: str, kind: type, text: str) -> Callable[[F], F]:
 
 
 def _bias(context: click.Context, parameter: click.Parameter, values: tuple[str, ...]) -> dict[int, float]:
-    """Returns token id to bias, from repeated ID=VALUE."""
+    """Return token id to bias, from repeated ID=VALUE."""
     biases = {}
     for value in values:
         token_id, _, bias = value.partition("=")
@@ -196,12 +196,12 @@ required_address_option = _stacked(
 
 
 def take_sampling(values: dict[str, Any]) -> SamplingParameters:
-    """Takes the options of `sampling_options` out of `values`; raises `InvalidArgument` for values out of range."""
+    """Take the options of `sampling_options` out of `values`; raise `InvalidArgument` for values out of range."""
     return SamplingParameters(**{name: values.pop(name) for name in _DEFAULTS.as_dict()})
 
 
 def take_speculation(values: dict[str, Any]) -> Speculation:
-    """Takes the options of `speculation_options` out of `values`; leaves the drafter there for `take_stack`."""
+    """Take the options of `speculation_options` out of `values`; leave the drafter there for `take_stack`."""
     rule, drafter = values.pop("acceptance_rule"), values["drafter"]
     if values.pop("no_speculation"):
         values["drafter"] = drafter = _NO_DRAFTER
@@ -218,7 +218,7 @@ def take_speculation(values: dict[str, Any]) -> Speculation:
 
 
 def take_stack(values: dict[str, Any]) -> StackOptions:
-    """Takes the options of `stack_options`, and the drafter, out of `values`; raises `InvalidArgument`."""
+    """Take the options of `stack_options`, and the drafter, out of `values`; raise `InvalidArgument`."""
     drafter, draft_model, num_layers = (values.pop(name) for name in ("drafter", "draft_model", "num_layers"))
     drafter = drafter or fitting_drafter(values["model"], draft_model, num_layers)
     if draft_model and drafter not in MODEL_DRAFTERS:
@@ -231,7 +231,7 @@ def take_stack(values: dict[str, Any]) -> StackOptions:
 
 
 def parse_token_ids(text: str) -> list[int]:
-    """Returns token ids written with commas or spaces between them; raises `InvalidArgument`."""
+    """Return token ids written with commas or spaces between them; raise `InvalidArgument`."""
     try:
         return [int(part) for part in text.replace(",", " ").split()]
     except ValueError as error:

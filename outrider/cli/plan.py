@@ -73,7 +73,7 @@ _SPARE = 2
 )
 @click.option("--json", "wants_json", is_flag=True, help="Print one JSON object.")
 def plan_command(patch: Path | None, wants_json: bool, **values: Any) -> None:
-    """Computes targets, drafts and orchestrators for a load, from measured times, and what drafts gain.
+    """Compute targets, drafts and orchestrators for a load, from measured times, and what drafts gain.
 
     Compares three fleets that give every session the rate: plain decoding, drafting within the target's process, and
     drafts of their own; costs are in targets. docs/operations.md ("Scale") names the metrics of a running stack that

@@ -26,7 +26,7 @@ class TextPrinter:
         self._color = color
 
     def print(self, event: Event) -> None:
-        """Prints what the event adds."""
+        """Print what the event adds."""
         if isinstance(event, Delta) and self._color and event.origins:
             for word, origin in origins_of_words(event.text, event.origins):
                 click.secho(word, fg=_COLORS[origin], nl=False, color=True)
@@ -34,21 +34,21 @@ class TextPrinter:
             click.echo(event.text, nl=False)
 
     def end(self, generation: Generation) -> None:
-        """Ends the line; prints the token ids where a model without a tokenizer gave no text."""
+        """End the line; print the token ids where a model without a tokenizer gave no text."""
         if not generation.text:
             click.echo(" ".join(str(token_id) for token_id in generation.token_ids), nl=False)
         click.echo()
         self.print_legend()
 
     def print_legend(self) -> None:
-        """Prints what the colours mean, on standard error; nothing without colours."""
+        """Print what the colours mean, on standard error; nothing without colours."""
         if self._color:
             entries = (click.style(_MEANINGS[origin], fg=color) for origin, color in _COLORS.items())
             click.echo(" · ".join(entries), err=True, color=True)
 
 
 def origins_of_words(text: str, origins: tuple[TokenOrigin, ...]) -> Iterator[tuple[str, TokenOrigin]]:
-    """Yields the text in words, each with the origin of the token that ends it.
+    """Yield the text in words, each with the origin of the token that ends it.
 
     A delta has the origin of each token, not which characters each of them gave. Words stand for tokens in the same
     proportion; the last word is the last token's, and in a verdict only the last token can differ from the others.
@@ -59,7 +59,7 @@ def origins_of_words(text: str, origins: tuple[TokenOrigin, ...]) -> Iterator[tu
 
 
 def as_json(generation: Generation, *, with_logprobs: bool) -> dict[str, Any]:
-    """Returns the object that `generate --json` prints."""
+    """Return the object that `generate --json` prints."""
     reason = generation.finish_reason
     answer: dict[str, Any] = {
         "text": generation.text,
@@ -76,7 +76,7 @@ def as_json(generation: Generation, *, with_logprobs: bool) -> dict[str, Any]:
 
 
 def statistics_as_json(statistics: Statistics) -> dict[str, Any]:
-    """Returns the figures under the names that `generate --json` documents."""
+    """Return the figures under the names that `generate --json` documents."""
     return {
         "num_drafts": statistics.num_drafts,
         "num_draft_tokens": statistics.num_draft_tokens,
@@ -102,7 +102,7 @@ def statistics_as_json(statistics: Statistics) -> dict[str, Any]:
 
 
 def summary(generation: Generation) -> str:
-    """Returns one line of figures for a person."""
+    """Return one line of figures for a person."""
     statistics = generation.statistics
     parts = [f"{len(generation.token_ids)} tokens in {statistics.num_target_passes} target passes"]
     if generation.finish_reason:

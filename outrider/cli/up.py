@@ -42,7 +42,7 @@ _CHECK_S = 0.5
 @click.option("--metrics", is_flag=True, help="Expose Prometheus metrics of each process on a free port.")
 @click.option("--draft-threads", type=click.IntRange(0), default=1, show_default=True, help="CPU threads of a draft.")
 def up(**values: Any) -> None:
-    """Starts an embedded Valkey, targets, drafts and orchestrators, each a process of its own, on free ports.
+    """Start an embedded Valkey, targets, drafts and orchestrators, each a process of its own, on free ports.
 
     Prints their addresses when requests can be served, then waits. Ctrl-C or SIGTERM drains everything. Give
     the printed address to the other commands with --address.

@@ -84,7 +84,7 @@ class OutriderClient:
         await self.close()
 
     async def close(self) -> None:
-        """Closes all connections; running calls end."""
+        """Close all connections; running calls end."""
         channels, self._channels = self._channels, {}
         for channel in channels.values():
             await channel.close()
@@ -92,7 +92,7 @@ class OutriderClient:
     async def generate(
         self, request: GenerationRequest, *, timeout_s: float | None = None
     ) -> AsyncGenerator[Event, None]:
-        """Yields `Accepted`, then deltas, then `Finished`.
+        """Yield `Accepted`, then deltas, then `Finished`.
 
         To stop early, close the iterator: the session stays resumable. `cancel` ends the request for good.
 
@@ -117,7 +117,7 @@ class OutriderClient:
                     yield event
 
     async def complete(self, request: GenerationRequest, *, timeout_s: float | None = None) -> Generation:
-        """Returns the whole generation; arguments and errors as for `generate`."""
+        """Return the whole generation; arguments and errors as for `generate`."""
         generation = Generation()
         async with aclosing(self.generate(request, timeout_s=timeout_s)) as events:
             async for event in events:
@@ -125,21 +125,21 @@ class OutriderClient:
         return generation
 
     async def cancel(self, session_id: str, request_id: str = "") -> bool:
-        """Ends a running request at its next token; returns whether one was running."""
+        """End a running request at its next token; return whether one was running."""
         message = pb.CancelGenerationRequest(session_id=session_id, request_id=request_id)
         return (await self._unary(lambda stub: stub.CancelGeneration, message)).cancelled
 
     async def get_session(self, session_id: str, *, with_token_ids: bool = False) -> pb.GetSessionResponse:
-        """Returns the session's record; raises `SessionNotFound`."""
+        """Return the session's record; raise `SessionNotFound`."""
         message = pb.GetSessionRequest(session_id=session_id, with_token_ids=with_token_ids)
         return await self._unary(lambda stub: stub.GetSession, message)
 
     async def delete_session(self, session_id: str) -> None:
-        """Deletes the session, its log and its KV caches; raises `SessionNotFound`."""
+        """Delete the session, its log and its KV caches; raise `SessionNotFound`."""
         await self._unary(lambda stub: stub.DeleteSession, pb.DeleteSessionRequest(session_id=session_id))
 
     async def list_models(self) -> pb.ListModelsResponse:
-        """Returns the targets and drafts, including those kept out of rotation, and why."""
+        """Return the targets and drafts, including those kept out of rotation, and why."""
         return await self._unary(lambda stub: stub.ListModels, pb.ListModelsRequest())
 
     async def _unary(

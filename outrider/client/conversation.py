@@ -42,7 +42,7 @@ class Conversation:
                 yield event
 
     async def cancel(self) -> bool:
-        """Ends the running answer at its next token; returns whether one was running."""
+        """End the running answer at its next token; return whether one was running."""
         return await self.client.cancel(self.session_id, self.request_id)
 
     async def reset(self) -> None:

@@ -46,7 +46,7 @@ class Speculation:
     draft_p_min: float | None = None
 
     def to_message(self) -> generation_pb2.SpeculationParameters:
-        """Returns the message."""
+        """Return the message."""
         message = generation_pb2.SpeculationParameters(
             disabled=self.disabled,
             num_speculative_tokens=_uint32("num_speculative_tokens", self.num_speculative_tokens),
@@ -90,7 +90,7 @@ class GenerationRequest:
             raise InvalidArgument("give exactly one of text, token_ids and messages", "prompt")
 
     def to_message(self) -> generation_pb2.GenerateRequest:
-        """Returns the message of the first attempt; raises `InvalidArgument` for what no message can carry."""
+        """Return the message of the first attempt; raise `InvalidArgument` for what no message can carry."""
         self.parameters.check_vocabulary(MAX_UINT32 + 1)
         message = generation_pb2.GenerateRequest(
             request_id=self.request_id,

@@ -36,7 +36,7 @@ class Deadline:
 
     @classmethod
     def after(cls, timeout_s: float | None) -> "Deadline":
-        """Returns the deadline `timeout_s` seconds from now."""
+        """Return the deadline `timeout_s` seconds from now."""
         return cls(None if timeout_s is None else monotonic() + timeout_s)
 
     @property

@@ -44,7 +44,7 @@ class ResumableStream:
         self._is_ambiguous = False
 
     async def events(self) -> AsyncGenerator[Event, None]:
-        """Yields `Accepted`, then deltas, then `Finished`; raises the `OutriderError` of the last attempt."""
+        """Yield `Accepted`, then deltas, then `Finished`; raise the `OutriderError` of the last attempt."""
         while True:
             try:
                 async with aclosing(self._attempt()) as events:

@@ -51,7 +51,7 @@ class SyncClient:
         self.close()
 
     def close(self) -> None:
-        """Closes all connections and ends the thread; closing twice does nothing more."""
+        """Close all connections and end the thread; closing twice does nothing more."""
         if self._loop.is_closed():
             return
         self._run(self._client.close())
@@ -60,7 +60,7 @@ class SyncClient:
         self._loop.close()
 
     def generate(self, request: GenerationRequest, *, timeout_s: float | None = None) -> Iterator[Event]:
-        """Yields the events of a generation; leaving the loop early stops it, as with `OutriderClient.generate`."""
+        """Yield the events of a generation; leaving the loop early stops it, as with `OutriderClient.generate`."""
         events = self._client.generate(request, timeout_s=timeout_s)
         try:
             while (event := self._run(_next(events))) is not None:
@@ -69,23 +69,23 @@ class SyncClient:
             self._run(events.aclose())
 
     def complete(self, request: GenerationRequest, *, timeout_s: float | None = None) -> Generation:
-        """Returns a whole generation."""
+        """Return a whole generation."""
         return self._run(self._client.complete(request, timeout_s=timeout_s))
 
     def cancel(self, session_id: str, request_id: str = "") -> bool:
-        """Ends a running request; returns whether one was running."""
+        """End a running request; return whether one was running."""
         return self._run(self._client.cancel(session_id, request_id))
 
     def get_session(self, session_id: str, *, with_token_ids: bool = False) -> pb.GetSessionResponse:
-        """Returns the session's record."""
+        """Return the session's record."""
         return self._run(self._client.get_session(session_id, with_token_ids=with_token_ids))
 
     def delete_session(self, session_id: str) -> None:
-        """Deletes the session."""
+        """Delete the session."""
         self._run(self._client.delete_session(session_id))
 
     def list_models(self) -> pb.ListModelsResponse:
-        """Returns the targets and drafts."""
+        """Return the targets and drafts."""
         return self._run(self._client.list_models())
 
     def _run(self, work: Coroutine[Any, Any, T]) -> T:

@@ -29,7 +29,7 @@ def _watch() -> None:
 
 
 def main() -> None:
-    """Runs the module named by the first argument with the arguments after it."""
+    """Run the module named by the first argument with the arguments after it."""
     end_with_parent()
     sys.argv = sys.argv[1:]
     runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)

@@ -79,7 +79,7 @@ class ServiceProcess:
         return self._process.poll() if self._process else None
 
     def start(self) -> None:
-        """Starts it; a second start replaces the first, with the log continued."""
+        """Start it; a second start replaces the first, with the log continued."""
         self.kill()
         self._ready_file.unlink(missing_ok=True)
         self.address = ""
@@ -96,13 +96,13 @@ class ServiceProcess:
             )
 
     def restart(self) -> None:
-        """Starts it again at the address that it had, after it has ended, with its log continued."""
+        """Start it again at the address that it had, after it has ended, with its log continued."""
         environment = {**self.spec.environment, "OUTRIDER_ADDRESS": self.address}
         self.spec = replace(self.spec, environment=environment)
         self.start()
 
     async def wait_ready(self, timeout_s: float, progress: Callable[[str], None] = lambda line: None) -> str:
-        """Returns its address once it serves.
+        """Return its address once it serves.
 
         Args:
             timeout_s: bound on the wait.
@@ -137,7 +137,7 @@ class ServiceProcess:
             self._process.stdin.close()
 
     async def wait_ended(self) -> None:
-        """Returns when it has ended; kills it at the end of its drain budget."""
+        """Return when it has ended; kill it at the end of its drain budget."""
         give_up = monotonic() + self.spec.drain_budget_s + _KILL_SLACK_S
         while self.is_running and monotonic() < give_up:
             await asyncio.sleep(_POLL_S)

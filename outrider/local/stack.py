@@ -71,7 +71,7 @@ class LocalStack:
         return OutriderClient(self.addresses)
 
     async def start(self) -> None:
-        """Starts everything and returns when requests can be served.
+        """Start everything and return when requests can be served.
 
         Raises:
             Unavailable: a process ended early or took too long.
@@ -152,7 +152,7 @@ class LocalStack:
         return processes
 
     async def _wait_ready(self, processes: Sequence[ServiceProcess]) -> None:
-        """Returns when all serve; the first one that fails ends the wait for the others."""
+        """Return when all serve; the first one that fails ends the wait for the others."""
         tasks = [asyncio.create_task(self._wait_one(process)) for process in processes]
         try:
             await asyncio.gather(*tasks)
@@ -168,7 +168,7 @@ class LocalStack:
 
 
 async def prepare_embedded_model() -> None:
-    """Converts the embedded model unless that was done before; its progress bar goes to standard error.
+    """Convert the embedded model unless that was done before; its progress bar goes to standard error.
 
     In a process of its own, so that this one never loads a model library.
 
@@ -195,7 +195,7 @@ def _joined(processes: Sequence[ServiceProcess]) -> str:
 
 
 def _run_directory() -> Path:
-    """Makes the directory of this run and removes all but the latest ones."""
+    """Make the directory of this run and remove all but the latest ones."""
     runs = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "outrider" / "runs"
     runs.mkdir(parents=True, exist_ok=True)
     earlier = sorted(runs.iterdir(), key=lambda run: run.stat().st_mtime, reverse=True)

@@ -133,7 +133,7 @@ class StackOptions:
             yield replace(self._spec(f"target-{number}", "target_service", settings), cores=self.target_cores)
 
     def draft_specs(self) -> Iterator[ProcessSpec]:
-        """Yields how to start each draft."""
+        """Yield how to start each draft."""
         numbers: Counter[str] = Counter()
         for draft in self.drafts:
             settings = {"OUTRIDER_DRAFTER": draft.drafter, "OUTRIDER_NUM_THREADS": str(draft.num_threads)}
@@ -148,7 +148,7 @@ class StackOptions:
                 yield self._spec(name, "draft_service", {**settings, **draft.environment})
 
     def orchestrator_specs(self, addresses: Mapping[str, str]) -> Iterator[ProcessSpec]:
-        """Yields how to start each orchestrator; `addresses` are the settings that name Redis and the workers."""
+        """Yield how to start each orchestrator; `addresses` are the settings that name Redis and the workers."""
         for number in range(self.num_orchestrators):
             settings = {**addresses, **self._lookahead(), **self.orchestrator_environment}
             yield self._spec(f"orchestrator-{number}", "orchestrator", settings)

@@ -74,7 +74,7 @@ class EmbeddedValkey:
         return self._process.pid if self._process else 0
 
     def start(self) -> None:
-        """Starts it and returns when it answers; a second start continues with the same data and port.
+        """Start it and return when it answers; a second start continues with the same data and port.
 
         Raises:
             Unavailable: the package is missing, or the server did not come up in time.

@@ -28,7 +28,7 @@ def check(address: str, name: str) -> bool:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Returns the exit status; the address is the one that the process's settings name."""
+    """Return the exit status; the address is the one that the process's settings name."""
     bound = os.environ.get("OUTRIDER_HEALTH_ADDRESS") or os.environ.get("OUTRIDER_ADDRESS") or _ADDRESS
     host, _, port = bound.rpartition(":")
     here = "127.0.0.1" if host in _ANYWHERE else host

@@ -28,7 +28,7 @@ def open_channel(
     keepalive_s: float = DEFAULT_KEEPALIVE_S,
     tls_name: str = "",
 ) -> grpc.aio.Channel:
-    """Returns a channel of its own connection, which is made with the first call.
+    """Return a channel of its own connection, which is made with the first call.
 
     Args:
         address: host:port, or any gRPC target name.
@@ -64,7 +64,7 @@ def keepalive_options(keepalive_s: float) -> tuple[tuple[str, int], ...]:
 
 
 async def wait_connected(channel: grpc.aio.Channel, address: str, timeout_s: float) -> None:
-    """Returns once the channel is connected; raises `Unavailable` after `timeout_s` seconds."""
+    """Return once the channel is connected; raise `Unavailable` after `timeout_s` seconds."""
     try:
         async with asyncio.timeout(timeout_s):
             await channel.channel_ready()

@@ -24,17 +24,17 @@ class SizedFrame(Protocol):
     """A protobuf message."""
 
     def ByteSize(self) -> int:
-        """Encoded size in bytes."""
+        """Return the encoded size in bytes."""
 
 
 def check_num_frames(frames: Sized) -> None:
-    """Raises `InvalidArgument` where a message has too many frames: a million would hold up the event loop."""
+    """Raise `InvalidArgument` where a message has too many frames: a million would hold up the event loop."""
     if len(frames) > MAX_FRAMES_READ:
         raise InvalidArgument(f"has {len(frames)}, may have at most {MAX_FRAMES_READ}", "frames")
 
 
 def checked_size(frame: SizedFrame) -> int:
-    """Returns a frame's encoded size; raises `InvalidArgument` where it is too large to be read."""
+    """Return a frame's encoded size; raise `InvalidArgument` where it is too large to be read."""
     if (num_bytes := frame.ByteSize()) > MAX_FRAME_BYTES_READ:
         raise InvalidArgument(f"has {num_bytes} bytes, may have at most {MAX_FRAME_BYTES_READ}", "frame")
     return num_bytes
@@ -87,17 +87,17 @@ class FrameOutbox(Generic[FrameT, MessageT]):
         return self._pending_bytes
 
     def put(self, *frames: FrameT) -> None:
-        """Adds frames, all or none. Call it in the event loop; raises `Overloaded` when they do not fit."""
+        """Add frames, all or none. Call it in the event loop; raise `Overloaded` when they do not fit."""
         if self._append(frames):
             self._wake.set()
 
     def put_threadsafe(self, *frames: FrameT) -> None:
-        """Adds frames, all or none, from any thread; raises `Overloaded`, in that thread, when they do not fit."""
+        """Add frames, all or none, from any thread; raise `Overloaded`, in that thread, when they do not fit."""
         if self._append(frames):
             self._wake_threadsafe()
 
     def close(self, error: OutriderError | None = None) -> None:
-        """Ends `messages`: after the pending frames, or at once with `error` where one is given. In the loop only."""
+        """End `messages`: after the pending frames, or at once with `error` where one is given. In the loop only."""
         with self._lock:
             if self._closed:
                 return
@@ -108,7 +108,7 @@ class FrameOutbox(Generic[FrameT, MessageT]):
         self._wake.set()
 
     async def messages(self) -> AsyncIterator[MessageT]:
-        """Yields messages until the outbox is closed; raises the error it was closed with."""
+        """Yield messages until the outbox is closed; raise the error it was closed with."""
         while True:
             frames = self._take()
             if frames:
@@ -121,7 +121,7 @@ class FrameOutbox(Generic[FrameT, MessageT]):
             raise self._error
 
     def _append(self, frames: tuple[FrameT, ...]) -> bool:
-        """Adds the frames; returns whether the reader may be asleep."""
+        """Add the frames; return whether the reader may be asleep."""
         with self._lock:
             if self._closed or not frames:
                 return False
@@ -139,7 +139,7 @@ class FrameOutbox(Generic[FrameT, MessageT]):
             self._closed = True
 
     def _take(self) -> list[FrameT]:
-        """Removes and returns what goes into the next message."""
+        """Remove and return what goes into the next message."""
         frames: list[FrameT] = []
         num_bytes = 0
         with self._lock:

@@ -28,21 +28,21 @@ class IdleSessions(Generic[SessionT]):
         return len(self._sessions)
 
     def get(self, session_id: str) -> SessionT | None:
-        """Returns a session, if it is here."""
+        """Return a session, if it is here."""
         found = self._sessions.get(session_id)
         return found[0] if found else None
 
     def add(self, session_id: str, session: SessionT) -> None:
-        """Keeps a session from now on."""
+        """Keep a session from now on."""
         self._sessions[session_id] = session, self._clock()
 
     def pop(self, session_id: str) -> SessionT | None:
-        """Returns a session, if it is here, and keeps it no longer."""
+        """Return a session, if it is here, and keep it no longer."""
         found = self._sessions.pop(session_id, None)
         return found[0] if found else None
 
     def expire(self, max_kept: int) -> list[str]:
-        """Keeps no longer those that are too old, and the oldest of more than `max_kept`; returns their ids."""
+        """Keep no longer those that are too old, and the oldest of more than `max_kept`; return their ids."""
         oldest_s = self._clock() - self._ttl_s
         expired: list[str] = []
         while self._sessions:
@@ -54,7 +54,7 @@ class IdleSessions(Generic[SessionT]):
         return expired
 
     def next_expiry_s(self) -> float | None:
-        """Returns the seconds until a session gets too old; None where there is none."""
+        """Return the seconds until a session gets too old; None where there is none."""
         if not self._sessions:
             return None
         _, used_s = next(iter(self._sessions.values()))

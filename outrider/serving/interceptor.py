@@ -51,12 +51,12 @@ class CallsInFlight:
         return self._count
 
     async def wait_idle(self) -> None:
-        """Returns as soon as no call is in flight."""
+        """Return as soon as no call is in flight."""
         await self._idle.wait()
 
     @contextmanager
     def entered(self) -> Iterator[None]:
-        """Counts one call for the time of the block."""
+        """Count one call for the time of the block."""
         self._count += 1
         self._idle.clear()
         try:
@@ -98,7 +98,7 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
         continuation: Callable[[grpc.HandlerCallDetails], Awaitable[_Handler | None]],
         handler_call_details: grpc.HandlerCallDetails,
     ) -> _Handler | None:
-        """Returns the method's handler, wrapped; None where there is no such method."""
+        """Return the method's handler, wrapped; None where there is no such method."""
         handler = await continuation(handler_call_details)
         method = handler_call_details.method
         if handler is None:
@@ -121,7 +121,7 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
         return call
 
     def _checked(self, request: Any, context: _Context, method: str) -> Any:
-        """Returns the request; raises `InvalidArgument` where its bytes were none, `Unauthenticated` before that."""
+        """Return the request; raise `InvalidArgument` where its bytes were none, `Unauthenticated` before that."""
         if not isinstance(request, _Malformed):
             return request
         if not method.startswith(_BOOKKEEPING):
@@ -149,7 +149,7 @@ async def _respond(behaviour: _Behaviour, request: Any, context: _Context) -> An
 
 
 async def _stream(behaviour: _Behaviour, request: Any, context: _Context) -> None:
-    """Writes what a generator yields, each message within a bounded time."""
+    """Write what a generator yields, each message within a bounded time."""
     # Closed here and now, whatever ends the call: what the generator holds must not wait for the garbage collector.
     async with aclosing(behaviour(request, context)) as responses:
         async for response in responses:
@@ -161,7 +161,7 @@ async def _stream(behaviour: _Behaviour, request: Any, context: _Context) -> Non
 
 
 async def _abort(error: BaseException, method: str, context: _Context) -> None:
-    """Ends the call with the status of the error. Raises what ends it in gRPC, where there is something left to end."""
+    """End the call with the status of the error. Raises what ends it in gRPC, where there is something left to end."""
     if isinstance(error, grpc.aio.AbortError) or (isinstance(error, asyncio.CancelledError) and _is_cancelled()):
         raise error
     failure = error if isinstance(error, Exception) else RuntimeError("a servicer let a CancelledError out")
@@ -179,7 +179,7 @@ def _is_cancelled() -> bool:
 
 
 def _with_behaviour(handler: _Handler, wrap: Callable[[_Behaviour], _Behaviour]) -> _Handler:
-    """Returns a handler of the same kind, its behaviour wrapped; it gets `_Malformed` for bytes that are no message."""
+    """Return a handler of the same kind, its behaviour wrapped; it gets `_Malformed` for bytes that are no message."""
     kinds: dict[tuple[bool, bool], tuple[Any, Any]] = {
         (False, False): (handler.unary_unary, grpc.unary_unary_rpc_method_handler),
         (False, True): (handler.unary_stream, grpc.unary_stream_rpc_method_handler),

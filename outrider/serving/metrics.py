@@ -65,17 +65,17 @@ class Readings(Collector):
         self._read = read
 
     def collect(self) -> Iterable[Metric]:
-        """Returns the metrics as they are now."""
+        """Return the metrics as they are now."""
         return self._read()
 
 
 def counter(name: str, about: str, value: float) -> Metric:
-    """Returns a counter without labels; `_total` is added to its name."""
+    """Return a counter without labels; `_total` is added to its name."""
     return CounterMetricFamily(PREFIX + name, about, value=value)
 
 
 def gauge(name: str, about: str, value: float) -> Metric:
-    """Returns a gauge without labels."""
+    """Return a gauge without labels."""
     return GaugeMetricFamily(PREFIX + name, about, value=value)
 
 
@@ -86,7 +86,7 @@ def labelled(
     label: str,
     values: Iterable[tuple[str, float]],
 ) -> Metric:
-    """Returns a metric with one label, a sample for each of its values."""
+    """Return a metric with one label, a sample for each of its values."""
     family = kind(PREFIX + name, about, labels=[label])
     for value, number in values:
         family.add_metric([value], number)
@@ -145,7 +145,7 @@ class MetricsServer:
         self._thread: threading.Thread | None = None
 
     def start(self) -> str:
-        """Serves; returns the bound address. Raises `Unavailable` when the address cannot be bound."""
+        """Serve; return the bound address. Raises `Unavailable` when the address cannot be bound."""
         try:
             self._server = MetricsHTTPServer(self._host.strip("[]"), self._port, self._registry)
         except OSError as error:
@@ -155,7 +155,7 @@ class MetricsServer:
         return f"{self._host}:{self._server.server_port}"
 
     def close(self) -> None:
-        """Stops serving. Blocks for half a second at most."""
+        """Stop serving. Blocks for half a second at most."""
         if self._server is None or self._thread is None:
             return
         self._server.shutdown()

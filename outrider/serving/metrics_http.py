@@ -44,7 +44,7 @@ class MetricsHTTPServer(ThreadingHTTPServer):
         super().__init__((str(address[0]), int(address[1])), type("Handler", (handler,), {"timeout": timeout_s}))
 
     def process_request(self, request: Any, client_address: Any) -> None:
-        """Serves a new connection in a thread of its own, in the oldest one's place where there are too many."""
+        """Serve a new connection in a thread of its own, in the oldest one's place where there are too many."""
         with self._lock:
             if len(self._open) >= MAX_CONNECTIONS:
                 oldest = next(iter(self._open))
@@ -55,13 +55,13 @@ class MetricsHTTPServer(ThreadingHTTPServer):
         super().process_request(request, client_address)
 
     def shutdown_request(self, request: Any) -> None:
-        """Closes a connection."""
+        """Close a connection."""
         with self._lock:
             self._open.pop(request, None)
         super().shutdown_request(request)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """Takes note of a connection that broke; nobody else has lost anything."""
+        """Log a connection that broke."""
         _LOG.debug("a connection for metrics failed", exc_info=True)
 
 

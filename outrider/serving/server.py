@@ -129,7 +129,7 @@ class Server:
     def register(
         self, add: Callable[[ServicerT, grpc.aio.Server], None], servicer: ServicerT, service_name: str
     ) -> None:
-        """Adds a service, before `start`.
+        """Add a service, before `start`.
 
         Args:
             add: the generated function, such as `add_WorkerServiceServicer_to_server`.
@@ -140,7 +140,7 @@ class Server:
         self._names.append(service_name)
 
     async def start(self) -> str:
-        """Serves; returns the bound address. Raises `Unavailable` when the address cannot be bound."""
+        """Serve; return the bound address. Raises `Unavailable` when the address cannot be bound."""
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
         if self._settings.reflection:
             self._names.append(reflection.SERVICE_NAME)
@@ -165,7 +165,7 @@ class Server:
         self._stopping.set()
 
     async def run(self) -> None:
-        """Starts, serves until a signal or `request_stop`, drains, and returns."""
+        """Start, serve until a signal or `request_stop`, drain, and return."""
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._on_signal, number)

@@ -124,7 +124,7 @@ class WorkerSettings(ServingSettings):
 
 
 def load_settings(kind: type[SettingsT], arguments: Sequence[str] | None = None, *, program: str) -> SettingsT:
-    """Returns the settings: the command line before the environment, the environment before the defaults.
+    """Return the settings: the command line before the environment, the environment before the defaults.
 
     `--help` prints every setting and ends the process with 0; wrong values print a line each and end it with 2. So do
     variables that begin with `OUTRIDER_` and that no process reads, and end it with 1.
@@ -148,7 +148,7 @@ def load_settings(kind: type[SettingsT], arguments: Sequence[str] | None = None,
 
 
 def settings_table(kind: type[BaseSettings]) -> str:
-    """Returns the settings as a Markdown table; the README's tables are made of it."""
+    """Return the settings as a Markdown table; the README's tables are made of it."""
     rows = [
         f"| `{PREFIX}{name.upper()}` | {_default(field, '`{}`')} | {_explained(field)} |"
         for name, field in kind.model_fields.items()
@@ -175,7 +175,7 @@ def _option(name: str) -> str:
 
 
 def _where(location: tuple[int | str, ...]) -> str:
-    """Returns how the user wrote the setting; nothing for a rule over several settings."""
+    """Return how the user wrote the setting; nothing for a rule over several settings."""
     name = str(location[0]) if location else ""
     return f"{_option(name)} ({PREFIX}{name.upper()}): " if name else ""
 
@@ -193,7 +193,7 @@ def _default(field: FieldInfo, form: str) -> str:
 
 
 def _explained(field: FieldInfo) -> str:
-    """Returns the description with the bounds behind it."""
+    """Return the description with the bounds behind it."""
     bounds = ", ".join(_bounds(field))
     return f"{field.description or ''} [{bounds}]" if bounds else field.description or ""
 

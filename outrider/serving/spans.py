@@ -33,7 +33,7 @@ def context_of(traceparent: str) -> Context:
 
 
 def traceparent_of(span: Span) -> str:
-    """Returns the W3C trace context by which spans of other processes join this one; empty where there is no trace."""
+    """Return the W3C trace context by which spans of other processes join this one; empty where there is no trace."""
     carrier: dict[str, str] = {}
     _PROPAGATOR.inject(carrier, trace.set_span_in_context(span, Context()))
     return carrier.get("traceparent", "")

@@ -54,19 +54,19 @@ _REASONS: Final[Mapping[grpc.StatusCode, str]] = {
 
 
 def status_from_error(error: Exception) -> Status:
-    """Returns the google.rpc.Status of an error: INTERNAL, and not a word more, for what the table does not hold."""
+    """Return the google.rpc.Status of an error: INTERNAL, and not a word more, for what the table does not hold."""
     if not isinstance(error, OutriderError) or error.reason not in CODES:
         return Status(code=grpc.StatusCode.INTERNAL.value[0], message="internal error")
     return Status(code=CODES[error.reason].value[0], message=error.message, details=_details(error))
 
 
 def grpc_status_from_error(error: Exception) -> grpc.Status:
-    """Returns what `context.abort_with_status` takes."""
+    """Return what `context.abort_with_status` takes."""
     return cast(grpc.Status, rpc_status.to_status(status_from_error(error)))
 
 
 def error_from_rpc(error: grpc.aio.AioRpcError) -> OutriderError:
-    """Returns the error that the peer raised; for a status without our details, the nearest error of its code."""
+    """Return the error that the peer raised; for a status without our details, the nearest error of its code."""
     message = error.details() or error.code().name
     info = _error_info(error)
     reason, metadata = (info.reason, dict(info.metadata)) if info else (_REASONS.get(error.code(), ""), {})
@@ -78,7 +78,7 @@ def error_from_rpc(error: grpc.aio.AioRpcError) -> OutriderError:
 
 @contextmanager
 def peer_errors() -> Iterator[None]:
-    """Raises, for an `AioRpcError` within the block, the `OutriderError` it stands for."""
+    """Raise, for an `AioRpcError` within the block, the `OutriderError` it stands for."""
     try:
         yield
     except grpc.aio.AioRpcError as error:
@@ -104,7 +104,7 @@ def _packed(message: Message) -> Any:
 
 
 def _error_info(error: grpc.aio.AioRpcError) -> ErrorInfo | None:
-    """Returns our ErrorInfo, None where the status carries none that can be read."""
+    """Return our ErrorInfo, None where the status carries none that can be read."""
     info = ErrorInfo()
     for key, value in error.trailing_metadata() or ():
         if key == _DETAILS_KEY and isinstance(value, bytes):

@@ -26,7 +26,7 @@ def configure_logging(
     level: Literal["debug", "info", "warning", "error"] = "info",
     form: Literal["json", "text"] = "json",
 ) -> None:
-    """Sends every record of the process to stderr; fields given as `extra` become fields of the record.
+    """Send every record of the process to stderr; fields given as `extra` become fields of the record.
 
     Args:
         service: name of the service, in each record.
@@ -62,7 +62,7 @@ class JsonFormatter(logging.Formatter):
         self._with_messages = with_messages
 
     def format(self, record: logging.LogRecord) -> str:
-        """Returns the record as one line."""
+        """Return the record as one line."""
         fields: dict[str, object] = {
             "time": _time(record),
             "level": record.levelname.lower(),
@@ -80,7 +80,7 @@ class TextFormatter(JsonFormatter):
     """Formats a record as one line of text; control characters are escaped."""
 
     def format(self, record: logging.LogRecord) -> str:
-        """Returns the record as one line."""
+        """Return the record as one line."""
         head = f"{_time(record)} {record.levelname.lower():7} {self._service} {record.name}: {record.getMessage()}"
         fields = [f"{name}={value}" for name, value in _extra(record).items()]
         if failure := _failure(record, self._with_messages):
@@ -89,7 +89,7 @@ class TextFormatter(JsonFormatter):
 
 
 def escape_controls(text: str) -> str:
-    r"""Returns the text with every control character and line separator as \xNN or \uNNNN."""
+    r"""Return the text with every control character and line separator as \xNN or \uNNNN."""
     return _CONTROLS.sub(lambda match: match[0].encode("unicode_escape").decode("ascii"), text)
 
 
@@ -110,7 +110,7 @@ def _failure(record: logging.LogRecord, with_messages: bool) -> str | None:
 
 
 def _causes(error: BaseException, with_messages: bool) -> Iterator[str]:
-    """Yields the error and what it was raised from, each with its frames, innermost first."""
+    """Yield the error and what it was raised from, each with its frames, innermost first."""
     cause: BaseException | None = error
     while cause is not None:
         frames = reversed(traceback.extract_tb(cause.__traceback__))

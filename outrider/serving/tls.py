@@ -71,7 +71,7 @@ class _Renewal:
         return grpc.ssl_server_certificate_configuration([pair], _read(self.files.authority))
 
     def renewed(self) -> grpc.ServerCertificateConfiguration | None:
-        """Returns the new configuration; None, which keeps the old one, where nothing has changed or can be read."""
+        """Return the new configuration; None, which keeps the old one, where nothing has changed or can be read."""
         try:
             return None if self._stamps() == self._known else self.configuration()
         except (OSError, InvalidArgument) as error:

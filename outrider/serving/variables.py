@@ -116,7 +116,7 @@ _LINK: Final = re.compile(r"(\w+_)?(SERVICE_HOST|SERVICE_PORT(_\w+)?|PORT(_\d+_(
 
 
 def complaints(variables: Iterable[str], own: Collection[str], retired: Mapping[str, str] = RETIRED) -> list[str]:
-    """Returns a sentence for each variable that begins with `OUTRIDER_` and is none that anything here reads.
+    """Return a sentence for each variable that begins with `OUTRIDER_` and is none that anything here reads.
 
     Args:
         variables: names of environment variables; their case does not matter, as it does not to settings.

@@ -70,7 +70,7 @@ class Requests:
         self._unexpected = UnexpectedErrors()
 
     def __len__(self) -> int:
-        """Requests that are open. From any thread."""
+        """Return the number of open requests. From any thread."""
         return len(self._requests)
 
     @property
