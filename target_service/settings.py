@@ -32,7 +32,7 @@ class TargetSettings(WorkerSettings, ModelOptions):
     invariant: bool = Field(
         True,
         description="Compute each position to the same bits in every pass. `false` makes long prompts faster, halves "
-        "the KV cache and slows decoding; the text may then depend on load and failovers, and every result says so.",
+        "the KV cache and slows decoding; the text may then depend on load and failovers, and statistics report it.",
     )
     kv_blocks_url: str = Field(
         "", description="Redis or Valkey for blocks of the KV cache, which any target restores; empty for none."
@@ -40,7 +40,7 @@ class TargetSettings(WorkerSettings, ModelOptions):
     kv_blocks_secret_file: Path | None = Field(
         None,
         description="File with a secret that all targets share: blocks are sealed with it, and others refused. Without "
-        "it, whoever may write to that Redis decides what targets restore.",
+        "it, write access to that Redis is enough to forge them.",
     )
     kv_blocks: BlockUse = Field(
         BlockUse.AUTO,

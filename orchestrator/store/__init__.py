@@ -8,6 +8,6 @@ once.
 **Lost writes.** A commit that Redis cannot take because it lost what came before is not the end. The orchestrator
 that streams the session holds its tokens since the request began, and writes record and log again (`restore.lua`),
 provided that no higher fencing token is on record, that the session was not deleted (deleting leaves a mark), and
-that what is left of the log agrees. A client that comes back with an offset beyond the log of a session that nobody
-streams gets DATA_LOSS; from the log's own end the same text can be made again.
+that what is left of the log agrees. A client that comes back with an offset beyond the log of a session that is
+not streamed gets DATA_LOSS; from the log's own end the same text can be made again.
 """

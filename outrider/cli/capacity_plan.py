@@ -107,7 +107,7 @@ class Fleet:
         num_targets: replicas of the target.
         num_drafts: replicas of the draft.
         num_orchestrators: replicas of the orchestrator.
-        num_speculative_tokens: main line that was reckoned with.
+        num_speculative_tokens: length of main line in the computation.
         sessions_per_target: sessions on each target.
         rate: tokens a second of each session.
         cost: of targets and drafts together, where a target costs 1.

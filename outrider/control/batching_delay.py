@@ -1,7 +1,7 @@
 """The batching delay: how long a pass waits for sessions that will be ready soon. Arithmetic only.
 
 Sessions whose proposals come over a network are ready at different times. A target that never delays a pass runs passes
-that are not full, and a session that is ready just after one began stays out of step with those in it: each of two gets
+that are not full, and a session that is ready just after one began then alternates with those in it: each of two gets
 every other pass, though one pass over both would take little more time than over one.
 
 So the target compares the ways to continue in turns of two passes: over the sessions that are ready, together with the

@@ -136,10 +136,10 @@ class RankedChoices:
     def _scores(self, logits: Tensor, paths: Sequence[tuple[int, ...]]) -> Tensor:
         """Return the scores by which the tokens after each path are ranked: [F, D], float32 or float64."""
         terms, history = self._proposal.terms, self._history.tokens
-        laws = [SamplingMetadata(terms.parameters, history.extended(path), terms.stop_token_ids) for path in paths]
-        scores = self._changed(logits, laws)
-        if not laws[0].parameters.is_greedy:
-            weights = target_weights(tempered(scores, laws), laws)
+        metadata = [SamplingMetadata(terms.parameters, history.extended(path), terms.stop_token_ids) for path in paths]
+        scores = self._changed(logits, metadata)
+        if not metadata[0].parameters.is_greedy:
+            weights = target_weights(tempered(scores, metadata), metadata)
             dense = weights.dense(scores.shape[-1]) if isinstance(weights, Support) else weights
             token_ids = self._vocabulary.token_ids.to(dense.device)
             positions = [len(self._proposal.token_ids) + len(path) for path in paths]

@@ -159,7 +159,7 @@ class Drafter(Protocol):
     from earlier measurements.
 
     Attributes:
-        times: of its steps, which whoever runs them adds.
+        times: of its steps, recorded by the caller that runs them.
     """
 
     times: PassTimes

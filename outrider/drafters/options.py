@@ -48,14 +48,15 @@ class DrafterOptions(ModelOptions):
         None, ge=1, le=1024, description="First layers of the model that draft; needed by the layers drafter."
     )
     target: str = Field(
-        "", description="Folder or hub id of the target that a head was made for; empty takes what the head says."
+        "",
+        description="Folder or hub id of the target that a head was made for; empty takes the one that the head names.",
     )
     max_nodes: int = Field(
         0,
         ge=0,
         le=MAX_PROPOSAL_NODES,
-        description="Nodes of a proposal, at most, unless a request says; 0: 7 for heads, else no bound, and a chain "
-        "where drafts wait for verdicts.",
+        description="Nodes of a proposal, at most, unless a request sets it; 0: 7 for heads, else no bound, and a "
+        "chain with lookahead 0.",
     )
     kv_budget_bytes: int = Field(1 << 30, ge=1 << 16, description="Bytes of KV cache (or n-gram indexes), at most.")
 

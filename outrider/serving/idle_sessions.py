@@ -1,4 +1,4 @@
-"""The sessions that a worker keeps although no request runs on them, for so long and so many at most."""
+"""Idle sessions of a worker: kept for their TTL, up to a number."""
 
 import time
 from collections import OrderedDict
@@ -11,7 +11,7 @@ SessionT = TypeVar("SessionT")
 class IdleSessions(Generic[SessionT]):
     """Idle sessions by id, least recently used first. Not thread-safe.
 
-    A worker does not learn when a session ends, so it forgets those that nobody uses. One that is used after all costs
+    A worker is not notified when a session expires, so it forgets those that are not used. One that is used again costs
     time only: its tokens are sent again, and the pages of its KV cache can be found by content.
 
     Args:

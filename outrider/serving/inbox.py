@@ -184,5 +184,5 @@ def _wake_writer(queue: _Queue[ItemT]) -> None:
     """Wake the writer that waits for room in a queue."""
     if queue.room is not None:
         (loop, room), queue.room = queue.room, None
-        with contextlib.suppress(RuntimeError):  # the loop has ended, and whoever waited in it
+        with contextlib.suppress(RuntimeError):  # the loop has ended, and with it the waiting task
             loop.call_soon_threadsafe(room.set)

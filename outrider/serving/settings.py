@@ -53,8 +53,8 @@ class ServingSettings(BaseSettings):
     )
     reflection: bool = Field(
         False,
-        description="Answer gRPC server reflection, by which grpcurl and others list services and messages; without a "
-        "token, to whoever reaches the address.",
+        description="Answer gRPC server reflection, by which grpcurl and others list services and messages; no "
+        "token is required.",
     )
     metrics_address: str = Field(
         "", description="Plain HTTP address that exposes Prometheus metrics, at /metrics; empty disables them."
@@ -66,7 +66,7 @@ class ServingSettings(BaseSettings):
         "http://collector:4317; needs the extra `tracing`. Empty traces nothing.",
     )
     ready_file: Path | None = Field(
-        None, description="File that gets the bound address once the process is serving, and goes when it drains."
+        None, description="File that gets the bound address once the process is serving, and is removed when it drains."
     )
     drain_budget_s: float = Field(
         25.0, gt=0, le=3600, description="Seconds from SIGTERM to the end, at most; below the pod's grace period."

@@ -41,7 +41,7 @@ CODES: Final[Mapping[str, grpc.StatusCode]] = {
 
 _DRAINING_RETRY_S: Final = 1.0
 _DETAILS_KEY: Final = "grpc-status-details-bin"
-# What gRPC itself or a proxy says, without our details. CANCELLED comes from a peer that stopped under the call.
+# Statuses of gRPC itself or of a proxy, without our details. CANCELLED comes from a peer that stopped under the call.
 _REASONS: Final[Mapping[grpc.StatusCode, str]] = {
     grpc.StatusCode.UNAUTHENTICATED: errors.Unauthenticated.reason,
     grpc.StatusCode.UNAVAILABLE: errors.Unavailable.reason,

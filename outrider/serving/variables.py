@@ -1,7 +1,7 @@
-"""The variables that begin with `OUTRIDER_`: which there are, and what is said of any other.
+"""The names of `OUTRIDER_` environment variables, and the error messages for unknown and retired ones.
 
-An environment is often shared by several processes, and a process may be given the names of all of them. So they all
-stand here, below the services, which do not import each other; a test holds the list against their settings.
+Several processes often share an environment, so each accepts the names of all. The list stands here, below the
+services, which do not import each other; a test compares it with their settings.
 """
 
 import re
@@ -109,19 +109,19 @@ RETIRED: Final[Mapping[str, str]] = {
     "tree_nodes": "it is OUTRIDER_MAX_NODES",
     "window": "a target runs 64 uncommitted tokens ahead at most",
 }
-"""Names that settings had, and what to do instead: the end of a sentence that begins with the name."""
+"""Retired settings, and what to do instead: the end of a sentence that begins with the name."""
 
 _LINK: Final = re.compile(r"(\w+_)?(SERVICE_HOST|SERVICE_PORT(_\w+)?|PORT(_\d+_(TCP|UDP|SCTP)(_(PROTO|PORT|ADDR))?)?)")
-"""What Kubernetes tells the pods of a namespace of a Service named outrider, or outrider-...; in capitals."""
+"""Variables that Kubernetes injects into pods for a Service named outrider, or outrider-...; in capitals."""
 
 
 def complaints(variables: Iterable[str], own: Collection[str], retired: Mapping[str, str] = RETIRED) -> list[str]:
-    """Return a sentence for each variable that begins with `OUTRIDER_` and is none that anything here reads.
+    """Return an error message for each variable that begins with `OUTRIDER_` and is unknown or retired.
 
     Args:
         variables: names of environment variables; their case does not matter, as it does not to settings.
-        own: settings of this process, which may be others than those of `NAMES`.
-        retired: what to do instead of a name that is no more.
+        own: settings of this process, which may be missing in `NAMES`.
+        retired: what to do instead of a retired name.
     """
     known = {name.upper() for name in (*NAMES, *own)}
     found = [name for name in sorted(variables) if name.upper().startswith(PREFIX)]
@@ -137,6 +137,6 @@ def _complaint(variable: str, known: Collection[str], retired: Mapping[str, str]
     name = variable.upper().removeprefix(PREFIX)
     if name.lower() in retired:
         return f"{variable} is no setting any more: {retired[name.lower()]}"
-    # The lowest of equals, so that the answer is always the same.
+    # The first of equals, so that the message is always the same.
     nearest = max(sorted(known), key=lambda other: SequenceMatcher(None, name, other).ratio())
     return f"{variable} is no setting; the nearest is {PREFIX}{nearest}"
