@@ -136,7 +136,8 @@ class DraftTree:
         for token_id in token_ids:
             children = self.root.children or ()
             child = next((child for child in children if child.token_id == token_id), None)
-            self._values.observe(self.root.depth + 1, len(children), child.rank if child else None)
+            likelihoods = [self._order.likelihood(item) for item in children]
+            self._values.observe(self.root.depth + 1, likelihoods, child.rank if child else None)
             if child is None:
                 return False
             goes_on = goes_on and child.number > 0

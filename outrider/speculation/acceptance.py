@@ -20,7 +20,8 @@ _PRIOR: Final = (0.7, 0.08, 0.04, 0.02, 0.015, 0.01, 0.008, 0.006)
 _PRIOR_WEIGHT: Final = 4.0
 _POOLED_WEIGHT: Final = 8.0
 _DECAY: Final = 0.98
-_LEAST: Final = 1e-4
+LEAST_RATE: Final = 1e-4
+"""Smallest rate, of a choice that was never accepted."""
 
 
 class _Share:
@@ -88,10 +89,10 @@ class AcceptanceRates:
         The rate of the depth is smoothed with the rate of the rank over all depths, and that with the prior.
         """
         if rank > MAX_RANK:
-            return _LEAST
+            return LEAST_RATE
         prior = _PRIOR[rank - 1] if self._prior is None else self._prior.value(depth, rank)
         pooled = self._by_rank[rank - 1].towards(prior, self._prior_weight)
-        return max(_LEAST, self._by_depth[min(depth, MAX_DEPTH) - 1][rank - 1].towards(pooled, self._pooled_weight))
+        return max(LEAST_RATE, self._by_depth[min(depth, MAX_DEPTH) - 1][rank - 1].towards(pooled, self._pooled_weight))
 
     def values(self, depth: int) -> Sequence[float]:
         """Return the values of ranks 1 to `MAX_RANK` at a depth."""

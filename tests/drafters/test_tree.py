@@ -306,18 +306,6 @@ def test_an_evicted_tree_is_planted_anew() -> None:
     assert not _go_on(drafter, proposal, [proposal.nodes[0].token_id])
 
 
-def test_values_fall_with_depth_and_rank() -> None:
-    values = NodeValues.of_one_session()
-    for _ in range(200):
-        values.observe(1, 4, 1)
-        values.observe(1, 4, None)
-    values.observe_likelihoods([0.5, 0.5])
-    assert values.value(1, 1, 0.5) == pytest.approx(0.5, abs=0.05)
-    assert values.value(1, 2, 0.5) < 0.05
-    assert values.value(1, 1, 0.4) < values.value(1, 1, 0.5) < values.value(1, 1, 0.6), "what the draft is surer of"
-    assert least_value(values.ranks, 0, 4) > least_value(values.ranks, 0, 16) > least_value(values.ranks, 0, 64) > 0
-
-
 class Made:
     """Choices of a made-up distribution."""
 
