@@ -9,7 +9,7 @@
   one pass do not: the second waits for the pass and takes the page. Verdicts of a pass leave as one message for each
   stream, so their commits reach Redis as one pipeline.
 - **Verification** (`speculation`, `rounds`). What is verified is chosen for all sessions of a pass together
-  (`outrider.control.policy.allocate`). Tokens of all rows are drawn together (`outrider.speculation.draws`):
+  (`outrider.control.allocation.allocate`). Tokens of all rows are drawn together (`outrider.speculation.draws`):
   distributions, penalties, masks and keyed noise are tensors over rows, and one copy brings the tokens to the host.
 - **Memory that runs out.** Where there are too few pages for a step, its proposal is left out; then the newest other
   request is preempted and recomputed later. The oldest request always advances. The target has all tokens, so nothing
