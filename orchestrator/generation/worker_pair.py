@@ -224,7 +224,7 @@ class WorkerPair:
         self._statistics.record_numerics(link.info.numerics if link.info else "")
         if self._draft is not None:
             self._draft.on_new_target()
-            self._draft.repeat(self._tokens.since(self._tokens.end - 1))
+            self._draft.restart(self._tokens.since(self._tokens.end - 1))
 
     def _drop_target(self, error: OutriderError, committed_len: int) -> None:
         """Close a target; raise its error where no other target may continue, or none has for too long."""

@@ -86,6 +86,7 @@ class DraftSession:
         self._num_forwarded = 0
         self._num_misses = 0
         self._replay: asyncio.Task[None] | None = None
+        self._restarts = False
         self._timeout: asyncio.TimerHandle | None = None
 
     def open(self, message: draft_pb2.DraftOpen, committed_len: int) -> None:
@@ -120,10 +121,17 @@ class DraftSession:
             return
         self._send_advance(TokenSpan(self._known_len, known.token_ids[skipped:]))
 
-    def repeat(self, known: TokenSpan) -> None:
-        """Request the proposal after the session's end again, for a target that did not get the last one."""
-        if self.is_ready and self._replay is None and known.token_ids:
-            self._known_len = min(self._known_len, known.start)
+    def restart(self, known: TokenSpan) -> None:
+        """Request a new tree after the session's end, for a target that did not get the nodes of the one before.
+
+        Args:
+            known: tokens up to the session's end, the last one at least.
+        """
+        if self._replay is not None:
+            self._restarts = True
+        elif self.is_ready:
+            # A span that only continues the draft's tokens would have it continue its tree: one of them is sent again.
+            self._known_len = max(0, min(self._known_len, known.end) - 1)
             self.advance(known, self._num_requested, self._lookahead)
 
     def forward(self, features: tokens_pb2.Features) -> None:
@@ -228,6 +236,9 @@ class DraftSession:
         if not self.is_ready:
             self.is_ready = True
             self._on_ready()
+        if self._restarts:
+            self._restarts = False
+            self.restart(TokenSpan(span.end - 1, span.token_ids[-1:]))
 
     def _miss_features(self, missing: draft_pb2.FeaturesMissing) -> None:
         """Request features again that the draft has lost, or that were not forwarded."""

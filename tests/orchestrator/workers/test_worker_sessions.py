@@ -9,6 +9,7 @@ from orchestrator.workers.draft_session import DraftSession, SpeculationChoice
 from orchestrator.workers.links import DRAFT
 from orchestrator.workers.target_session import TargetSession
 from outrider.errors import OutriderError
+from outrider.tokens import TokenSpan
 from outrider.v1 import draft_pb2, target_pb2
 from tests.orchestrator.scripted import ScriptedDraft, ScriptedTarget, continuation
 from tests.orchestrator.stage import PROMPT, asking, orchestrating, tokens_of
@@ -86,3 +87,39 @@ async def test_a_span_that_cannot_be_read_again_is_an_error_at_once(target: Scri
         await session.open(target_pb2.VerifyOpen(session_id="s", prompt_len=3, committed_len=3, fencing_token=1))
         error = await asyncio.wait_for(errors.get(), 10)
     assert error.reason == "UNAVAILABLE"
+
+
+@pytest.mark.parametrize("is_reading", [False, True], ids=["caught-up", "while-its-tokens-are-read"])
+async def test_a_new_target_gets_a_new_tree_from_a_draft_that_lacks_its_last_token(
+    draft: ScriptedDraft, *, is_reading: bool
+) -> None:
+    """Without a token that it has, a draft would continue a tree of which the new target has no node."""
+    tokens, may_read, ready = [5, 6, 7], asyncio.Event(), asyncio.Event()
+
+    async def tokens_from(start: int) -> tuple[int, ...]:
+        await may_read.wait()
+        return tuple(tokens[start:])
+
+    async with linked(draft, DRAFT) as link:
+        choice = SpeculationChoice(num_speculative_tokens=3, drafter="", max_nodes=0, lookahead=8, max_wait_s=1.0)
+        session = DraftSession(
+            link, choice, lambda _: None, ready.set, lambda *_: None, lambda layers, start: None, tokens_from
+        )
+        session.open(draft_pb2.DraftOpen(session_id="s", fencing_token=1), committed_len=3)
+        if not is_reading:
+            may_read.set()
+            await draft.saw("advance")
+            await asyncio.wait_for(ready.wait(), 10)
+            # The verdict with this token came from a target that was gone before it was sent on.
+            tokens.append(8)
+        else:
+            async with asyncio.timeout(10):
+                while session._replay is None:
+                    await asyncio.sleep(0.01)
+        session.restart(TokenSpan(len(tokens) - 1, (tokens[-1],)))
+        may_read.set()
+        first, second = (await draft.saw("advance", 2))[:2]
+        session.close()
+    assert (first.span.start, list(first.span.token_ids)) == (0, [5, 6, 7])
+    assert second.span.start == 2 < first.base.len and second.base.len == len(tokens)
+    assert list(second.span.token_ids) == tokens[2:]
