@@ -53,10 +53,10 @@ def test_tokens_survive() -> None:
     assert wire.logprobs_from_message(wire.logprobs_to_message(logprobs)) == logprobs
 
 
-@pytest.mark.parametrize("law", [None, SparseDistribution((1, 2), (0.25, 0.75))])
+@pytest.mark.parametrize("distribution", [None, SparseDistribution((1, 2), (0.25, 0.75))])
 @pytest.mark.parametrize("kind", NodeKind)
-def test_nodes_survive(kind: NodeKind, law: SparseDistribution | None) -> None:
-    node = ProposalNode(3, 7, kind, law)
+def test_nodes_survive(kind: NodeKind, distribution: SparseDistribution | None) -> None:
+    node = ProposalNode(3, 7, kind, distribution)
     assert wire.node_from_message(wire.node_to_message(node)) == node
 
 

@@ -287,7 +287,7 @@ async def test_a_slow_tokenizer_fetch_holds_up_only_those_who_need_it(
         replicas: Replicas = orchestrator.replicas
         await orchestrator.events(asking())
         (link,) = replicas.targets
-        # Another tokenizer, which nobody sends.
+        # Another tokenizer, which no target sends.
         target.is_tokenizer_silent = True
         link.info.tokenizer_fingerprint = "other"
         waiting = [asyncio.create_task(replicas.tokenizer(link)) for _ in range(3)]

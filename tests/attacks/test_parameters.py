@@ -46,9 +46,9 @@ def test_attack_03_no_parameters_in_range_make_a_law_that_is_none() -> None:
         parameters = SamplingParameters(**chosen, presence_penalty=penalty, frequency_penalty=penalty)
         seen = TokenHistory(history, history * 100, parameters)
         for logits in rows:
-            law = target_distribution(logits, parameters, seen, ())
-            assert law.isfinite().all()
-            assert law.sum() == pytest.approx(1)
+            distribution = target_distribution(logits, parameters, seen, ())
+            assert distribution.isfinite().all()
+            assert distribution.sum() == pytest.approx(1)
 
 
 def test_attack_03_what_is_in_use_elsewhere_stays_possible() -> None:

@@ -1,4 +1,4 @@
-"""Model drafters over Markov models of known law, with every pass on record."""
+"""Model drafters over Markov models of known distribution, with every pass on record."""
 
 from collections.abc import Sequence
 
@@ -35,7 +35,7 @@ class RecordedModel:
 
 
 def markov(name: str = MARKOV) -> MarkovModel:
-    """Returns a model of known law."""
+    """Returns a model of known distribution."""
     return MarkovModel.from_name(name)
 
 

@@ -42,8 +42,8 @@ def test_the_first_choice_is_the_targets(num_levels: int, parameters: SamplingPa
     for row, path, found in zip(logits, paths, choices, strict=True):
         token_ids, likelihoods = [item.token_id for item in found], [item.likelihood for item in found]
         history = TokenHistory(TEXT, path, parameters)
-        law = target_distribution(row, parameters, history, frozenset())
-        assert token_ids[0] == draft_coupled(law, len(TEXT) + len(path), KeyedSource(parameters.seed or 0))
+        distribution = target_distribution(row, parameters, history, frozenset())
+        assert token_ids[0] == draft_coupled(distribution, len(TEXT) + len(path), KeyedSource(parameters.seed or 0))
         assert len(set(token_ids)) == len(token_ids) <= num and likelihoods == sorted(likelihoods, reverse=True)
 
 
@@ -52,12 +52,12 @@ SIX = DraftVocabulary(torch.arange(6), 6)
 
 
 def test_truncation_leaves_the_most_likely() -> None:
-    law = LOGITS[0].double().softmax(0)
-    assert keep_top(law, 6) is law
-    kept = keep_top(law, 2)
+    distribution = LOGITS[0].double().softmax(0)
+    assert keep_top(distribution, 6) is distribution
+    kept = keep_top(distribution, 2)
     assert kept.nonzero().squeeze(1).tolist() == [0, 1]
     assert float(kept.sum()) == pytest.approx(1, abs=1e-15)
-    assert float(kept[0] / kept[1]) == pytest.approx(float(law[0] / law[1]))
+    assert float(kept[0] / kept[1]) == pytest.approx(float(distribution[0] / distribution[1]))
 
 
 @pytest.mark.parametrize("top_k", [1, 3, 6])
@@ -72,10 +72,10 @@ def test_under_rejection_the_distribution_sent_is_the_one_drawn_from(top_k: int)
         assert choice.likelihood == 1, "nothing is ordered, or withheld, by its value"
         assert choice.token_id not in {guess.token_id for guess in guesses}
         drawn[choice.token_id] += 1
-    law = choice.distribution
-    assert law is not None and law.token_ids == tuple(range(top_k))
-    assert law.probabilities == pytest.approx(keep_top(LOGITS[0].double().softmax(0), top_k)[:top_k].tolist())
-    for token_id, probability in zip(law.token_ids, law.probabilities, strict=True):
+    distribution = choice.distribution
+    assert distribution is not None and distribution.token_ids == tuple(range(top_k))
+    assert distribution.probabilities == pytest.approx(keep_top(LOGITS[0].double().softmax(0), top_k)[:top_k].tolist())
+    for token_id, probability in zip(distribution.token_ids, distribution.probabilities, strict=True):
         spread = (2000 * probability * (1 - probability)) ** 0.5
         assert abs(drawn[token_id] - 2000 * probability) <= 4.5 * spread
 

@@ -90,11 +90,11 @@ def test_under_rejection_the_main_line_brings_its_laws_and_guesses_stand_beside_
     path: tuple[int, ...] = ()
     for depth, node in enumerate(line):
         assert node.kind is NodeKind.DRAFTED and node.parent == depth
-        law = node.draft_distribution
-        assert law is not None and node.token_id in law.token_ids
+        distribution = node.draft_distribution
+        assert distribution is not None and node.token_id in distribution.token_ids
         wanted = tiny.logits(TEXT[:12], path).double().softmax(-1)
-        places = VOCABULARY.indices(torch.tensor(law.token_ids))
-        assert (wanted[places] - torch.tensor(law.probabilities)).abs().max() < 0.02
+        places = VOCABULARY.indices(torch.tensor(distribution.token_ids))
+        assert (wanted[places] - torch.tensor(distribution.probabilities)).abs().max() < 0.02
         path = (*path, node.token_id)
     assert len(guesses) == 5
     assert all(node.kind is NodeKind.GUESSED and node.parent <= 2 for node in guesses)

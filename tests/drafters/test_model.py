@@ -139,7 +139,7 @@ def test_under_rejection_guesses_stand_beside_the_sampled_chain() -> None:
     found.max_nodes = 9
     draft(model_drafter(), chain)
     draft(model_drafter(), found)
-    # What is sampled, and its laws, do not depend on the guesses.
+    # What is sampled, and its distributions, do not depend on the guesses.
     assert [node.token_id for node in found.nodes[:3]] == [node.token_id for node in chain.nodes]
     for node, other in zip(found.nodes[:3], chain.nodes, strict=True):
         assert node.draft_distribution is not None and other.draft_distribution is not None
@@ -197,10 +197,10 @@ def test_a_draft_that_is_the_target_is_always_accepted(rule: AcceptanceRule) -> 
         for node in item.nodes:
             tree.append(node)
 
-        def law(node: int, drafted: tuple[int, ...] = drafted) -> torch.Tensor:
+        def distribution(node: int, drafted: tuple[int, ...] = drafted) -> torch.Tensor:
             return model.transitions[model.context([*base, *drafted[:node]])]
 
-        outcome = verify(tree, law, len(base), KeyedSource(seed))
+        outcome = verify(tree, distribution, len(base), KeyedSource(seed))
         assert outcome.token_ids[:-1] == drafted
 
 

@@ -39,8 +39,11 @@ def test_a_branch_ends_with_a_stop_token() -> None:
 def test_under_rejection_a_lookup_is_a_point_mass() -> None:
     item = proposal([7, 8, 7], 2, given=terms(rule=AcceptanceRule.REJECTION))
     draft(ngram_drafter(), item)
-    laws = [node.draft_distribution for node in item.nodes]
-    assert [(law.token_ids, law.probabilities) for law in laws if law] == [((8,), (1.0,)), ((7,), (1.0,))]
+    distributions = [node.draft_distribution for node in item.nodes]
+    assert [(distribution.token_ids, distribution.probabilities) for distribution in distributions if distribution] == [
+        ((8,), (1.0,)),
+        ((7,), (1.0,)),
+    ]
 
 
 def test_the_index_follows_growth_and_truncation_exactly() -> None:

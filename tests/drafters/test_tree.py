@@ -212,14 +212,14 @@ def test_under_rejection_a_sampled_child_comes_first_with_its_law_whatever_it_is
         assert (node.kind is NodeKind.DRAFTED) == is_first
         segments[number] = segments[node.parent] if is_first else number
         if node.draft_distribution is not None:
-            law = torch.zeros(24, dtype=torch.float64)
-            law[list(node.draft_distribution.token_ids)] = torch.tensor(
+            distribution = torch.zeros(24, dtype=torch.float64)
+            distribution[list(node.draft_distribution.token_ids)] = torch.tensor(
                 node.draft_distribution.probabilities, dtype=torch.float64
             )
             counter = Counter(Purpose.DRAFT, 3 + len(paths[number]) - 1, 3, segments[node.parent])
-            assert node.token_id == source.pick(law, counter)
+            assert node.token_id == source.pick(distribution, counter)
             context = [*planted, *paths[node.parent]]
-            torch.testing.assert_close(law, markov().transitions[markov().context(context)])
+            torch.testing.assert_close(distribution, markov().transitions[markov().context(context)])
         else:
             assert node.kind is NodeKind.GUESSED
 

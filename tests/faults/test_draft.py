@@ -50,7 +50,7 @@ def node(parent: int, token_id: int, **more: Any) -> tokens_pb2.ProposalNode:
     return tokens_pb2.ProposalNode(parent=parent, token_id=token_id, kind=DRAFTED, **more)
 
 
-def law(*probabilities: float) -> tokens_pb2.SparseDistribution:
+def distribution(*probabilities: float) -> tokens_pb2.SparseDistribution:
     return tokens_pb2.SparseDistribution(token_ids=range(len(probabilities)), probabilities=probabilities)
 
 
@@ -60,10 +60,10 @@ GARBAGE = {
     "too-many-nodes": [node(number, 1) for number in range(500)],
     "no-such-parent": [node(7, 1)],
     "its-own-parent": [node(1, 1)],
-    "nan": [node(0, 1, draft_distribution=law(math.nan, 0.5))],
-    "not-normalised": [node(0, 1, draft_distribution=law(0.9, 0.9))],
-    "negative": [node(0, 1, draft_distribution=law(-0.5, 1.5))],
-    "not-what-was-drawn": [node(0, 5, draft_distribution=law(0.5, 0.5))],
+    "nan": [node(0, 1, draft_distribution=distribution(math.nan, 0.5))],
+    "not-normalised": [node(0, 1, draft_distribution=distribution(0.9, 0.9))],
+    "negative": [node(0, 1, draft_distribution=distribution(-0.5, 1.5))],
+    "not-what-was-drawn": [node(0, 5, draft_distribution=distribution(0.5, 0.5))],
     "no-distribution": [node(0, 1)],
     "nothing": [],
 }

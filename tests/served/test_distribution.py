@@ -147,12 +147,12 @@ def test_the_test_of_fit_has_power(block_len: int) -> None:
     assert p_value(found, expected(found, block_len)) < SIGNIFICANCE
 
 
-def moved(law: Mapping[tuple[int, ...], float], distance: float) -> dict[tuple[int, ...], float]:
+def moved(distribution: Mapping[tuple[int, ...], float], distance: float) -> dict[tuple[int, ...], float]:
     """Returns a distribution at a total variation of `distance`: the likeliest outcome has what others lost."""
-    first, *others = sorted(law, key=lambda outcome: -law[outcome])
-    result, excess = {**law, first: law[first] + distance}, distance
+    first, *others = sorted(distribution, key=lambda outcome: -distribution[outcome])
+    result, excess = {**distribution, first: distribution[first] + distance}, distance
     for outcome in others:
-        taken = min(excess, 0.9 * law[outcome])
+        taken = min(excess, 0.9 * distribution[outcome])
         result[outcome] -= taken
         excess -= taken
     assert excess == pytest.approx(0)
@@ -161,14 +161,14 @@ def moved(law: Mapping[tuple[int, ...], float], distance: float) -> dict[tuple[i
 
 def first_tokens() -> Mapping[tuple[int, ...], float]:
     """Returns the joint distribution of the first tokens after the prompt."""
-    law: dict[tuple[int, ...], float] = {(): 1.0}
+    distribution: dict[tuple[int, ...], float] = {(): 1.0}
     for _ in range(NUM_TOKENS):
-        law = {
+        distribution = {
             (*tokens, token_id): weight * float(MODEL.transitions[MODEL.context((*PROMPT, *tokens))][token_id])
-            for tokens, weight in law.items()
+            for tokens, weight in distribution.items()
             for token_id in range(MODEL.info.vocabulary_size)
         }
-    return law
+    return distribution
 
 
 async def sample(

@@ -83,18 +83,18 @@ def _stops(parameters: SamplingParameters) -> set[int]:
     return {*parameters.stop_token_ids, *(() if parameters.ignore_eos else (EOS,))}
 
 
-def _law(parameters: SamplingParameters, output: Sequence[int]) -> list[float]:
+def _distribution(parameters: SamplingParameters, output: Sequence[int]) -> list[float]:
     logits = MODEL.transitions[MODEL.context((*PROMPT, *output))].log().tolist()
     return reference_distribution(logits, parameters, PROMPT, output, _stops(parameters))
 
 
 def _simulated(parameters: SamplingParameters) -> tuple[list[int], FinishReason]:
-    """Decodes position by position with the oracle's law and the keyed noise."""
+    """Decodes position by position with the oracle's distribution and the keyed noise."""
     source = KeyedSource(parameters.seed or 0)
     output: list[int] = []
     while len(output) < parameters.max_tokens:
-        law = torch.tensor(_law(parameters, output), dtype=torch.float64)
-        output.append(source.pick(law, Counter(Purpose.TARGET, len(PROMPT) + len(output))))
+        distribution = torch.tensor(_distribution(parameters, output), dtype=torch.float64)
+        output.append(source.pick(distribution, Counter(Purpose.TARGET, len(PROMPT) + len(output))))
         if output[-1] in _stops(parameters):
             return output, FinishReason.STOP
     return output, FinishReason.LENGTH
@@ -116,7 +116,7 @@ async def test_under_rejection_every_token_is_possible_and_logged(client: Outrid
     generation = await _generate(client, parameters, Speculation(acceptance_rule=AcceptanceRule.REJECTION))
     output = generation.token_ids
     for index, token_id in enumerate(output):
-        assert _law(parameters, output[:index])[token_id] > 0
+        assert _distribution(parameters, output[:index])[token_id] > 0
         assert (token_id in _stops(parameters)) <= (index == len(output) - 1)
     assert len(output) <= parameters.max_tokens
     session = await client.get_session(generation.session_id, with_token_ids=True)
@@ -131,9 +131,11 @@ async def test_logprobs_are_those_of_the_raw_logits(client: OutriderClient, num_
     assert drafted.logprobs == plain.logprobs
     assert len(plain.logprobs) == len(plain.token_ids)
     for index, (token_id, found) in enumerate(zip(plain.token_ids, plain.logprobs, strict=True)):
-        law = MODEL.transitions[MODEL.context((*PROMPT, *plain.token_ids[:index]))].tolist()
-        ordered = sorted(range(MODEL.info.vocabulary_size), key=lambda token: -law[token])
-        assert found.logprob == pytest.approx(math.log(law[token_id]), abs=1e-5)
+        distribution = MODEL.transitions[MODEL.context((*PROMPT, *plain.token_ids[:index]))].tolist()
+        ordered = sorted(range(MODEL.info.vocabulary_size), key=lambda token: -distribution[token])
+        assert found.logprob == pytest.approx(math.log(distribution[token_id]), abs=1e-5)
         assert found.rank == ordered.index(token_id) + 1
         assert found.top_token_ids == tuple(ordered[:num_top])
-        assert found.top_logprobs == pytest.approx([math.log(law[token]) for token in ordered[:num_top]], abs=1e-5)
+        assert found.top_logprobs == pytest.approx(
+            [math.log(distribution[token]) for token in ordered[:num_top]], abs=1e-5
+        )

@@ -1,4 +1,4 @@
-"""A target that replaces a rejected token by its most likely one: a known wrong rule, which the law test must catch."""
+"""A target that replaces a rejected token by its most likely one: a wrong rule, which the distribution test must catch."""
 
 import torch
 
@@ -22,11 +22,11 @@ class _TopInsteadOfResidual:
         return self._source.accept(probability, counter)
 
 
-def wrong_rule(tree: ProposalTree, law: TargetDistributions, base_len: int, source: DecisionSource) -> Outcome:
+def wrong_rule(tree: ProposalTree, distribution: TargetDistributions, base_len: int, source: DecisionSource) -> Outcome:
     """Judges by the rejection rule, with the wrong replacement where one is due."""
-    right = verify_rejection(tree, law, base_len, source)
+    right = verify_rejection(tree, distribution, base_len, source)
     if right.origins[-1] is TokenOrigin.RECOVERED:
-        return verify_rejection(tree, law, base_len, _TopInsteadOfResidual(source))
+        return verify_rejection(tree, distribution, base_len, _TopInsteadOfResidual(source))
     return right
 
 

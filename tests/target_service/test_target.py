@@ -64,7 +64,7 @@ async def test_trees_change_no_token_under_coupled(parameters: SamplingParameter
             assert num_accepted > 0
 
 
-async def test_greedy_output_is_the_argmax_of_the_law() -> None:
+async def test_greedy_output_is_the_argmax_of_the_distribution() -> None:
     async with target() as (_, caller):
         output = await caller.plain(1, PROMPT, GREEDY, stop_token_ids=())
     table, tokens = model(), list(PROMPT)
@@ -381,12 +381,12 @@ async def test_rejection_accepts_a_draft_that_reports_the_law_it_sampled_from() 
             num_drafted += verdict.num_draft_tokens
             branch, nodes = list(tokens), []
             for depth in range(num):
-                law = table.transitions[table.context(branch)]
-                branch.append(draft_rejection(law, len(tokens), len(branch), source))
-                sparse = SparseDistribution(tuple(range(12)), tuple(law.tolist()))
+                distribution = table.transitions[table.context(branch)]
+                branch.append(draft_rejection(distribution, len(tokens), len(branch), source))
+                sparse = SparseDistribution(tuple(range(12)), tuple(distribution.tolist()))
                 nodes.append(ProposalNode(depth, branch[-1], NodeKind.DRAFTED, sparse))
             await caller.propose(1, Base(len(tokens), 1), nodes)
-    # The draft's law is the target's: every drafted token is accepted, but for what max_tokens cuts off.
+    # The draft's distribution is the target's: every drafted token is accepted, but for what max_tokens cuts off.
     assert len(tokens) == len(PROMPT) + 60
     assert num_drafted > 0
     assert num_accepted >= num_drafted - num

@@ -145,12 +145,16 @@ async def test_under_rejection_a_line_is_verified_as_far_as_it_has_come() -> Non
             lookahead=48,
         )
         await caller.span(2, 0, PROMPT)
-        law = SparseDistribution(tuple(range(11)), (1 / 11,) * 11)
+        distribution = SparseDistribution(tuple(range(11)), (1 / 11,) * 11)
         nodes = [
-            ProposalNode(place, token_id, NodeKind.DRAFTED, law) for place, token_id in enumerate([truth[0], 3, 3])
+            ProposalNode(place, token_id, NodeKind.DRAFTED, distribution)
+            for place, token_id in enumerate([truth[0], 3, 3])
         ]
-        nodes += [ProposalNode(3, 5, NodeKind.DRAFTED, law), ProposalNode(4, 5, NodeKind.DRAFTED, law)]
-        nodes += [ProposalNode(1, 4, NodeKind.GUESSED), ProposalNode(6, 4, NodeKind.DRAFTED, law)]
+        nodes += [
+            ProposalNode(3, 5, NodeKind.DRAFTED, distribution),
+            ProposalNode(4, 5, NodeKind.DRAFTED, distribution),
+        ]
+        nodes += [ProposalNode(1, 4, NodeKind.GUESSED), ProposalNode(6, 4, NodeKind.DRAFTED, distribution)]
         await _send(caller, 2, ProposalPart(Base(4, 1), 1, tuple(nodes), complete=True, known_len=4))
         await caller.receive(2)
         verdict = (await caller.receive(2)).verdict
