@@ -1,4 +1,4 @@
-"""A target that replaces a rejected token by its most likely one: a wrong rule, which the distribution test must catch."""
+"""A target that replaces a rejected token by its most likely one: a wrong rule, which the test of fit must catch."""
 
 import torch
 
