@@ -5,10 +5,12 @@ import os
 
 from orchestrator.api.admission import Admission
 from orchestrator.api.quotas import Quotas
+from orchestrator.api.service import GenerationService
 from orchestrator.api.servicer import GenerationServicer
 from orchestrator.api.tenants import Tenants
 from orchestrator.gauges import register_gauges
 from orchestrator.generation.request import Services
+from orchestrator.http.listener import http_listener
 from orchestrator.metrics import OrchestratorMetrics
 from orchestrator.settings import OrchestratorSettings
 from orchestrator.store.store import SessionStore
@@ -39,24 +41,28 @@ async def serve(settings: OrchestratorSettings) -> None:
     metrics = OrchestratorMetrics(registry)
     register_gauges(registry, admission, replicas)
     end_export = export_spans(settings.otlp_endpoint, "orchestrator")
-    servicer = GenerationServicer(Services(store, replicas, settings, metrics), admission, tenants, quotas)
+    service = GenerationService(Services(store, replicas, settings, metrics), admission, tenants, quotas)
     watch = StoreWatch(store.connection)
     server = Server(
         settings,
         name="orchestrator",
-        drain=servicer.drain,
+        drain=service.drain,
         is_ready=lambda: watch.takes_writes,
         # A full orchestrator stays ready: it answers OVERLOADED with the time after which to retry.
         registry=registry,
         authenticate=tenants.of,
     )
-    server.register(add_GenerationServiceServicer_to_server, servicer, "outrider.v1.GenerationService")
+    server.register(
+        add_GenerationServiceServicer_to_server, GenerationServicer(service), "outrider.v1.GenerationService"
+    )
+    if settings.http_address:
+        server.listen(http_listener(settings, service, server.calls, lambda: server.is_ready, registry))
     try:
         await watch.start()
         await replicas.start()
         await server.run()
     finally:
-        await servicer.settle()
+        await service.settle()
         await watch.stop()
         await replicas.stop()
         await store.close()

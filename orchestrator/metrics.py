@@ -192,6 +192,7 @@ class RequestStatistics:
         self._numerics: set[str] = set()
         self._feature_bytes = 0
         self._num_recomputed_tokens = 0
+        self._num_cached_prompt_tokens: int | None = None
         self._num_proposed_nodes = 0
         self._num_hits = 0
         self._queue_time_s = 0.0
@@ -218,6 +219,11 @@ class RequestStatistics:
         """Count a case of plain decoding in place of speculation."""
         self._fallbacks[reason] += 1
         self._metrics.fallbacks.labels(reason).inc()
+
+    def record_cached(self, num_tokens: int) -> None:
+        """Record the tokens up to the prompt's end that a target had in its KV cache; the first target counts."""
+        if self._num_cached_prompt_tokens is None:
+            self._num_cached_prompt_tokens = num_tokens
 
     def record_features(self, num_bytes: int) -> None:
         """Count features that a target sent for the draft."""
@@ -253,6 +259,7 @@ class RequestStatistics:
             queue_time_s=self._queue_time_s,
             num_expected_tokens=self._num_expected_tokens,
             expected_time_s=self._expected_time_s,
+            num_cached_prompt_tokens=self._num_cached_prompt_tokens or 0,
         )
 
 

@@ -2,7 +2,7 @@
 
 import re
 from pathlib import Path
-from typing import Final
+from typing import Final, Literal
 
 from pydantic import Field, field_validator, model_validator
 
@@ -59,6 +59,28 @@ class OrchestratorSettings(ServingSettings):
         le=1024,
         description="Maximum number of nodes that a draft proposes ahead of the target's verdicts; 0 lets drafts wait "
         "for each verdict, for draft and target on the same cores.",
+    )
+    http_address: str = Field(
+        "", description="Address of the HTTP API, as host:port; port 0 takes a free one, empty serves no HTTP."
+    )
+    http_hosts: Listed = Field(
+        (),
+        description="Names that the Host of an HTTP request may have, with commas between several. By default a "
+        "loopback address takes `localhost` and addresses, so that no web page reaches it by a name of its own; any "
+        "other address takes all names.",
+    )
+    http_origins: Listed = Field(
+        (), description="Origins of web pages that may call the HTTP API, such as https://chat.example; others may not."
+    )
+    served_model_names: Listed = Field(
+        (),
+        description="Names of the model over HTTP, with commas between several; the default is the target's hub id, or "
+        "the name of its folder.",
+    )
+    generation_config: Literal["auto", "none"] = Field(
+        "auto",
+        description="Defaults of sampling parameters: auto takes those of the model's generation_config.json, none "
+        "does not.",
     )
     acceptance_rule: AcceptanceRule = Field(
         AcceptanceRule.COUPLED, description="Acceptance rule of requests that name none."

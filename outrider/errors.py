@@ -8,6 +8,7 @@
     ├── Fenced               a newer lease exists; the holder of this one must stop
     ├── KVCacheMiss          the worker has fewer tokens cached than the span assumes; send an earlier span
     ├── SessionBusy          another request is running on the session
+    ├── SessionConflict      the messages contradict what the session holds
     ├── DuplicateRequest     the request id was used for a different request
     ├── Overloaded           a limit is reached; retry after `retry_after_s`
     ├── Draining             the process is shutting down; go elsewhere
@@ -115,6 +116,12 @@ class SessionBusy(OutriderError):
     reason = "SESSION_BUSY"
 
 
+class SessionConflict(OutriderError):
+    """The messages of a request contradict what its session holds."""
+
+    reason = "SESSION_CONFLICT"
+
+
 class DuplicateRequest(OutriderError):
     """The request id was used before, with other content."""
 
@@ -212,6 +219,7 @@ _KINDS: tuple[type[OutriderError], ...] = (
     Fenced,
     KVCacheMiss,
     SessionBusy,
+    SessionConflict,
     DuplicateRequest,
     Overloaded,
     Draining,

@@ -15,6 +15,7 @@ MAX_LOGPROBS = 20
 MAX_SPECULATIVE_TOKENS = 64
 """Largest `num_speculative_tokens` of a request: tokens drafted along one path of a proposal."""
 MAX_SEED = 2**64 - 1
+MAX_TOKENS = 2**31 - 1
 MIN_TEMPERATURE = 1e-12
 MIN_TOP_P = 1e-12
 MIN_REPETITION_PENALTY = 0.01
@@ -88,8 +89,8 @@ class SamplingParameters:
         _check_range("repetition_penalty", self.repetition_penalty, MIN_REPETITION_PENALTY, 10)
         _check_range("presence_penalty", self.presence_penalty, -2, 2)
         _check_range("frequency_penalty", self.frequency_penalty, -2, 2)
-        _check_range("max_tokens", self.max_tokens, 1, 2**31 - 1)
-        _check_range("min_tokens", self.min_tokens, 0, 2**31 - 1)
+        _check_range("max_tokens", self.max_tokens, 1, MAX_TOKENS)
+        _check_range("min_tokens", self.min_tokens, 0, MAX_TOKENS)
         if self.min_tokens > self.max_tokens:
             raise InvalidArgument(f"min_tokens is {self.min_tokens}, above max_tokens {self.max_tokens}", "min_tokens")
         if self.seed is not None:

@@ -11,7 +11,7 @@ import outrider
 from outrider.lm.load_options import LoadedModel
 from outrider.parameters import AcceptanceRule
 from outrider.tokens import MAX_PROPOSAL_NODES
-from outrider.v1 import worker_pb2, worker_pb2_grpc
+from outrider.v1 import tokens_pb2, worker_pb2, worker_pb2_grpc
 from target_service.engine.engine import Engine
 from target_service.frontend import Frontend
 from target_service.settings import TargetSettings
@@ -65,7 +65,14 @@ class TargetWorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
             hidden_size=info.hidden_size,
             weights_fingerprint=info.weights_fingerprint,
             drafter=self._engine.drafter,
+            default_parameters=self._default_parameters(),
         )
+
+    def _default_parameters(self) -> tokens_pb2.SamplingParameters:
+        message = tokens_pb2.SamplingParameters()
+        for name, value in self._loaded.default_parameters.items():
+            setattr(message, name, value)
+        return message
 
     async def GetLoad(
         self,

@@ -9,9 +9,9 @@ import contextlib
 import functools
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from typing import Any
+from typing import Any, Final
 
-from orchestrator.api.prompts import EncodingThreads, PromptTerms, check_prompt, prompt_tokens
+from orchestrator.api.prompts import EncodingThreads, PromptTerms, check_prompt, may_repeat_session, prompt_tokens
 from orchestrator.api.requests import CheckedRequest
 from orchestrator.store.sessions import Begun, NewRequest, SessionEnd
 from orchestrator.store.store import SessionStore
@@ -19,6 +19,8 @@ from orchestrator.workers.model import Model
 from orchestrator.workers.replicas import Replicas
 from outrider.errors import OutriderError
 from outrider.v1 import generation_pb2
+
+_NEW: Final = SessionEnd(None, None)
 
 
 class Leasing:
@@ -76,11 +78,11 @@ class Leasing:
             OutriderError: as `SessionStore.read_end`, `EncodingThreads.run` and `SessionStore.begin` raise.
         """
         model = await self._model(checked, reading)
-        model.check(message, checked.parameters)
+        parameters = model.parameters(message.parameters, checked.seed)
         session = await reading
         is_resumed = checked.resume_offset is not None
         is_known = session.has_request(checked.request_id)
-        prompt = () if is_known or is_resumed else await self._encoded(message, model, session)
+        prompt = () if is_known or is_resumed else await self.encode(message, model, session)
         request = NewRequest(
             tenant=tenant,
             session_id=checked.session_id,
@@ -88,7 +90,7 @@ class Leasing:
             fingerprint=checked.fingerprint,
             model=model.fingerprint,
             tokenizer=model.tokenizer_fingerprint,
-            parameters=checked.parameters,
+            parameters=parameters,
             rule=checked.rule,
             prompt=prompt,
             expected_len=session.length,
@@ -109,9 +111,13 @@ class Leasing:
                 return known
         return await self._replicas.model()
 
-    async def _encoded(
-        self, message: generation_pb2.GenerateRequest, model: Model, session: SessionEnd
+    async def encode(
+        self, message: generation_pb2.GenerateRequest, model: Model, session: SessionEnd = _NEW
     ) -> tuple[int, ...]:
+        """Return the token ids that a prompt adds to its session; raise as `check_prompt` and `EncodingThreads.run`."""
+        held: list[int] = []
+        if session.record is not None and may_repeat_session(message):
+            held = await self._store.read_tokens(session.record.tenant, session.record.session_id, 0, session.length)
         terms = PromptTerms(
             tokenizer=model.tokenizer,
             vocabulary_size=model.vocabulary_size,
@@ -119,6 +125,7 @@ class Leasing:
             max_tokens=max(0, model.max_session_len - session.length - 1),
             continues=session.record is not None,
             last_token=session.last_token,
+            held=held,
         )
         num_chars = check_prompt(message, terms)
         return await self._encoding.run(num_chars, functools.partial(prompt_tokens, message, terms))

@@ -1,17 +1,20 @@
 """Prompts in their three forms: checked by their size, then encoded to token ids in threads."""
 
 import asyncio
-from collections.abc import Callable
+import json
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Final, TypeVar
+from typing import Any, Final, TypeVar
 
-from orchestrator.text.tokenizer import Tokenizer
+from orchestrator.text.history import messages_behind
+from orchestrator.text.tokenizer import Messages, Tokenizer
 from outrider.errors import InvalidArgument, Overloaded
 from outrider.v1 import generation_pb2
 
 _MAX_MESSAGES: Final = 2048
 """Chat messages of a request; templates are rendered message by message, and this many take some 30 ms."""
+_MAX_VARIABLES_CHARS: Final = 16384
 _MAX_SHORT_CHARS: Final = 1 << 15
 """Characters of a prompt that takes some 30 ms at most, and need not wait for long ones."""
 _NUM_SHORT: Final = 2
@@ -34,6 +37,7 @@ class PromptTerms:
         max_tokens: room of the session.
         continues: whether the session exists.
         last_token: the session's last token; None for a new one.
+        held: all tokens of the session, where the messages may repeat what it holds.
     """
 
     tokenizer: Tokenizer | None
@@ -41,6 +45,7 @@ class PromptTerms:
     max_tokens: int
     continues: bool = False
     last_token: int | None = None
+    held: Sequence[int] = ()
 
 
 def check_prompt(message: generation_pb2.GenerateRequest, terms: PromptTerms) -> int:
@@ -63,6 +68,12 @@ def check_prompt(message: generation_pb2.GenerateRequest, terms: PromptTerms) ->
         if num_messages > _MAX_MESSAGES:
             raise InvalidArgument(f"chat has {num_messages} messages, may have at most {_MAX_MESSAGES}", "chat")
         num_chars = sum(len(item.content) for item in message.chat.messages)
+        if len(message.chat.template_variables) > _MAX_VARIABLES_CHARS:
+            raise InvalidArgument(f"may have at most {_MAX_VARIABLES_CHARS} characters", "template_variables")
+        if terms.held:
+            # They may repeat the whole session.
+            terms.tokenizer.check_length(num_chars, terms.max_tokens + len(terms.held))
+            return num_chars
     terms.tokenizer.check_length(num_chars, terms.max_tokens)
     return num_chars
 
@@ -83,15 +94,44 @@ def prompt_tokens(message: generation_pb2.GenerateRequest, terms: PromptTerms) -
     elif kind == "text":
         token_ids = tuple(terms.tokenizer.encode(message.text, terms.max_tokens))
     else:
-        messages = [(item.role, item.content) for item in message.chat.messages]
-        token_ids = tuple(
-            terms.tokenizer.encode_chat(
-                messages, continues=terms.continues, last_token=terms.last_token, max_tokens=terms.max_tokens
-            )
-        )
+        token_ids = tuple(_chat_tokens(message.chat, terms.tokenizer, terms))
     if not token_ids:
         raise InvalidArgument("the prompt is empty", str(kind))
     return token_ids
+
+
+def may_repeat_session(message: generation_pb2.GenerateRequest) -> bool:
+    """Return whether a request's messages may begin with those that the session holds."""
+    return message.chat.with_history and any(item.role == "assistant" for item in message.chat.messages)
+
+
+def _chat_tokens(chat: generation_pb2.Chat, tokenizer: Tokenizer, terms: PromptTerms) -> list[int]:
+    variables = _variables(chat.template_variables)
+    messages: Messages = [(item.role, item.content) for item in chat.messages]
+    if terms.held:
+        messages = messages_behind(tokenizer, messages, terms.held, variables, terms.max_tokens + len(terms.held))
+        if not messages:
+            raise InvalidArgument("the session holds all messages already", "messages")
+    return tokenizer.encode_chat(
+        messages,
+        continues=terms.continues,
+        last_token=terms.last_token,
+        max_tokens=terms.max_tokens,
+        variables=variables,
+        prompts=chat.add_generation_prompt if chat.HasField("add_generation_prompt") else True,
+    )
+
+
+def _variables(text: str) -> dict[str, Any]:
+    if not text:
+        return {}
+    try:
+        variables = json.loads(text)
+    except (ValueError, RecursionError):
+        variables = None
+    if not isinstance(variables, dict):
+        raise InvalidArgument("is not a JSON object", "template_variables")
+    return variables
 
 
 def _check_num_tokens(num_tokens: int, terms: PromptTerms) -> int:

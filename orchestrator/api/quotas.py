@@ -61,6 +61,10 @@ class Quotas:
     async def stream(self, tenant: Tenant, session_id: str) -> AsyncIterator[Usage]:
         """Count a request for as long as the context is open; do nothing for a tenant without limits.
 
+        Args:
+            tenant: whose limits.
+            session_id: the session, to be counted until it expires; empty for one that does not count.
+
         Raises:
             Overloaded: the tenant is at one of its limits.
             Unavailable: Redis does not answer within the bound.

@@ -7,13 +7,13 @@ from dataclasses import dataclass
 from typing import Final
 
 from orchestrator.settings import OrchestratorSettings
-from orchestrator.store.record import derived_session_id
+from orchestrator.store.record import derived_session_id, is_derived
 from orchestrator.workers.draft_session import SpeculationChoice
 from outrider import wire
 from outrider.errors import InvalidArgument
-from outrider.parameters import MAX_SPECULATIVE_TOKENS, AcceptanceRule, SamplingParameters
+from outrider.parameters import MAX_SPECULATIVE_TOKENS, MAX_TOKENS, AcceptanceRule
 from outrider.tokens import MAX_PROPOSAL_NODES
-from outrider.v1 import generation_pb2
+from outrider.v1 import generation_pb2, tokens_pb2
 
 _ID: Final = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 DRAFTERS: Final = ("", "model", "ngram", "layers", "eagle3", "medusa")
@@ -27,19 +27,23 @@ class CheckedRequest:
         request_id: the client's, else drawn.
         session_id: the client's, else derived from the request id.
         fingerprint: hash of all fields of the client's request.
-        parameters: seed included, the client's or else drawn.
+        seed: the client's, else drawn.
         rule: acceptance rule.
         speculation: how it speculates.
+        reports: whether its stream has notices and statistics.
         resume_offset: output tokens that the client has; None for a new request or a repetition.
+        counted_session: the session, where it counts against the tenant's limit; empty for one that no client named.
     """
 
     request_id: str
     session_id: str
     fingerprint: str
-    parameters: SamplingParameters
+    seed: int
     rule: AcceptanceRule
     speculation: SpeculationChoice
+    reports: bool
     resume_offset: int | None
+    counted_session: str
 
 
 def check_request(
@@ -52,18 +56,26 @@ def check_request(
     check_id("session_id", session_id)
     if message.WhichOneof("prompt") is None:
         raise InvalidArgument("prompt is missing: give text, token_ids or chat", "prompt")
-    parameters = wire.parameters_from_message(message.parameters)
-    if parameters.seed is None:
-        parameters = parameters.with_seed(secrets.randbits(64))
+    _check_parameters(message.parameters)
     return CheckedRequest(
         request_id=request_id,
         session_id=session_id,
         fingerprint=_fingerprint(message),
-        parameters=parameters,
+        seed=message.parameters.seed if message.parameters.HasField("seed") else secrets.randbits(64),
         rule=wire.rule_from_number(message.speculation.acceptance_rule) or settings.acceptance_rule,
         speculation=_speculation(message.speculation, settings),
+        reports=message.speculation.report,
         resume_offset=message.resume_offset if message.HasField("resume_offset") else None,
+        counted_session="" if is_derived(tenant, session_id, request_id) else session_id,
     )
+
+
+def _check_parameters(given: tokens_pb2.SamplingParameters) -> None:
+    """Raise `InvalidArgument` for a parameter out of range, before the model and its defaults are known."""
+    known = tokens_pb2.SamplingParameters()
+    known.CopyFrom(given)
+    known.max_tokens = given.max_tokens or MAX_TOKENS
+    wire.parameters_from_message(known)
 
 
 def _speculation(

@@ -8,6 +8,8 @@ import asyncio
 from collections.abc import AsyncGenerator
 from dataclasses import dataclass, field
 
+from google.protobuf.timestamp_pb2 import Timestamp
+
 from orchestrator.generation.lease import HeldLease
 from orchestrator.generation.request import RunningRequest, Services
 from orchestrator.generation.worker_pair import WorkerPair
@@ -43,6 +45,7 @@ class Generation:
 
     def __init__(self, services: Services, request: RunningRequest, output: OutputText) -> None:
         self._record = request.record
+        self._reports = request.reports
         self._output = output
         self._statistics = RequestStatistics(services.metrics)
         self._workers = WorkerPair(services, request, self._statistics)
@@ -60,6 +63,9 @@ class Generation:
         """
         self._lease.start()
         while not self._is_finished:
+            for notice in self._workers.take_notices():
+                if self._reports:
+                    yield generation_pb2.GenerateResponse(notice=notice)
             verdicts = await self._next_verdicts()
             if not verdicts:
                 continue
@@ -133,6 +139,7 @@ class Generation:
                 text=batch.text,
                 origins=batch.origins,
                 logprobs=batch.logprobs,
+                statistics=self._statistics.message() if self._reports else None,
             )
         )
 
@@ -156,6 +163,7 @@ def accepted_event(record: SessionRecord) -> generation_pb2.GenerateResponse:
             seed=record.parameters.seed or 0,
             num_prompt_tokens=record.prompt_len - record.prompt_start,
             session_len=record.prompt_start,
+            create_time=Timestamp(seconds=record.begun // 10**6, nanos=record.begun % 10**6 * 1000),
         )
     )
 

@@ -46,10 +46,10 @@ class HeldLease:
         self.committed_len = request.record.committed_len
         self._store = services.store
         self._commit_time = services.metrics.commit_time
-        self._session_ttl_s = services.settings.session_ttl_s
         self._period_s = services.settings.lease_s / _PERIODS
         self._request = request
         self._lease = request.lease
+        self._session_ttl_s = request.lease.ttl_ms / 1e3
         self._statistics = statistics
         self._on_cancelled = on_cancelled
         self._on_lost = on_lost

@@ -102,6 +102,7 @@ class RunningRequest:
         tokens: the session's tokens, the prompt included.
         choice: how it speculates.
         stop_token_ids: token ids at which it ends.
+        reports: whether its stream has notices and statistics.
         span: of its trace.
     """
 
@@ -110,6 +111,7 @@ class RunningRequest:
     tokens: SessionTokens
     choice: SpeculationChoice
     stop_token_ids: tuple[int, ...]
+    reports: bool
     span: Span
 
     @property

@@ -23,13 +23,14 @@ from outrider.errors import (
     Unavailable,
 )
 from outrider.serving.frames import MAX_FRAME_BYTES_PER_MESSAGE
-from outrider.v1 import target_pb2, tokens_pb2
+from outrider.v1 import generation_pb2, target_pb2, tokens_pb2
 
 _LOG: Final = logging.getLogger(__name__)
 _FINAL: Final = (DataLoss, Fenced, InvalidArgument, ModelMismatch, SessionNotFound)
 """Errors that every other target would raise too."""
 _OWN: Final = (InvalidArgument, RequestFailed)
 """Errors of a draft that the request causes, not the draft."""
+_MAX_NOTICES: Final = 16
 _FIRST_PAUSE_S: Final = 0.05
 _MAX_PAUSE_S: Final = 1.0
 _STALL_S: Final = 300.0
@@ -61,6 +62,7 @@ class WorkerPair:
         # For log records of the tasks that read workers' streams.
         self._log_fields = request.log_fields
         self._verdicts: list[target_pb2.Verdict] = []
+        self._notices: list[generation_pb2.Notice] = []
         self._target: TargetSession | None = None
         self._target_error: OutriderError | None = None
         self._failed_targets: list[str] = []
@@ -87,6 +89,11 @@ class WorkerPair:
         """Return the verdicts that have arrived since the last call."""
         verdicts, self._verdicts = self._verdicts, []
         return verdicts
+
+    def take_notices(self) -> list[generation_pb2.Notice]:
+        """Return what has happened to the workers since the last call."""
+        notices, self._notices = self._notices, []
+        return notices
 
     async def attach(self, committed_len: int) -> None:
         """Open the request on a target and a draft, where it has none; replace a target that is lost.
@@ -145,6 +152,8 @@ class WorkerPair:
         self._failed_targets.clear()
         self._tokens.append(list(verdict.token_ids))
         self._verdicts.append(verdict)
+        if verdict.num_recomputed_tokens:
+            self._note(generation_pb2.NOTICE_KIND_TOKENS_RECOMPUTED, num_tokens=verdict.num_recomputed_tokens)
         if self._draft is not None and verdict.num_speculative_tokens and not verdict.finish_reason:
             known = self._tokens.since(self._draft.known_len)
             self._draft.advance(known, verdict.num_speculative_tokens, verdict.lookahead)
@@ -186,6 +195,7 @@ class WorkerPair:
     def _on_draft_lost(self, draft: DraftSession, error: OutriderError) -> None:
         address = draft.link.address
         self._statistics.record_fallback(f"draft_{error.reason.lower()}")
+        self._note(generation_pb2.NOTICE_KIND_DRAFT_LOST, error.reason)
         self._request.span.add_event("draft_lost", {"server.address": address, "outrider.reason": error.reason})
         _LOG.info(
             "draft lost, continuing without", extra={**self._log_fields, "worker": address, "reason": error.reason}
@@ -200,6 +210,11 @@ class WorkerPair:
         if self._target is not None:
             self._target.speculate(self._speculation_settings())
 
+    def _note(self, kind: generation_pb2.NoticeKind.ValueType, reason: str = "", num_tokens: int = 0) -> None:
+        # Without a reader of them, as between two commits of a slow stream, the latest few are enough.
+        del self._notices[:-_MAX_NOTICES]
+        self._notices.append(generation_pb2.Notice(kind=kind, reason=reason, num_tokens=num_tokens))
+
     # Opening and replacing workers.
 
     async def _attach_target(self) -> None:
@@ -213,13 +228,17 @@ class WorkerPair:
         self._target, self._target_error, self._opened_len = target, None, self._tokens.end
         layers = self._draft.feature_layers if self._draft else ()
         try:
-            await target.open(self._request.verify_open(self._speculation_settings(), self._window, layers))
+            cached_len = await target.open(
+                self._request.verify_open(self._speculation_settings(), self._window, layers)
+            )
         except OutriderError as error:
             self._target_error = error
             return
         if self._left is not None and self._left[0] != link.address:
             self._target_changes.labels(self._left[1]).inc()
+            self._note(generation_pb2.NOTICE_KIND_TARGET_REPLACED, self._left[1])
         self._left = None
+        self._statistics.record_cached(min(cached_len, self._request.record.prompt_len))
         self._request.span.add_event("target", {"server.address": link.address})
         self._statistics.record_numerics(link.info.numerics if link.info else "")
         if self._draft is not None:

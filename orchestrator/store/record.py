@@ -32,6 +32,7 @@ class SessionRecord:
         request_fingerprint: hash of all fields of the client's request.
         parameters: of the latest request, seed included.
         rule: acceptance rule of the latest request.
+        begun: when the latest request began, microseconds of Redis's clock.
         prompt_start: session length before the latest request's prompt.
         prompt_len: session length where the latest request's output begins.
         committed_len: tokens in the log.
@@ -51,6 +52,7 @@ class SessionRecord:
     request_fingerprint: str
     parameters: SamplingParameters
     rule: AcceptanceRule
+    begun: int
     prompt_start: int
     prompt_len: int
     committed_len: int
@@ -113,6 +115,7 @@ class SessionRecord:
             request_fingerprint=text["request_fingerprint"],
             parameters=parameters_from_json(text["parameters"]).with_seed(_count(text["seed"], MAX_SEED)),
             rule=AcceptanceRule(text["rule"]),
+            begun=_count(text["begun"]),
             prompt_start=_count(text["prompt_start"]),
             prompt_len=_count(text["prompt_len"]),
             committed_len=_count(text["committed_len"]),
@@ -136,6 +139,7 @@ class SessionRecord:
             "parameters": parameters_to_json(self.parameters),
             "seed": str(self.parameters.seed),
             "rule": self.rule.value,
+            "begun": self.begun,
             "prompt_start": self.prompt_start,
             "prompt_len": self.prompt_len,
             "cancelled": "0",
@@ -169,6 +173,11 @@ def packed(token_ids: Sequence[int]) -> bytes:
 def unpacked(data: bytes) -> list[int]:
     """Return the token ids of a part of the log."""
     return list(struct.unpack(f"<{len(data) // TOKEN_BYTES}I", data))
+
+
+def is_derived(tenant: str, session_id: str, request_id: str) -> bool:
+    """Return whether a session is that of a request without one."""
+    return session_id == derived_session_id(tenant, request_id)
 
 
 def derived_session_id(tenant: str, request_id: str) -> str:

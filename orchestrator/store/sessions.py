@@ -9,11 +9,19 @@ from outrider.parameters import AcceptanceRule, SamplingParameters
 
 @dataclass(frozen=True, slots=True)
 class Lease:
-    """The right to change a session, until a higher fencing token exists."""
+    """The right to change a session, until a higher fencing token exists.
+
+    Attributes:
+        tenant: owner of the session.
+        session_id: the session.
+        fencing_token: of the lease.
+        ttl_ms: milliseconds for which the session is kept after its last change.
+    """
 
     tenant: str
     session_id: str
     fencing_token: int
+    ttl_ms: int
 
 
 class BeginOutcome(Enum):

@@ -13,6 +13,7 @@ from orchestrator.store.errors import check_lease, of_session, refuse, session_n
 from orchestrator.store.record import (
     TOKEN_BYTES,
     SessionRecord,
+    is_derived,
     packed,
     parameters_to_json,
     redis_keys,
@@ -23,6 +24,8 @@ from orchestrator.store.sessions import BeginOutcome, Begun, Committed, Lease, N
 from outrider.errors import DataLoss, RequestNotFound, SessionNotFound
 from outrider.parameters import FinishReason
 
+_UNNAMED_TTL_S: Final = 300.0
+"""Seconds for which a session that no client named is kept, so that its request can be resumed."""
 _BEGUN: Final = {outcome.value for outcome in BeginOutcome}
 
 
@@ -32,7 +35,7 @@ class SessionStore:
     Args:
         url: redis:// or rediss://.
         lease_s: seconds until a lease that is not renewed ends.
-        ttl_s: seconds until a session that is not used expires.
+        ttl_s: seconds until a session that is not used expires; at most 300 for those that no client named.
         timeout_s: see `RedisConnection`.
         durability: see `RedisConnection`.
 
@@ -72,6 +75,9 @@ class SessionStore:
             Overloaded: Redis is out of memory.
             Unavailable: Redis does not answer within the bound.
         """
+        ttl_ms = self._ttl_ms
+        if is_derived(request.tenant, request.session_id, request.request_id):
+            ttl_ms = min(ttl_ms, int(1e3 * _UNNAMED_TTL_S))
         outcome, *found = await self._run_on(
             request.tenant,
             request.session_id,
@@ -85,7 +91,7 @@ class SessionStore:
             # Unique to this call: when its reply is lost, the repetition finds its own lease, not that of another call.
             secrets.token_hex(8),
             self._lease_us,
-            self._ttl_ms,
+            ttl_ms,
             parameters_to_json(request.parameters),
             str(request.parameters.seed),
             request.rule.value,
@@ -100,7 +106,7 @@ class SessionStore:
         log, *fields = found
         with session_named(request.session_id):
             record = SessionRecord.from_hash(_pairs(fields), request.tenant, request.session_id)
-        lease = Lease(request.tenant, request.session_id, record.fencing_token)
+        lease = Lease(request.tenant, request.session_id, record.fencing_token, ttl_ms)
         begun = BeginOutcome(outcome.decode())
         # The answer does not repeat a prompt that was just written.
         token_ids = list(request.prompt) if begun is BeginOutcome.NEW else unpacked(log)
@@ -133,7 +139,7 @@ class SessionStore:
             expected_len,
             packed(token_ids),
             self._lease_us,
-            self._ttl_ms,
+            lease.ttl_ms,
             reason,
             target,
         )
@@ -164,7 +170,7 @@ class SessionStore:
             start,
             packed(token_ids),
             self._lease_us,
-            self._ttl_ms,
+            lease.ttl_ms,
             *(part for field in record.to_hash().items() for part in field),
         )
         check_lease(outcome, lease)
@@ -172,14 +178,14 @@ class SessionStore:
     async def renew(self, lease: Lease) -> bool:
         """Renew the lease; return whether the request was cancelled. Errors as for `append`."""
         outcome, cancelled = await self._run_on(
-            lease.tenant, lease.session_id, "renew", lease.fencing_token, self._lease_us, self._ttl_ms
+            lease.tenant, lease.session_id, "renew", lease.fencing_token, self._lease_us, lease.ttl_ms
         )
         check_lease(outcome, lease)
         return bool(cancelled == b"1")
 
     async def release(self, lease: Lease) -> None:
         """Release the lease; the request stays resumable. A lease that has ended already is no error."""
-        await self._run_on(lease.tenant, lease.session_id, "renew", lease.fencing_token, 0, self._ttl_ms)
+        await self._run_on(lease.tenant, lease.session_id, "renew", lease.fencing_token, 0, lease.ttl_ms)
 
     async def cancel(self, tenant: str, session_id: str, request_id: str = "") -> bool:
         """Cancel a running request; return whether one was running.

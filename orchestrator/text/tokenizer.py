@@ -4,9 +4,10 @@ Prompts may be long: call `encode` and `encode_chat` in a thread (see `orchestra
 """
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from datetime import datetime
-from typing import Final, NoReturn
+from types import MappingProxyType
+from typing import Any, Final, NoReturn, TypeAlias
 
 import jinja2
 import tokenizers
@@ -17,6 +18,8 @@ from outrider.errors import InvalidArgument
 
 ROLES: Final = ("system", "user", "assistant")
 _SENTINEL: Final = "\uf8ffprevious answer\uf8ff"
+Messages: TypeAlias = Sequence[tuple[str, str]]
+"""Role and content of each message."""
 _MIN_CHARS_PER_TOKEN: Final = 16
 """Longest text of a token in characters, where the vocabulary has no longer one: a tokenizer may shorten text before it
 looks tokens up (NFC makes one character of three)."""
@@ -36,14 +39,16 @@ class Tokenizer:
     Attributes:
         backend: the tokenizer of the library `tokenizers`.
         unsettled_tokens: see `unsettled_tokens_of`.
+        special_tokens: their texts.
     """
 
     def __init__(self, definition: str, chat_template: str | None, special_tokens: dict[str, str | None]) -> None:
         self.backend = tokenizers.Tokenizer.from_str(definition)
-        self._special_tokens = {name: token or "" for name, token in special_tokens.items()}
+        self._special_variables = {name: token or "" for name, token in special_tokens.items()}
         self._template = None if chat_template is None else _compiled(chat_template)
         added = self.backend.get_added_tokens_decoder()
         self._special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
+        self.special_tokens = tuple(token.content for token in added.values() if token.special and token.content)
         self.unsettled_tokens = unsettled_tokens_of(self.backend)
         self._content = ContentGuard(self.backend)
         self._max_chars_per_token = max(_MIN_CHARS_PER_TOKEN, *map(len, self.backend.get_vocab()))
@@ -71,8 +76,19 @@ class Tokenizer:
         self._check_fits(text, max_tokens)
         return list(encoded(self.backend, text, add_special_tokens=True).ids)
 
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """Return the text of token ids, special tokens included."""
+        return self.backend.decode(list(token_ids), skip_special_tokens=False)
+
     def encode_chat(
-        self, messages: Sequence[tuple[str, str]], *, continues: bool, last_token: int | None, max_tokens: int
+        self,
+        messages: Messages,
+        *,
+        continues: bool,
+        last_token: int | None,
+        max_tokens: int,
+        variables: Mapping[str, Any] = MappingProxyType({}),
+        prompts: bool = True,
     ) -> list[int]:
         """Return the token ids of a conversation's messages, ready for the assistant's answer.
 
@@ -84,24 +100,43 @@ class Tokenizer:
                 template's text after that answer is encoded.
             last_token: the session's last token, so that an end-of-text token there is not repeated.
             max_tokens: as for `encode`.
+            variables: further variables of the template; special tokens in them are text.
+            prompts: whether the template ends with the beginning of the assistant's answer.
 
         Raises:
             InvalidArgument: the model has no chat template, a role is unknown, the template refuses the messages, or
                 they have far more tokens.
         """
-        for role, _ in messages:
-            if role not in ROLES:
-                raise InvalidArgument(f"role is {role!r}, must be one of {', '.join(ROLES)}", "role")
-        conversation = [{"role": role, "content": self._content.marked(content)} for role, content in messages]
+        conversation = self._marked(messages)
         if not continues:
-            return self._encode_rendered(self._render(conversation), max_tokens)
+            return self._encode_rendered(self._render(conversation, variables, prompts=prompts), max_tokens)
         before = [{"role": "user", "content": "?"}, {"role": "assistant", "content": _SENTINEL}]
-        _, sentinel, behind = self._render(before + conversation).partition(_SENTINEL)
-        if not sentinel:
-            raise InvalidArgument("the chat template hides earlier answers, so it cannot continue a session", "chat")
+        behind = self._behind_sentinel(self._render(before + conversation, variables, prompts=prompts))
         token_ids = self._encode_rendered(behind, max_tokens)
         is_repeated = token_ids[:1] == [last_token] and last_token in self._special_ids
         return token_ids[1:] if is_repeated else token_ids
+
+    def encode_history(self, messages: Messages, variables: Mapping[str, Any], max_tokens: int) -> list[int]:
+        """Return the token ids of a conversation that ends with an answer; errors as for `encode_chat`."""
+        return self._encode_rendered(self._render(self._marked(messages), variables, prompts=False), max_tokens)
+
+    def text_behind_answer(self, messages: Messages, variables: Mapping[str, Any]) -> str:
+        """Return what the template writes behind an answer to these messages; errors as for `encode_chat`."""
+        answer = {"role": "assistant", "content": _SENTINEL}
+        return self._behind_sentinel(self._render([*self._marked(messages), answer], variables, prompts=False))
+
+    def _marked(self, messages: Messages) -> list[dict[str, str]]:
+        for role, _ in messages:
+            if role not in ROLES:
+                raise InvalidArgument(f"role is {role!r}, must be one of {', '.join(ROLES)}", "role")
+        return [{"role": role, "content": self._content.marked(content)} for role, content in messages]
+
+    @staticmethod
+    def _behind_sentinel(rendered: str) -> str:
+        _, sentinel, behind = rendered.partition(_SENTINEL)
+        if not sentinel:
+            raise InvalidArgument("the chat template hides earlier answers, so it cannot continue a session", "chat")
+        return behind
 
     def _encode_rendered(self, rendered: str, max_tokens: int) -> list[int]:
         self._check_fits(rendered, max_tokens)
@@ -121,13 +156,34 @@ class Tokenizer:
                     f"prompt has {len(text)} characters, far more than the {max_tokens} tokens that fit", "prompt"
                 )
 
-    def _render(self, conversation: list[dict[str, str]]) -> str:
+    def _render(self, conversation: list[dict[str, str]], variables: Mapping[str, Any], *, prompts: bool) -> str:
         if self._template is None:
             raise InvalidArgument("the model has no chat template", "chat")
+        own = {"messages": conversation, "add_generation_prompt": prompts, **self._special_variables}
+        if taken := sorted(own.keys() & variables.keys()):
+            raise InvalidArgument(f"{taken[0]} is not the caller's to set", "template_variables")
+        given = {name: self._without_special(value) for name, value in variables.items()}
         try:
-            return self._template.render(messages=conversation, add_generation_prompt=True, **self._special_tokens)
+            return self._template.render(given | own)
         except jinja2.TemplateError as error:
             raise InvalidArgument(f"the chat template refuses the messages: {error}", "chat") from error
+        except (TypeError, ValueError, ArithmeticError, LookupError, AttributeError) as error:
+            if not variables:
+                raise
+            # Templates reckon with values as they come.
+            problem = f"the chat template fails with these variables: {error}"
+            raise InvalidArgument(problem, "template_variables") from error
+
+    def _without_special(self, value: Any) -> Any:
+        """Return a JSON value whose texts have no special tokens."""
+        match value:
+            case str():
+                return self._content.marked(value)
+            case list():
+                return [self._without_special(item) for item in value]
+            case dict():
+                return {name: self._without_special(item) for name, item in value.items()}
+        return value
 
 
 def _compiled(source: str) -> jinja2.Template:

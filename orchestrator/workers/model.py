@@ -12,10 +12,11 @@ import grpc
 from orchestrator.text.output import check_stop_strings
 from orchestrator.text.tokenizer import Tokenizer
 from orchestrator.workers.links import WorkerLink
+from outrider import wire
 from outrider.errors import InvalidArgument, Unavailable
 from outrider.parameters import SamplingParameters
 from outrider.serving.status import peer_errors
-from outrider.v1 import generation_pb2, worker_pb2
+from outrider.v1 import tokens_pb2, worker_pb2
 from outrider.v1.worker_pb2_grpc import WorkerServiceStub
 
 _TIMEOUT_S: Final = 10.0
@@ -28,31 +29,50 @@ class Model:
     """The properties of the targets that a request is checked against before one of them is chosen.
 
     Attributes:
+        name: the model as the target was given it: a hub id, a folder, `embedded`.
         fingerprint: of the model; the same at all targets in rotation.
         tokenizer_fingerprint: of its tokenizer.
         tokenizer: its tokenizer; None where it has none.
         vocabulary_size: token ids are below it.
         max_session_len: tokens of the longest session that each of the targets takes, so that any may take over.
         eos_token_ids: token ids that end a text.
+        defaults: sampling parameters in place of those that a request does not give.
     """
 
+    name: str
     fingerprint: str
     tokenizer_fingerprint: str
     tokenizer: Tokenizer | None
     vocabulary_size: int
     max_session_len: int
     eos_token_ids: tuple[int, ...]
+    defaults: tokens_pb2.SamplingParameters
 
-    def check(self, message: generation_pb2.GenerateRequest, parameters: SamplingParameters) -> None:
-        """Raise `InvalidArgument` with the name of a parameter that this model cannot follow."""
-        parameters.check_vocabulary(self.vocabulary_size)
+    def parameters(self, message: tokens_pb2.SamplingParameters, seed: int) -> SamplingParameters:
+        """Return the parameters of a request, complete with this model's defaults.
+
+        Args:
+            message: what the client gave.
+            seed: the seed in force.
+
+        Raises:
+            InvalidArgument: a parameter is out of range, or this model cannot follow it.
+        """
         # The default may exceed a small model's limit: the end of the context ends the output anyway.
-        if message.parameters.HasField("max_tokens") and parameters.max_tokens > self.max_session_len:
+        if message.max_tokens > self.max_session_len:
             raise InvalidArgument(
-                f"max_tokens is {parameters.max_tokens}, sessions have at most {self.max_session_len} tokens",
+                f"max_tokens is {message.max_tokens}, sessions have at most {self.max_session_len} tokens",
                 "max_tokens",
             )
+        complete = tokens_pb2.SamplingParameters()
+        complete.CopyFrom(self.defaults)
+        complete.MergeFrom(message)
+        if complete.HasField("max_tokens") and not complete.max_tokens:
+            complete.max_tokens = self.defaults.max_tokens or self.max_session_len
+        parameters = wire.parameters_from_message(complete).with_seed(seed)
+        parameters.check_vocabulary(self.vocabulary_size)
         check_stop_strings(self.tokenizer, parameters)
+        return parameters
 
     def stop_token_ids(self, parameters: SamplingParameters) -> tuple[int, ...]:
         """Return the token ids at which a request ends, in order."""

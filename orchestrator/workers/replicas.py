@@ -117,13 +117,16 @@ class Replicas:
         ready = sorted(await self._targets_in_rotation(), key=_load)
         infos = [link.info for link in ready if link.info]
         info = infos[0]
+        defaults = info.default_parameters if self._settings.generation_config == "auto" else None
         self._last_model = Model(
+            name=info.model,
             fingerprint=info.model_fingerprint,
             tokenizer_fingerprint=info.tokenizer_fingerprint,
             tokenizer=await self.tokenizer(ready[0]),
             vocabulary_size=info.vocabulary_size,
             max_session_len=min(known.max_session_len for known in infos),
             eos_token_ids=tuple(info.eos_token_ids),
+            defaults=defaults or tokens_pb2.SamplingParameters(),
         )
         return self._last_model
 

@@ -67,8 +67,11 @@ class TargetSession:
         """Whether the stream of the target broke while the request was open there."""
         return self._is_cut_off and self._opened.done() and self._opened.exception() is None
 
-    async def open(self, message: target_pb2.VerifyOpen) -> None:
+    async def open(self, message: target_pb2.VerifyOpen) -> int:
         """Open the request and send the tokens that the target lacks; generation starts.
+
+        Returns:
+            Tokens of the session that were in the target's KV cache.
 
         Raises:
             OutriderError: the target refuses, is lost, or does not answer in time.
@@ -82,6 +85,7 @@ class TargetSession:
         except TimeoutError:
             raise Unavailable(f"{self.link.address} did not answer within {_ANSWER_S:g} s") from None
         await self._send_span(cached_len)
+        return cached_len
 
     def on_frame(self, frame: target_pb2.VerifyResponseFrame) -> None:
         """Handle a frame; see `Receiver`."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -50,11 +50,13 @@ class LoadedModel:
         model: the model.
         tokenizer: files of the tokenizer; None if the model has none.
         run: the function that `Ranks.follow` calls; None if the model cannot be split.
+        default_parameters: sampling parameters that the model recommends; see `generation_config`.
     """
 
     model: LanguageModel
     tokenizer: TokenizerFiles | None
     run: Callable[[Sequence[int]], object] | None = None
+    default_parameters: Mapping[str, float] = field(default_factory=dict)
 
 
 def chosen_device(name: str) -> str:

@@ -30,11 +30,12 @@ def load_model(name: str, options: LoadOptions | None = None) -> LoadedModel:
     if name.startswith(PREFIX):
         synthetic = SyntheticOptions.from_name(name)
         base = load_model(synthetic.base, replace(options, num_layers=synthetic.num_layers or options.num_layers))
-        return LoadedModel(SyntheticModel(base.model, synthetic), base.tokenizer, base.run)
+        return replace(base, model=SyntheticModel(base.model, synthetic))
     if name.startswith(_MARKOV):
         if options.ranks is not None:
             raise ModelUnsupported("a Markov model has no weights to split among ranks")
-        return LoadedModel(MarkovModel.from_name(name, options.kv_budget_bytes), None)
+        model = MarkovModel.from_name(name, options.kv_budget_bytes)
+        return LoadedModel(model, model.tokenizer)
     # Imported here: importing transformers takes seconds, and Markov models, which tests restart often, do not need it.
     from outrider.lm.pretrained import load_pretrained
 

@@ -16,6 +16,7 @@ import torch
 
 from outrider.control.pass_times import MULTIPLES_OF_FOUR, PaddedSizes
 from outrider.errors import InvalidArgument
+from outrider.lm.byte_tokenizer import EOS, VOCABULARY_SIZE, byte_tokenizer, printable_tokens
 from outrider.lm.kv_cache import PagedKVCache
 from outrider.lm.model import ModelInfo, SessionStep
 from outrider.lm.pages import KVUsage, PagePool
@@ -41,6 +42,8 @@ class MarkovOptions:
         padding: the rows of a pass are timed as the next multiple of this number, at least 1.
         eos: end-of-text token id; None for none.
         max_len: longest session, in tokens.
+        text: 1 for a model with text: a token for each byte, of which the printable ones are drawn, a chat template,
+            and its end-of-text token; `vocabulary` and `eos` are set by it.
     """
 
     vocabulary: int = 16
@@ -54,8 +57,12 @@ class MarkovOptions:
     padding: int = 1
     eos: int | None = None
     max_len: int = 65536
+    text: int = 0
 
     def __post_init__(self) -> None:
+        if self.text:
+            object.__setattr__(self, "vocabulary", VOCABULARY_SIZE)
+            object.__setattr__(self, "eos", EOS)
         if self.vocabulary < 2 or self.order < 1 or self.vocabulary**self.order > 2**22:
             raise InvalidArgument(
                 f"vocabulary ** order is {self.vocabulary} ** {self.order}, must be 2 ** 1 to 2 ** 22", "model"
@@ -68,6 +75,7 @@ class MarkovModel:
     """A `LanguageModel` that looks up the next token's distribution in a table; see the module.
 
     Attributes:
+        tokenizer: files of its tokenizer; None for a model without text.
         transitions: distributions of the next token, float64 [V ** order, V]; the row of a context is the sum of
             token * V ** age, with age 0 for the last token.
     """
@@ -78,11 +86,16 @@ class MarkovModel:
         distribution = torch.softmax(_table(options.seed, size) * options.scale, dim=-1)
         other = torch.softmax(_table(options.noise_seed, size) * options.scale, dim=-1)
         self.transitions = (1 - options.noise) * distribution + options.noise * other
+        self.tokenizer = byte_tokenizer() if options.text else None
+        if options.text:
+            unseen = [token for token in range(EOS) if token not in set(printable_tokens())]
+            self.transitions[:, unseen] = 0
+            self.transitions /= self.transitions.sum(dim=-1, keepdim=True)
         self._logits = self.transitions.log()
         self._info = ModelInfo(
             name=name,
             fingerprint=hashlib.sha256(self.transitions.numpy().tobytes()).hexdigest(),
-            tokenizer_fingerprint=hashlib.sha256(f"markov {options.vocabulary}".encode()).hexdigest(),
+            tokenizer_fingerprint=self.tokenizer.fingerprint if self.tokenizer else _fingerprint(options.vocabulary),
             numerics="table float64 invariant",
             vocabulary_size=options.vocabulary,
             max_session_len=options.max_len,
@@ -175,6 +188,10 @@ class MarkovModel:
 
 def _slot(table: Sequence[int], position: int) -> int:
     return table[position // _PAGE_LEN] * _PAGE_LEN + position % _PAGE_LEN
+
+
+def _fingerprint(vocabulary: int) -> str:
+    return hashlib.sha256(f"markov {vocabulary}".encode()).hexdigest()
 
 
 def _table(seed: int, size: tuple[int, int]) -> torch.Tensor:

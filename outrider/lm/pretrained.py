@@ -20,6 +20,7 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from outrider.errors import InvalidArgument, ModelUnsupported
 from outrider.lm import attention
+from outrider.lm.generation_config import default_parameters
 from outrider.lm.heads.checkpoint import load_vocabulary
 from outrider.lm.load_options import LoadedModel, LoadOptions, chosen_device
 from outrider.lm.ranks import Ranks
@@ -54,7 +55,7 @@ def load_pretrained(name: str, source: str, options: LoadOptions) -> LoadedModel
         trim_output_layer(model, vocabulary)
     ready = TransformersModel(label, model, tokenizer.fingerprint if tokenizer else "", engine)
     served = TrimmedModel(ready, vocabulary) if vocabulary is not None else ready
-    return LoadedModel(served, tokenizer, ready.follow)
+    return LoadedModel(served, tokenizer, ready.follow, default_parameters(source))
 
 
 def _read(name: str, source: str, options: LoadOptions) -> tuple[TokenizerFiles | None, PreTrainedModel]:

@@ -8,7 +8,7 @@ import os
 import signal
 import sys
 from collections.abc import Awaitable, Callable, Coroutine
-from typing import Any, Final, TypeVar
+from typing import Any, Final, Protocol, TypeVar
 
 import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
@@ -53,6 +53,22 @@ async def _nothing_to_drain() -> None:
 def _always() -> bool:
     """Return the health of a service that is healthy as long as it answers."""
     return True
+
+
+class Listener(Protocol):
+    """A further server of the process, which lives and drains with the gRPC server.
+
+    Attributes:
+        name: of its address in the announcement.
+    """
+
+    name: str
+
+    async def start(self) -> str:
+        """Serve; return the bound address. Raises `Unavailable` when the address cannot be bound."""
+
+    async def stop(self) -> None:
+        """End all connections, within a second or two."""
 
 
 class Server:
@@ -115,11 +131,31 @@ class Server:
             registry = registry or new_registry(name)
             registry.register(Readings(lambda: [gauge("draining", "Whether the drain has begun.", self.draining)]))
             self._metrics_server = MetricsServer(settings.metrics_address, registry)
+        self._listeners: list[Listener] = []
+        self._listener_addresses: dict[str, str] = {}
         self._names = [health.SERVICE_NAME]
         self._stopping = asyncio.Event()
         self._address = ""
         self.health_address = ""
         self.metrics_address = ""
+
+    @property
+    def calls(self) -> CallsInFlight:
+        """The calls that a drain waits for; further listeners count theirs here."""
+        return self._calls
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether the service should get new work."""
+        return self._is_ready() and not self.draining
+
+    def listen(self, listener: Listener) -> None:
+        """Add a further server, before `start`."""
+        self._listeners.append(listener)
+
+    def address_of(self, name: str) -> str:
+        """Return the bound address of a further server; empty where it is not started."""
+        return self._listener_addresses.get(name, "")
 
     @property
     def draining(self) -> bool:
@@ -153,6 +189,8 @@ class Server:
             await self._health_server.start()
         if self._metrics_server is not None:
             self.metrics_address = self._metrics_server.start()
+        for listener in self._listeners:
+            self._listener_addresses[listener.name] = await listener.start()
         for name in self._names:
             await self._set_health(name, is_well=True)
         await self._update_health()
@@ -195,7 +233,7 @@ class Server:
             _LOG.exception("drain failed")
         if self._health_task is not None:
             self._health_task.cancel()
-        await self._server.stop(_GRACE_S)
+        await asyncio.gather(self._server.stop(_GRACE_S), *(listener.stop() for listener in self._listeners))
         await self._unwind()
         if self._health_server is not None:
             await self._health_server.stop(_GRACE_S)
@@ -218,7 +256,7 @@ class Server:
 
     async def _update_health(self) -> None:
         await self._set_health(LIVENESS, is_well=self._is_live())
-        await self._set_health(READINESS, is_well=self._is_ready() and not self.draining)
+        await self._set_health(READINESS, is_well=self.is_ready)
 
     async def _set_health(self, name: str, *, is_well: bool) -> None:
         states = health_pb2.HealthCheckResponse
@@ -230,6 +268,7 @@ class Server:
             line["health_address"] = self.health_address
         if self.metrics_address:
             line["metrics_address"] = self.metrics_address
+        line |= self._listener_addresses
         print(json.dumps(line), flush=True)
         ready_file = self._settings.ready_file
         if ready_file is not None:

@@ -26,6 +26,7 @@ CODES: Final[Mapping[str, grpc.StatusCode]] = {
     errors.Fenced.reason: grpc.StatusCode.ABORTED,
     errors.KVCacheMiss.reason: grpc.StatusCode.FAILED_PRECONDITION,
     errors.SessionBusy.reason: grpc.StatusCode.ABORTED,
+    errors.SessionConflict.reason: grpc.StatusCode.FAILED_PRECONDITION,
     errors.DuplicateRequest.reason: grpc.StatusCode.ALREADY_EXISTS,
     errors.Overloaded.reason: grpc.StatusCode.RESOURCE_EXHAUSTED,
     errors.Draining.reason: grpc.StatusCode.UNAVAILABLE,

@@ -129,7 +129,7 @@ async def test_an_owner_that_was_fenced_off_and_writes_on_is_found(
                 await asyncio.sleep(0.01)
         if is_planted:
             await ignore_fencing(store)
-        old = Lease("default", "s", record.fencing_token)
+        old = Lease("default", "s", record.fencing_token, 1000)
         first.cancel()
         await asyncio.gather(first, return_exceptions=True)
         second = watch(client, request(request_id="r", resume_offset=3), after=0, timeout_s=5)

@@ -10,10 +10,12 @@ from prometheus_client import CollectorRegistry
 
 from orchestrator.api.admission import Admission
 from orchestrator.api.quotas import Quotas
+from orchestrator.api.service import GenerationService
 from orchestrator.api.servicer import GenerationServicer
 from orchestrator.api.tenants import Tenants
 from orchestrator.gauges import register_gauges
 from orchestrator.generation.request import Services
+from orchestrator.http.listener import http_listener
 from orchestrator.metrics import OrchestratorMetrics
 from orchestrator.settings import OrchestratorSettings
 from orchestrator.store.store import SessionStore
@@ -44,6 +46,7 @@ class Orchestrator:
         self.watch = watch
         self.settings, self.metrics = services.settings, services.metrics
         self.address = address
+        self.http_address = ""
         self.redis_url = services.settings.redis_url
         self.replicas, self.store = services.replicas, services.store
         self.stub = generation_pb2_grpc.GenerationServiceStub(channel)
@@ -101,24 +104,30 @@ async def orchestrating(
     metrics = OrchestratorMetrics(registry)
     register_gauges(registry, admission, replicas)
     services = Services(store, replicas, settings, metrics, window)
-    servicer = GenerationServicer(services, admission, tenants, quotas)
+    service = GenerationService(services, admission, tenants, quotas)
     watch = StoreWatch(store.connection, period_s=0.05)
     server = Server(
         settings,
         name="orchestrator",
-        drain=servicer.drain,
+        drain=service.drain,
         is_ready=lambda: watch.takes_writes,
         registry=registry,
         authenticate=tenants.of,
     )
     server.register(
-        generation_pb2_grpc.add_GenerationServiceServicer_to_server, servicer, "outrider.v1.GenerationService"
+        generation_pb2_grpc.add_GenerationServiceServicer_to_server,
+        GenerationServicer(service),
+        "outrider.v1.GenerationService",
     )
+    if settings.http_address:
+        listener = http_listener(settings, service, server.calls, lambda: server.is_ready, registry)
+        server.listen(listener)
     await watch.start()
     address = await server.start()
     try:
         async with grpc.aio.insecure_channel(address) as channel:
             orchestrator = Orchestrator(channel, address, services, registry, watch)
+            orchestrator.http_address = server.address_of("http_address")
             fitting = [
                 draft
                 for draft in drafts
@@ -128,7 +137,7 @@ async def orchestrating(
             yield orchestrator
     finally:
         await server.stop()
-        await servicer.settle()
+        await service.settle()
         await watch.stop()
         await replicas.stop()
         await store.close()

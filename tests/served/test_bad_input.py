@@ -67,7 +67,6 @@ BAD: list[tuple[pb.GenerateRequest, str]] = [
     (_with(stop_token_ids=[1] * 65), "stop_token_ids"),
     (_with(stop=["x"]), "stop"),
     (_with(stop=[""]), "stop"),
-    (_with(max_tokens=0), "max_tokens"),
     (_with(max_tokens=10**8), "max_tokens"),
     (_with(min_tokens=9, max_tokens=3), "min_tokens"),
     (_with(logprobs=21), "logprobs"),

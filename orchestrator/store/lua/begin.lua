@@ -78,7 +78,7 @@ if not exists then
     'created', fencing_token, 'target', '')
 end
 redis.call('HSET', KEYS[1], 'request_id', ARGV[5], 'request_fingerprint', ARGV[6], 'parameters', ARGV[10], 'seed', ARGV[11],
-  'rule', ARGV[12], 'state', 'running', 'finish_reason', '', 'cancelled', '0', 'prompt_start', length,
+  'rule', ARGV[12], 'state', 'running', 'finish_reason', '', 'cancelled', '0', 'begun', fencing_token, 'prompt_start', length,
   'prompt_len', prompt_len, 'committed_len', prompt_len, unpack(lease))
 redis.call('PEXPIRE', KEYS[1], ARGV[9])
 redis.call('PEXPIRE', KEYS[2], ARGV[9])

@@ -1,6 +1,6 @@
 -- Counts a request against its tenant's limits, or renews the count of one that was admitted.
 -- KEYS[1] streams (sorted set: id, deadline)  KEYS[2] sessions (sorted set: id, deadline)  KEYS[3] tokens (hash)
--- ARGV: 1 stream id, 2 session id, 3 lease of a stream in microseconds, 4 TTL of a session in milliseconds,
+-- ARGV: 1 stream id, 2 session id, '' for one that does not count, 3 lease of a stream in microseconds, 4 TTL of a session in milliseconds,
 --       5 streams at most, 6 sessions at most, 7 tokens a minute at most (each 0 for no limit), 8 '1' renews
 -- Returns {outcome, seconds to wait}; outcome: 'ok', 'streams', 'sessions', 'tokens'.
 local clock = redis.call('TIME')
@@ -15,7 +15,7 @@ if ARGV[8] ~= '1' then
   if streams > 0 and not redis.call('ZSCORE', KEYS[1], ARGV[1]) and redis.call('ZCARD', KEYS[1]) >= streams then
     return {'streams', 1}
   end
-  if sessions > 0 and not redis.call('ZSCORE', KEYS[2], ARGV[2]) and redis.call('ZCARD', KEYS[2]) >= sessions then
+  if sessions > 0 and ARGV[2] ~= '' and not redis.call('ZSCORE', KEYS[2], ARGV[2]) and redis.call('ZCARD', KEYS[2]) >= sessions then
     return {'sessions', 60}
   end
   local spent = redis.call('HMGET', KEYS[3], 'minute', 'tokens')
@@ -26,7 +26,9 @@ if ARGV[8] ~= '1' then
 end
 local ttl = tonumber(ARGV[4])
 redis.call('ZADD', KEYS[1], string.format('%.0f', now + tonumber(ARGV[3])), ARGV[1])
-redis.call('ZADD', KEYS[2], string.format('%.0f', now + 1000 * ttl), ARGV[2])
 redis.call('PEXPIRE', KEYS[1], math.ceil(tonumber(ARGV[3]) / 1000))
-redis.call('PEXPIRE', KEYS[2], ttl)
+if ARGV[2] ~= '' then
+  redis.call('ZADD', KEYS[2], string.format('%.0f', now + 1000 * ttl), ARGV[2])
+  redis.call('PEXPIRE', KEYS[2], ttl)
+end
 return {'ok', 0}

@@ -68,7 +68,6 @@ WRONG: list[tuple[pb.GenerateRequest, str]] = [
     (asking(temperature=-1.0), "temperature"),
     (asking(temperature=float("nan")), "temperature"),
     (asking(top_p=0.0), "top_p"),
-    (asking(max_tokens=0), "max_tokens"),
     (asking(max_tokens=MAX_SESSION_LEN + 1), "max_tokens"),
     (asking(stop_token_ids=[VOCABULARY_SIZE]), "stop_token_ids"),
     (asking(stop=["x"]), "stop"),

@@ -127,7 +127,7 @@ async def test_what_has_begun_brings_its_tokens(store: SessionStore) -> None:
     assert (await store.begin(asked())).token_ids == [1, 2, 3, 4, 5]
     begun, _ = await leased(store, request_id="b", fingerprint="g", prompt=(6,))
     assert (begun.record.prompt_start, begun.token_ids) == (5, [6])
-    await store.release(Lease("t", "s", begun.record.fencing_token))
+    await store.release(Lease("t", "s", begun.record.fencing_token, 1000))
     begun, _ = await leased(store, request_id="b", fingerprint="g", prompt=(6,))
     assert (begun.outcome, begun.token_ids) == (BeginOutcome.CONTINUED, [6])
 

@@ -1,0 +1,294 @@
+"""The application: its routes, its schema at /openapi.json, and its page at /docs."""
+
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Any, Final
+
+from fastapi import FastAPI, Request
+from prometheus_client import CollectorRegistry, generate_latest
+from pydantic import BaseModel
+from pydantic.json_schema import models_json_schema
+from starlette.responses import Response
+
+import outrider
+from orchestrator.api.service import GenerationService
+from orchestrator.http import chat, completions
+from orchestrator.http.answer import Answer
+from orchestrator.http.asgi import App, Receive, Scope, Send, header, metadata, send_error
+from orchestrator.http.bodies import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
+from orchestrator.http.errors import HttpError, as_http, body_of, encoded
+from orchestrator.http.forms import Form
+from orchestrator.http.logprobs import TokenTexts
+from orchestrator.http.names import ServedNames
+from orchestrator.http.requests import Prompts, Resumption, chat_prompt, timeout_of
+from orchestrator.workers.model import Model
+from outrider.errors import InvalidArgument, OutriderError
+from outrider.v1 import generation_pb2
+
+OPEN_ROUTES: Final = ("/health", "/version", "/docs", "/openapi.json", "/metrics")
+"""Routes that need no token; /metrics is served only where there are no tokens at all."""
+
+Handler = Callable[[Request], Awaitable[Response]]
+
+
+class Json(Response):
+    """A JSON response."""
+
+    media_type = "application/json"
+
+    def render(self, content: Any) -> bytes:
+        """Return the body."""
+        return encoded(content)
+
+
+class Api:
+    """The routes.
+
+    Args:
+        service: generates.
+        names: names of the model.
+        is_ready: whether requests should come here.
+        registry: metrics to expose at /metrics; None for none.
+    """
+
+    def __init__(
+        self,
+        service: GenerationService,
+        names: ServedNames,
+        is_ready: Callable[[], bool],
+        registry: CollectorRegistry | None,
+    ) -> None:
+        self._service = service
+        self._names = names
+        self._is_ready = is_ready
+        self._registry = registry
+
+    async def chat(self, request: Request) -> Response:
+        """Complete a conversation."""
+        body = ChatBody.parse(request.state.body)
+        model = await self._model(body.model)
+        prompts = chat.prompts(body)
+
+        def form(response_id: str, name: str, messages: list[generation_pb2.GenerateRequest]) -> Form:
+            return chat.ChatForm(
+                response_id,
+                name,
+                len(messages),
+                TokenTexts(model.tokenizer),
+                with_logprobs=bool(body.logprobs),
+                with_usage=_with_usage(body),
+            )
+
+        return self._answer(request, body, prompts, model, chat.PREFIX, chat.NAMES, form)
+
+    async def completions(self, request: Request) -> Response:
+        """Complete prompts."""
+        body = CompletionBody.parse(request.state.body)
+        model = await self._model(body.model)
+        prompts = completions.prompts(body)
+
+        def form(response_id: str, name: str, messages: list[generation_pb2.GenerateRequest]) -> Form:
+            return completions.CompletionForm(
+                response_id,
+                name,
+                completions.echoes(body, messages, model),
+                prompts.n,
+                TokenTexts(model.tokenizer),
+                with_logprobs=body.logprobs is not None,
+                with_usage=_with_usage(body),
+            )
+
+        return self._answer(request, body, prompts, model, completions.PREFIX, completions.NAMES, form)
+
+    async def models(self, request: Request) -> Response:
+        """List the names of the model."""
+        model = await self._service.model()
+        cards = [
+            {
+                "id": name,
+                "object": "model",
+                "created": self._names.since,
+                "owned_by": "outrider",
+                "root": model.name,
+                "parent": None,
+                "max_model_len": model.max_session_len,
+            }
+            for name in self._names.of(model)
+        ]
+        return Json({"object": "list", "data": cards})
+
+    async def tokenize(self, request: Request) -> Response:
+        """Return the token ids of a prompt, or of messages."""
+        body = TokenizeBody.parse(request.state.body)
+        model = await self._model(body.model)
+        if (body.prompt is None) == (body.messages is None):
+            raise InvalidArgument("give exactly one of prompt and messages", "prompt")
+        if body.messages is not None:
+            message = chat_prompt(body.messages, body.chat_template_kwargs, body.add_generation_prompt)
+        else:
+            message = generation_pb2.GenerateRequest(text=body.prompt or "")
+        token_ids = await self._service.tokenize(message, model)
+        texts = TokenTexts(model.tokenizer)
+        return Json(
+            {
+                "count": len(token_ids),
+                "max_model_len": model.max_session_len,
+                "tokens": token_ids,
+                "token_strs": [texts.of(token_id) for token_id in token_ids] if body.return_token_strs else None,
+            }
+        )
+
+    async def detokenize(self, request: Request) -> Response:
+        """Return the text of token ids."""
+        body = DetokenizeBody.parse(request.state.body)
+        model = await self._model(body.model)
+        if model.tokenizer is None:
+            raise InvalidArgument("the model has no tokenizer", "tokens")
+        if len(body.tokens) > model.max_session_len or max(body.tokens, default=0) >= model.vocabulary_size:
+            problem = f"may have {model.max_session_len} token ids, each below {model.vocabulary_size}"
+            raise InvalidArgument(problem, "tokens")
+        return Json({"prompt": model.tokenizer.decode(body.tokens)})
+
+    async def health(self, request: Request) -> Response:
+        """Return 200 where requests should come here, else 503."""
+        return Response(status_code=200 if self._is_ready() else 503)
+
+    async def version(self, request: Request) -> Response:
+        """Return the version of the server."""
+        return Json({"version": outrider.__version__})
+
+    async def metrics(self, request: Request) -> Response:
+        """Return the metrics of this process, where no tenants could learn of each other."""
+        if self._registry is None:
+            problem = "where there are tenants, metrics are at OUTRIDER_METRICS_ADDRESS only"
+            raise HttpError(404, "NotFoundError", problem)
+        return Response(generate_latest(self._registry), media_type="text/plain; version=0.0.4; charset=utf-8")
+
+    async def _model(self, name: str | None) -> Model:
+        """Return the model; raise `HttpError` for a name that it does not have."""
+        model = await self._service.model()
+        self._names.check(name, model)
+        return model
+
+    def _answer(
+        self,
+        request: Request,
+        body: ChatBody | CompletionBody,
+        prompts: Prompts,
+        model: Model,
+        prefix: str,
+        names: Mapping[str, str],
+        form: Callable[[str, str, list[generation_pb2.GenerateRequest]], Form],
+    ) -> Response:
+        if body.stream_options is not None and not body.stream:
+            problem = "stream_options goes with stream: true"
+            raise HttpError(400, "BadRequestError", problem, "stream_options", "invalid_argument")
+        last_event_id = header(request.scope, b"last-event-id")
+        resumption = Resumption.of(last_event_id, body.request_id, prefix)
+        messages = prompts.choices(resumption)
+        return Answer(
+            self._service,
+            messages,
+            form(f"{prefix}{resumption.request_id}", body.model or self._names.of(model)[0], messages),
+            metadata(request.scope),
+            names=names,
+            streams=bool(body.stream),
+            timeout_s=timeout_of(header(request.scope, b"x-request-timeout")),
+        )
+
+
+def _with_usage(body: ChatBody | CompletionBody) -> bool:
+    return bool(body.stream_options and body.stream_options.include_usage)
+
+
+ROUTES: Final[tuple[tuple[str, str, str, type[BaseModel] | None], ...]] = (
+    ("POST", "/v1/chat/completions", "chat", ChatBody),
+    ("POST", "/v1/completions", "completions", CompletionBody),
+    ("GET", "/v1/models", "models", None),
+    ("POST", "/tokenize", "tokenize", TokenizeBody),
+    ("POST", "/detokenize", "detokenize", DetokenizeBody),
+    ("GET", "/health", "health", None),
+    ("GET", "/version", "version", None),
+    ("GET", "/metrics", "metrics", None),
+)
+"""Method, path, method of `Api` and body of each route."""
+
+
+class _Documented(FastAPI):
+    """An application whose schema has the bodies of its routes, which parse them themselves."""
+
+    def openapi(self) -> dict[str, Any]:
+        """Return the schema."""
+        if self.openapi_schema is None:
+            bodies = [body for _, _, _, body in ROUTES if body is not None]
+            _, definitions = models_json_schema(
+                [(body, "validation") for body in bodies], ref_template="#/components/schemas/{model}"
+            )
+            super().openapi().setdefault("components", {}).setdefault("schemas", {}).update(definitions["$defs"])
+        return super().openapi()
+
+
+def make_app(api: Api) -> App:
+    """Return the application of these routes, with its schema and its page."""
+    app = _Documented(title="Outrider", version=outrider.__version__, redoc_url=None, openapi_url="/openapi.json")
+    for method, path, name, body in ROUTES:
+        app.add_api_route(
+            path,
+            _told(getattr(api, name)),
+            methods=[method],
+            name=name,
+            summary=(getattr(api, name).__doc__ or "").partition("\n")[0].rstrip("."),
+            openapi_extra=_request_body(body),
+            response_class=Response,
+        )
+    return _Errors(app)
+
+
+def _request_body(body: type[BaseModel] | None) -> dict[str, Any] | None:
+    if body is None:
+        return None
+    reference = {"$ref": f"#/components/schemas/{body.__name__}"}
+    return {"requestBody": {"required": True, "content": {"application/json": {"schema": reference}}}}
+
+
+def _told(handler: Handler) -> Handler:
+    """Return a handler whose errors are told as OpenAI tells them."""
+
+    async def handle(request: Request) -> Response:
+        try:
+            return await handler(request)
+        except (HttpError, OutriderError) as error:
+            return _Refusal(error)
+
+    return handle
+
+
+class _Refusal(Response):
+    def __init__(self, cause: HttpError | OutriderError) -> None:
+        super().__init__()
+        self._cause = cause
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await send_error(send, as_http(self._cause, {}), self._cause)
+
+
+class _Errors:
+    """Gives paths and methods that do not exist the form of all other errors."""
+
+    def __init__(self, app: FastAPI) -> None:
+        self._app = app
+        app.add_exception_handler(404, self._missing)
+        app.add_exception_handler(405, self._missing)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await self._app(scope, receive, send)
+        except Exception as error:
+            if isinstance(error, OutriderError):
+                raise
+            await send_error(send, as_http(error, {}), error)
+
+    @staticmethod
+    async def _missing(request: Request, error: Exception) -> Response:
+        status = getattr(error, "status_code", 404)
+        problem = HttpError(status, "NotFoundError", f"there is no {request.method} {request.url.path}")
+        return Json(body_of(problem), status_code=status)

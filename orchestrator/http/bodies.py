@@ -1,0 +1,307 @@
+"""The bodies of requests: fields, their ranges, and what is accepted of fields that this server does not have.
+
+Three kinds of fields: those with a meaning; those without an effect on the text (`ignored`), which clients send as a
+matter of course; and those that are accepted at the value that asks for nothing (`neutral`), and refused at any other.
+Every other field is refused by its name.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, ClassVar, Final, Literal, TypeVar
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+from pydantic_core import ErrorDetails, PydanticCustomError
+
+from orchestrator.http.errors import HttpError
+
+_MAX_UINT32: Final = 2**32 - 1
+_MAX_CHOICES: Final = 128
+
+BodyT = TypeVar("BodyT", bound="Body")
+
+
+class Body(BaseModel):
+    """The base of all bodies: a field that is null is absent."""
+
+    model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
+    ignored: ClassVar[frozenset[str]] = frozenset()
+    neutral: ClassVar[Mapping[str, tuple[Any, ...]]] = {}
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_neutral(cls, values: Any) -> Any:
+        """Return the fields that have a meaning; refuse a neutral field that asks for something."""
+        if not isinstance(values, dict):
+            return values
+        for name, value in values.items():
+            if name in cls.neutral and not _is_among(value, cls.neutral[name]):
+                raise PydanticCustomError("unsupported", "{name} is not supported", {"name": name})
+        left_out = cls.ignored | cls.neutral.keys()
+        return {name: value for name, value in values.items() if value is not None and name not in left_out}
+
+    @classmethod
+    def parse(cls: type[BodyT], content: bytes) -> BodyT:
+        """Return the body of a request; raise `HttpError` with the name of the first field that is wrong."""
+        try:
+            return cls.model_validate_json(content)
+        except ValidationError as error:
+            problems = error.errors(include_url=False, include_input=False)
+            first = _where(problems[0]["loc"])
+            # Of the branches of a union, the one that got furthest is the one that was meant.
+            about = [problem for problem in problems if _where(problem["loc"]).startswith(first)]
+            raise _refusal(max(about, key=lambda problem: len(problem["loc"]))) from None
+
+
+def _refusal(problem: ErrorDetails) -> HttpError:
+    where = _where(problem["loc"])
+    match problem["type"]:
+        case "extra_forbidden":
+            message = f"{where} is not supported"
+        case "json_invalid":
+            return HttpError(400, "BadRequestError", f"the body is not JSON: {problem['msg']}", "body", "invalid_json")
+        case "unsupported":
+            message = problem["msg"]
+            where = f"{where}.{problem['ctx']['name']}" if where else problem["ctx"]["name"]
+        case _:
+            message = f"{where}: {problem['msg']}" if where else problem["msg"]
+    return HttpError(400, "BadRequestError", message, where or "body", "invalid_argument")
+
+
+def _where(location: tuple[int | str, ...]) -> str:
+    """Return the path of a field as a user writes it, such as messages[0].content."""
+    path = ""
+    for part in location:
+        if isinstance(part, int):
+            path += f"[{part}]"
+        elif part in _BRANCHES or part.startswith(("list[", "function-", "constrained-", "lax-or-strict", "nullable")):
+            continue
+        else:
+            path += f".{part}" if path else part
+    return path
+
+
+# Pydantic puts the branch of a union into the path.
+_BRANCHES: Final = frozenset({"str", "int", "float", "bool", "TextPart", "Image", "Refusal"})
+
+
+def _is_among(value: Any, known: Sequence[Any]) -> bool:
+    # 1 and True are equal in Python.
+    return value is None or any(value == item and type(value) is type(item) for item in known)
+
+
+Count = Annotated[int, Field(ge=0, le=_MAX_UINT32)]
+Tokens = Annotated[int, Field(ge=1, le=2**31 - 1)]
+
+
+def _listed(value: Any) -> Any:
+    return [value] if isinstance(value, str) else value
+
+
+class SpeculationOptions(Body):
+    """How a request speculates; see SpeculationParameters in generation.proto."""
+
+    disabled: bool | None = None
+    num_speculative_tokens: Count | None = None
+    acceptance_rule: Literal["coupled", "rejection"] | None = None
+    drafter: str | None = None
+    max_nodes: Count | None = None
+    lookahead: Count | None = None
+    draft_min: Count | None = None
+    draft_p_min: float | None = None
+    report: bool | None = Field(
+        None,
+        description="Whether chunks have a key `speculation`: the origin of each token, notices (a target replaced, a "
+        "draft lost, tokens recomputed), and the statistics so far.",
+    )
+
+
+class StreamOptions(Body):
+    """Options of a stream."""
+
+    neutral: ClassVar[Mapping[str, tuple[Any, ...]]] = {
+        "include_obfuscation": (False,),
+    }
+
+    include_usage: bool | None = None
+
+
+class Sampling(Body):
+    """The sampling parameters, under the names that OpenAI and vLLM share."""
+
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: Annotated[int, Field(ge=-1, le=2**31 - 1)] | None = Field(None, description="0 and -1 keep all.")
+    min_p: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repetition_penalty: float | None = None
+    logit_bias: dict[str, float] | None = None
+    stop: Annotated[list[str], BeforeValidator(_listed)] | None = None
+    stop_token_ids: list[Count] | None = None
+    seed: Annotated[int, Field(ge=-(2**63), le=2**64 - 1)] | None = None
+    min_tokens: Count | None = None
+    ignore_eos: bool | None = None
+
+
+class Common(Sampling):
+    """What requests for completions of both kinds share."""
+
+    ignored: ClassVar[frozenset[str]] = frozenset(
+        {"user", "metadata", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention"}
+    )
+    neutral: ClassVar[Mapping[str, tuple[Any, ...]]] = {
+        "best_of": (1,),
+        "use_beam_search": (False,),
+        "length_penalty": (
+            1,
+            1.0,
+        ),
+        "early_stopping": (False,),
+        "include_stop_str_in_output": (False,),
+        "skip_special_tokens": (True,),
+        "spaces_between_special_tokens": (True,),
+        "truncate_prompt_tokens": (),
+        "prompt_logprobs": (),
+        "allowed_token_ids": (),
+        "bad_words": ([],),
+        "response_format": ({"type": "text"},),
+        "structured_outputs": (),
+        "logits_processors": (),
+        "return_tokens_as_token_ids": (False,),
+        "return_token_ids": (False,),
+        "priority": (0,),
+        "cache_salt": (),
+        "kv_transfer_params": (),
+        "vllm_xargs": ({},),
+    }
+
+    model: str | None = None
+    n: Annotated[int, Field(ge=1, le=_MAX_CHOICES)] | None = None
+    max_tokens: Tokens | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    request_id: str | None = None
+    session_id: str | None = None
+    speculation: SpeculationOptions | None = None
+
+
+class TextPart(Body):
+    """A part of a message's content."""
+
+    type: Literal["text"]
+    text: str
+
+
+class ChatMessage(Body):
+    """One message of a conversation."""
+
+    ignored: ClassVar[frozenset[str]] = frozenset({"name"})
+    neutral: ClassVar[Mapping[str, tuple[Any, ...]]] = {
+        "refusal": (),
+        "audio": (),
+        "annotations": ([],),
+        "tool_calls": ([],),
+        "function_call": (),
+        "reasoning_content": ("",),
+        "reasoning": ("",),
+    }
+
+    role: Literal["system", "developer", "user", "assistant"]
+    content: str | list[TextPart]
+
+    @property
+    def text(self) -> str:
+        """The content; parts are joined by a line break, as in vLLM."""
+        return self.content if isinstance(self.content, str) else "\n".join(part.text for part in self.content)
+
+    @property
+    def template_role(self) -> str:
+        """The role that chat templates know."""
+        return "system" if self.role == "developer" else self.role
+
+
+class ChatBody(Common):
+    """POST /v1/chat/completions."""
+
+    ignored: ClassVar[frozenset[str]] = Common.ignored | frozenset({"parallel_tool_calls"})
+    neutral: ClassVar[Mapping[str, tuple[Any, ...]]] = {
+        **Common.neutral,
+        "store": (False,),
+        "echo": (False,),
+        "tools": ([],),
+        "tool_choice": (
+            "none",
+            "auto",
+        ),
+        "functions": ([],),
+        "function_call": (
+            "none",
+            "auto",
+        ),
+        "modalities": (["text"],),
+        "audio": (),
+        "prediction": (),
+        "reasoning_effort": ("none",),
+        "verbosity": ("medium",),
+        "web_search_options": (),
+        "continue_final_message": (False,),
+        "add_special_tokens": (False,),
+        "chat_template": (),
+        "documents": ([],),
+        "include_reasoning": (
+            True,
+            False,
+        ),
+        "mm_processor_kwargs": (),
+    }
+
+    messages: Annotated[list[ChatMessage], Field(min_length=1)]
+    max_completion_tokens: Tokens | None = None
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    add_generation_prompt: bool | None = None
+
+
+class CompletionBody(Common):
+    """POST /v1/completions."""
+
+    neutral: ClassVar[Mapping[str, tuple[Any, ...]]] = {
+        **Common.neutral,
+        "suffix": ("",),
+        "store": (False,),
+        "add_special_tokens": (True,),
+    }
+
+    prompt: str | list[str] | list[Count] | list[list[Count]]
+    logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    echo: bool | None = None
+
+
+class TokenizeBody(Body):
+    """POST /tokenize: a prompt or messages."""
+
+    neutral: ClassVar[Mapping[str, tuple[Any, ...]]] = {
+        "add_special_tokens": (True,),
+        "continue_final_message": (False,),
+        "tools": ([],),
+    }
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: list[ChatMessage] | None = None
+    add_generation_prompt: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    return_token_strs: bool | None = None
+
+
+class DetokenizeBody(Body):
+    """POST /detokenize."""
+
+    model: str | None = None
+    tokens: list[Count]
+
+
+def variables_of(values: Mapping[str, Any] | None) -> str:
+    """Return variables of the chat template as generation.proto has them."""
+    return json.dumps(dict(values)) if values else ""
