@@ -1,9 +1,10 @@
 """Sampling parameters, which define the output distribution given the target's logits; names and order are vLLM's."""
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field, fields, replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, fields
 from enum import Enum
-from math import isfinite
+from numbers import Integral, Real
+from typing import Any, Self
 
 from outrider.errors import InvalidArgument
 
@@ -22,6 +23,8 @@ MIN_REPETITION_PENALTY = 0.01
 """Values closer to 0 would have no further effect, and would divide by almost 0. With these bounds the logits times
 100, and their differences over 1e-12, stay far below the largest float64 (and float32, for logits of real models)."""
 
+_KINDS: Mapping[type, str] = {str: "strings", Integral: "token ids"}
+
 
 class AcceptanceRule(Enum):
     """The rules that decide whether a drafted token is accepted; both are lossless (see `verification`)."""
@@ -38,12 +41,34 @@ class FinishReason(Enum):
     CANCELLED = "cancelled"
 
 
+class _GivenFields:
+    """A base of dataclasses that keeps the names of the fields that its constructor was given.
+
+    They stand beside the fields, not among them: two objects with equal values are equal, whichever were given.
+
+    Attributes:
+        given: the names.
+    """
+
+    __slots__ = ("given",)
+    given: frozenset[str]
+
+    def __new__(cls, *values: object, **named: object) -> Self:
+        made = object.__new__(cls)
+        positional = [item.name for item in fields(cls)][: len(values)]  # type: ignore[arg-type]
+        object.__setattr__(made, "given", frozenset((*positional, *named)))
+        return made
+
+
 @dataclass(frozen=True, slots=True)
-class SamplingParameters:
+class SamplingParameters(_GivenFields):
     """The sampling parameters of a request: its output distribution, stop conditions and length.
 
     Every value is checked here; a wrong one raises `InvalidArgument` with the field's name. Token ids
     are checked against a vocabulary by `check_vocabulary`.
+
+    A client sends the fields in `given` only: for the others the service has defaults of its own. `replace` and copies
+    keep that right; `dataclasses.replace` does not, it gives every field.
 
     Attributes:
         temperature: divides the logits; 0 is greedy decoding. 0, or in [1e-12, 100].
@@ -56,7 +81,7 @@ class SamplingParameters:
         frequency_penalty: subtracted from logits once per occurrence of the token in the output. In [-2, 2].
         logit_bias: added to the logits of its token ids; at most 1024 values, in [-100, 100].
         seed: key of all randomness, in [0, 2**64); None until the orchestrator draws one.
-        stop: the output ends before the first of these strings; at most 16, of 1 to 256 characters.
+        stop: the output ends before the first of these strings, or before this one; at most 16, of 1 to 256 characters.
         stop_token_ids: the output ends with the first of these token ids; at most 64.
         max_tokens: maximum number of output tokens, at least 1.
         min_tokens: output tokens before which no stop condition applies; stop and end-of-text ids are not sampled.
@@ -73,8 +98,8 @@ class SamplingParameters:
     frequency_penalty: float = 0.0
     logit_bias: Mapping[int, float] = field(default_factory=dict)
     seed: int | None = None
-    stop: tuple[str, ...] = ()
-    stop_token_ids: tuple[int, ...] = ()
+    stop: Sequence[str] = ()
+    stop_token_ids: Sequence[int] = ()
     max_tokens: int = 256
     min_tokens: int = 0
     ignore_eos: bool = False
@@ -83,26 +108,34 @@ class SamplingParameters:
     def __post_init__(self) -> None:
         if self.temperature != 0:
             _check_range("temperature", self.temperature, MIN_TEMPERATURE, 100, "0 or ")
-        _check_range("top_k", self.top_k, 0, 2**31 - 1)
+        _check_whole("top_k", self.top_k, 0, 2**31 - 1)
         _check_range("top_p", self.top_p, MIN_TOP_P, 1)
         _check_range("min_p", self.min_p, 0, 1)
         _check_range("repetition_penalty", self.repetition_penalty, MIN_REPETITION_PENALTY, 10)
         _check_range("presence_penalty", self.presence_penalty, -2, 2)
         _check_range("frequency_penalty", self.frequency_penalty, -2, 2)
-        _check_range("max_tokens", self.max_tokens, 1, MAX_TOKENS)
-        _check_range("min_tokens", self.min_tokens, 0, MAX_TOKENS)
+        _check_whole("max_tokens", self.max_tokens, 1, MAX_TOKENS)
+        _check_whole("min_tokens", self.min_tokens, 0, MAX_TOKENS)
+        if self.ignore_eos not in (False, True):
+            raise InvalidArgument(f"ignore_eos is {self.ignore_eos!r}, must be True or False", "ignore_eos")
         if self.min_tokens > self.max_tokens:
             raise InvalidArgument(f"min_tokens is {self.min_tokens}, above max_tokens {self.max_tokens}", "min_tokens")
         if self.seed is not None:
-            _check_range("seed", self.seed, 0, MAX_SEED)
+            _check_whole("seed", self.seed, 0, MAX_SEED)
         if self.logprobs is not None:
-            _check_range("logprobs", self.logprobs, 0, MAX_LOGPROBS)
+            _check_whole("logprobs", self.logprobs, 0, MAX_LOGPROBS)
         self._check_collections()
 
     def _check_collections(self) -> None:
+        if not isinstance(self.logit_bias, Mapping):
+            raise InvalidArgument(f"logit_bias is {self.logit_bias!r}, must map token ids to numbers", "logit_bias")
         _check_num("logit_bias", len(self.logit_bias), MAX_LOGIT_BIASES)
         for value in self.logit_bias.values():
             _check_range("logit_bias", value, -100, 100)
+        stop = (self.stop,) if isinstance(self.stop, str) else self.stop
+        object.__setattr__(self, "stop", _tuple("stop", stop, str))
+        object.__setattr__(self, "stop_token_ids", _tuple("stop_token_ids", self.stop_token_ids, Integral))
+        _tuple("logit_bias", self.logit_bias, Integral)
         _check_num("stop_token_ids", len(self.stop_token_ids), MAX_STOP_TOKEN_IDS)
         _check_num("stop", len(self.stop), MAX_STOP_STRINGS)
         for text in self.stop:
@@ -139,9 +172,23 @@ class SamplingParameters:
         """Whether the distribution depends on the previous tokens (penalties)."""
         return self.repetition_penalty != 1 or self.presence_penalty != 0 or self.frequency_penalty != 0
 
+    def replace(self, **changes: Any) -> "SamplingParameters":
+        """Return the same parameters with other values for some fields, which count as given too.
+
+        Raises:
+            InvalidArgument: a value is out of range.
+            TypeError: there is no such field.
+        """
+        return SamplingParameters(**{name: getattr(self, name) for name in self.given} | changes)
+
+    __replace__ = replace
+
     def with_seed(self, seed: int) -> "SamplingParameters":
         """Return the same parameters with that seed."""
-        return replace(self, seed=seed)
+        return self.replace(seed=seed)
+
+    def __reduce__(self) -> tuple[Callable[[dict[str, Any]], "SamplingParameters"], tuple[dict[str, Any]]]:
+        return _parameters_of, ({name: getattr(self, name) for name in self.given},)
 
     def as_dict(self) -> dict[str, object]:
         """Return the values by field name, as built-in types."""
@@ -149,9 +196,33 @@ class SamplingParameters:
         return {name: dict(value) if isinstance(value, Mapping) else value for name, value in plain.items()}
 
 
-def _check_range(name: str, value: float, low: float, high: float, also: str = "") -> None:
-    if not isfinite(value) or not low <= value <= high:
-        raise InvalidArgument(f"{name} is {value}, must be {also}in [{low}, {high}]", name)
+def _parameters_of(values: dict[str, Any]) -> SamplingParameters:
+    """Return the parameters that were given these values: what a copy or a pickle of some is made by."""
+    return SamplingParameters(**values)
+
+
+def _check_range(name: str, value: Any, low: float, high: float, also: str = "") -> None:
+    is_number = isinstance(value, Real)
+    # NaN is not in the range either.
+    if not is_number or not low <= value <= high:
+        raise InvalidArgument(f"{name} is {value!r}, must be {also}in [{low}, {high}]", name)
+
+
+def _check_whole(name: str, value: Any, low: int, high: int) -> None:
+    if not isinstance(value, Integral):
+        raise InvalidArgument(f"{name} is {value!r}, must be a whole number", name)
+    _check_range(name, value, low, high)
+
+
+def _tuple(name: str, items: object, kind: type) -> tuple[Any, ...]:
+    """Return the items; raise `InvalidArgument` unless all are of that kind."""
+    if isinstance(items, (str, bytes)) or not isinstance(items, Iterable):
+        raise InvalidArgument(f"{name} is {items!r}, must be a list", name)
+    found = tuple(items)
+    for item in found:
+        if not isinstance(item, kind):
+            raise InvalidArgument(f"{name} has {item!r}, must have {_KINDS[kind]} only", name)
+    return found
 
 
 def _check_num(name: str, num: int, most: int) -> None:

@@ -6,7 +6,7 @@ The `..._from_message` functions check what a peer sent: a wrong value raises `I
 from __future__ import annotations
 
 import math
-from typing import Final
+from typing import Any, Final
 
 from outrider.errors import InvalidArgument, OutriderError, from_reason
 from outrider.parameters import AcceptanceRule, FinishReason, SamplingParameters
@@ -62,6 +62,7 @@ _SCALARS: Final = (
     "ignore_eos",
     "logprobs",
 )
+_LISTS: Final = ("stop", "stop_token_ids")
 
 
 def check_name(value: str | bytes, field: str, least: int = 0) -> None:
@@ -71,25 +72,28 @@ def check_name(value: str | bytes, field: str, least: int = 0) -> None:
 
 
 def parameters_from_message(message: tokens_pb2.SamplingParameters) -> SamplingParameters:
-    """Return the parameters; fields that are not set have their defaults."""
-    given = {name: getattr(message, name) for name in _SCALARS if message.HasField(name)}
-    return SamplingParameters(
-        **given,
-        logit_bias=dict(message.logit_bias),
-        stop=tuple(message.stop),
-        stop_token_ids=tuple(message.stop_token_ids),
-    )
+    """Return the parameters; what is not set, or empty, has its default and is not among `given`."""
+    given: dict[str, Any] = {name: getattr(message, name) for name in _SCALARS if message.HasField(name)}
+    if message.logit_bias:
+        given["logit_bias"] = dict(message.logit_bias)
+    given |= {name: tuple(values) for name in _LISTS if (values := getattr(message, name))}
+    return SamplingParameters(**given)
 
 
 def parameters_to_message(parameters: SamplingParameters) -> tokens_pb2.SamplingParameters:
     """Return the message with every field set, so that the receiver's defaults do not apply."""
-    scalars = {name: getattr(parameters, name) for name in _SCALARS if getattr(parameters, name) is not None}
-    return tokens_pb2.SamplingParameters(
-        **scalars,
-        logit_bias=dict(parameters.logit_bias),
-        stop=parameters.stop,
-        stop_token_ids=parameters.stop_token_ids,
-    )
+    return tokens_pb2.SamplingParameters(**_set(parameters.as_dict()))
+
+
+def given_to_message(parameters: SamplingParameters) -> tokens_pb2.SamplingParameters:
+    """Return the message with the given fields set only, so that the receiver's defaults apply to the others."""
+    values = parameters.as_dict()
+    return tokens_pb2.SamplingParameters(**_set({name: values[name] for name in parameters.given}))
+
+
+def _set(values: dict[str, Any]) -> dict[str, Any]:
+    """Return the values that a message can have; None is that of a field that is not set."""
+    return {name: value for name, value in values.items() if value is not None}
 
 
 def features_to_message(features: FeatureSpan) -> tokens_pb2.Features:

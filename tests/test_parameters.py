@@ -1,6 +1,9 @@
 """Sampling parameters: every value is checked, and a wrong one is named."""
 
+import copy
 import math
+import pickle
+from dataclasses import FrozenInstanceError, fields
 from typing import Any
 
 import pytest
@@ -28,7 +31,7 @@ BOUNDS: dict[str, tuple[list[Any], list[Any]]] = {
         [{}, {1: -100.0, 2: 100.0}, dict.fromkeys(range(MAX_LOGIT_BIASES), 1.0)],
         [{1: 100.1}, {1: math.nan}, {1: -math.inf}, dict.fromkeys(range(MAX_LOGIT_BIASES + 1), 1.0)],
     ),
-    "seed": ([None, 0, MAX_SEED], [-1, MAX_SEED + 1]),
+    "seed": ([None, 0, MAX_SEED], [-1, MAX_SEED + 1, 10**400]),
     "stop": (
         [(), ("a",), ("a" * MAX_STOP_STRING_LEN,), ("a",) * MAX_STOP_STRINGS],
         [("",), ("a" * (MAX_STOP_STRING_LEN + 1),), ("a",) * (MAX_STOP_STRINGS + 1)],
@@ -56,6 +59,35 @@ def test_values_out_of_range_are_refused_by_name(name: str, value: Any) -> None:
     with pytest.raises(InvalidArgument, match=f"^{name}") as refused:
         SamplingParameters(**{name: value})
     assert refused.value.field == name
+
+
+WRONG_TYPES: dict[str, list[Any]] = {
+    "temperature": ["0.5", None],
+    "top_p": ["1"],
+    "top_k": ["3", 3.5, None],
+    "max_tokens": ["20", 20.5],
+    "min_tokens": [1.5],
+    "seed": ["7", 7.5],
+    "logprobs": ["2"],
+    "logit_bias": [[1, 2], {"1": 2.0}, {1: "2"}, {1.5: 2.0}],
+    "stop": [None, 3, b"END", [3]],
+    "stop_token_ids": [None, 3, "12", ["1"], [1.5]],
+    "ignore_eos": ["yes", None],
+}
+
+
+@pytest.mark.parametrize(("name", "value"), [(name, value) for name, bad in WRONG_TYPES.items() for value in bad])
+def test_values_of_another_type_are_refused_by_name(name: str, value: Any) -> None:
+    with pytest.raises(InvalidArgument, match=f"^{name} ") as refused:
+        SamplingParameters(**{name: value})
+    assert refused.value.field == name
+
+
+def test_one_stop_string_and_lists_are_taken() -> None:
+    assert SamplingParameters(stop="END").stop == ("END",)
+    assert SamplingParameters(stop=["a", "b"], stop_token_ids=[3]) == SamplingParameters(
+        stop=("a", "b"), stop_token_ids=(3,)
+    )
 
 
 def test_defaults_change_nothing() -> None:
@@ -106,3 +138,38 @@ def test_plain_values_make_the_same_parameters() -> None:
     plain: dict[str, Any] = parameters.as_dict()
     assert SamplingParameters(**plain) == parameters
     assert type(plain["logit_bias"]) is dict
+
+
+def test_what_was_given_is_known() -> None:
+    parameters = SamplingParameters(0.5, top_k=0, seed=None, max_tokens=256)
+    assert parameters.given == {"temperature", "top_k", "seed", "max_tokens"}
+    assert SamplingParameters().given == frozenset()
+
+
+def test_what_was_given_stands_beside_the_values() -> None:
+    given, default = SamplingParameters(temperature=1.0), SamplingParameters()
+    assert given == default and repr(given) == repr(default)
+    assert "given" not in given.as_dict() and "given" not in {item.name for item in fields(given)}
+    with pytest.raises((FrozenInstanceError, TypeError)):
+        given.given = frozenset()  # type: ignore[misc]
+    with pytest.raises(TypeError, match="given"):
+        SamplingParameters(given=frozenset())  # type: ignore[call-arg]
+
+
+def test_changed_parameters_give_what_they_did_and_the_changes() -> None:
+    parameters = SamplingParameters(top_k=3)
+    changed = parameters.replace(max_tokens=4, temperature=1.0)
+    assert (changed.top_k, changed.max_tokens) == (3, 4)
+    assert changed.given == {"top_k", "max_tokens", "temperature"}
+    assert parameters.with_seed(3).given == {"top_k", "seed"}
+    with pytest.raises(InvalidArgument, match="top_p"):
+        parameters.replace(top_p=2)
+    with pytest.raises(TypeError, match="top_b"):
+        parameters.replace(top_b=2)
+
+
+@pytest.mark.parametrize("made", [copy.copy, copy.deepcopy, lambda item: pickle.loads(pickle.dumps(item))])
+def test_copies_were_given_the_same(made: Any) -> None:
+    parameters = SamplingParameters(top_k=3, logit_bias={1: 2.0}, stop=("x",))
+    again = made(parameters)
+    assert (again, again.given) == (parameters, parameters.given)

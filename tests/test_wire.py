@@ -35,6 +35,18 @@ def test_parameters_survive(parameters: SamplingParameters) -> None:
     assert wire.parameters_from_message(tokens_pb2.SamplingParameters.FromString(data)) == parameters
 
 
+def test_a_message_has_every_parameter_or_only_the_given_ones() -> None:
+    every = {item.name for item in tokens_pb2.SamplingParameters.DESCRIPTOR.fields}
+    scalars = every - {"seed", "logprobs", "logit_bias", "stop", "stop_token_ids"}
+    assert {item.name for item, _ in wire.parameters_to_message(SamplingParameters()).ListFields()} == scalars
+    given = SamplingParameters(temperature=1.0, top_k=0, seed=None, ignore_eos=False, stop=("x",))
+    message = wire.given_to_message(given)
+    assert {item.name for item, _ in message.ListFields()} == {"temperature", "top_k", "ignore_eos", "stop"}
+    assert wire.parameters_from_message(message).given == given.given - {"seed"}
+    assert wire.given_to_message(SamplingParameters()) == tokens_pb2.SamplingParameters()
+    assert wire.given_to_message(FULL) == wire.parameters_to_message(FULL)
+
+
 def test_absent_parameters_are_the_defaults() -> None:
     assert wire.parameters_from_message(tokens_pb2.SamplingParameters()) == SamplingParameters()
 

@@ -1,19 +1,21 @@
 """The Python client of Outrider, with the local stack's names for those who start one beside it.
 
-OutriderClient   asyncio: streams, completes, resumes over several orchestrators
+AsyncClient      asyncio: streams, completes, resumes over several orchestrators
 Conversation     many turns in one session
-SyncClient       the same for scripts without an event loop
+Client           the same for scripts without an event loop
 LocalStack       Redis, target, draft and orchestrator as processes of this machine (`outrider.local`)
+
+`from outrider import Client` gives the same names. `OutriderClient` and `SyncClient` are earlier names of the clients.
 """
 
 from typing import TYPE_CHECKING, Any
 
-from outrider.client.client import OutriderClient
+from outrider.client.client import AsyncClient, OutriderClient
 from outrider.client.conversation import Conversation
 from outrider.client.events import Accepted, Delta, Event, Finished, Generation, Statistics
 from outrider.client.request import GenerationRequest, Message, Speculation
-from outrider.client.retry import RetryPolicy
-from outrider.client.sync import SyncClient
+from outrider.client.retry import ClientClosed, RetryPolicy
+from outrider.client.sync import Client, SyncClient, SyncConversation
 from outrider.serving.tls import TlsFiles
 
 if TYPE_CHECKING:
@@ -21,6 +23,9 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Accepted",
+    "AsyncClient",
+    "Client",
+    "ClientClosed",
     "Conversation",
     "Delta",
     "DraftOptions",
@@ -36,6 +41,7 @@ __all__ = [
     "StackOptions",
     "Statistics",
     "SyncClient",
+    "SyncConversation",
     "TlsFiles",
 ]
 

@@ -2,22 +2,27 @@
 
 from __future__ import annotations
 
+import asyncio
 import functools
 import itertools
 from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from contextlib import aclosing, contextmanager
 from types import TracebackType
-from typing import TYPE_CHECKING, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 from grpc import aio
 from opentelemetry import trace
 
 import outrider
-from outrider.client.events import Event, Generation
-from outrider.client.request import GenerationRequest
-from outrider.client.retry import Attempts, Deadline, RetryPolicy, is_transient
+from outrider.client.addresses import checked_addresses
+from outrider.client.conversation import Conversation
+from outrider.client.events import Event, Generation, collected
+from outrider.client.prompt import Prompt
+from outrider.client.request import GenerationRequest, Speculation
+from outrider.client.retry import Attempts, ClientClosed, Deadline, RetryPolicy, is_transient
 from outrider.client.stream import ResumableStream
-from outrider.errors import InvalidArgument, OutriderError
+from outrider.errors import OutriderError
+from outrider.parameters import SamplingParameters
 from outrider.serving.channel import open_channel
 from outrider.serving.spans import fail, traceparent_of
 from outrider.serving.status import error_from_rpc
@@ -35,15 +40,18 @@ Q = TypeVar("Q")
 R = TypeVar("R")
 
 
-class OutriderClient:
+class AsyncClient:
     """A client of one or many orchestrators, which are replicas of each other.
 
     Requests are spread over the addresses round robin. A stream that breaks continues at the next address where it
     stopped; no token is yielded twice and none is lost. Every failure is an `OutriderError` of `outrider.errors`.
 
-        async with OutriderClient("127.0.0.1:50050") as client:
-            async for event in client.generate(GenerationRequest(text="Once upon a time")):
+        async with AsyncClient("127.0.0.1:50050") as client:
+            async for event in client.generate("Once upon a time", SamplingParameters(max_tokens=20)):
                 ...
+
+    A prompt is a text to continue, token ids to continue, or a conversation's new messages, each such as
+    `{"role": "user", "content": "Hello"}`; a `GenerationRequest` has a prompt and everything else of a request.
 
     `token` is the bearer token, where orchestrators require one; `tls` encrypts the connection and names the files
     to show and to trust. `connect` opens the channel to an address, for whatever else a connection needs.
@@ -65,14 +73,13 @@ class OutriderClient:
         timeout_s: float = 10.0,
         connect: Callable[[str], aio.Channel] | None = None,
     ) -> None:
-        self.addresses = (addresses,) if isinstance(addresses, str) else tuple(addresses)
-        if not self.addresses:
-            raise InvalidArgument("needs at least one address", "addresses")
+        self.addresses = checked_addresses(addresses)
         self.retry = retry or RetryPolicy()
         self.timeout_s = timeout_s
         self._metadata = (*metadata, *_authorization(token))
         self._connect = connect or functools.partial(_connect, tls)
         self._channels: dict[str, aio.Channel] = {}
+        self._is_closed = False
         self._firsts = itertools.cycle(range(len(self.addresses)))
 
     async def __aenter__(self) -> Self:
@@ -84,20 +91,30 @@ class OutriderClient:
         await self.close()
 
     async def close(self) -> None:
-        """Close all connections; running calls end."""
+        """Close all connections; running calls and later ones raise `ClientClosed`."""
+        self._is_closed = True
         channels, self._channels = self._channels, {}
         for channel in channels.values():
             await channel.close()
 
-    async def generate(
-        self, request: GenerationRequest, *, timeout_s: float | None = None
+    def generate(
+        self,
+        prompt: GenerationRequest | Prompt,
+        parameters: SamplingParameters | None = None,
+        *,
+        speculation: Speculation | None = None,
+        session_id: str | None = None,
+        timeout_s: float | None = None,
     ) -> AsyncGenerator[Event, None]:
         """Yield `Accepted`, then deltas, then `Finished`.
 
         To stop early, close the iterator: the session stays resumable. `cancel` ends the request for good.
 
         Args:
-            request: what to generate.
+            prompt: a text, token ids or messages; or a whole request, and then nothing of the following three.
+            parameters: sampling parameters and limits; the service has defaults for what is not given.
+            speculation: how to speculate.
+            session_id: session to continue or to create.
             timeout_s: bound on the whole generation, resumes included; None for no bound.
 
         Raises:
@@ -105,24 +122,36 @@ class OutriderClient:
             SessionBusy: another request is running on the session.
             Overloaded: every attempt met a limit.
             Unavailable: no orchestrator could be reached within the bounds of `retry`.
+            ClientClosed: the client is closed.
             DeadlineExceeded: `timeout_s` passed.
             OutriderError: any other refusal, by its reason.
         """
-        attempts = Attempts(self.retry, Deadline.after(timeout_s), len(self.addresses))
-        with _traced() as span:
-            metadata = (*self._metadata, *_trace_context(span))
-            stream = ResumableStream(request, self._stubs(), attempts, metadata, span)
-            async with aclosing(stream.events()) as events:
-                async for event in events:
-                    yield event
+        return self._events(GenerationRequest.of(prompt, parameters, speculation, session_id), timeout_s)
 
-    async def complete(self, request: GenerationRequest, *, timeout_s: float | None = None) -> Generation:
+    async def complete(
+        self,
+        prompt: GenerationRequest | Prompt,
+        parameters: SamplingParameters | None = None,
+        *,
+        speculation: Speculation | None = None,
+        session_id: str | None = None,
+        timeout_s: float | None = None,
+    ) -> Generation:
         """Return the whole generation; arguments and errors as for `generate`."""
-        generation = Generation()
-        async with aclosing(self.generate(request, timeout_s=timeout_s)) as events:
-            async for event in events:
-                generation.add(event)
-        return generation
+        request = GenerationRequest.of(prompt, parameters, speculation, session_id)
+        return await collected(self._events(request, timeout_s))
+
+    def conversation(
+        self,
+        system: str = "",
+        parameters: SamplingParameters | None = None,
+        *,
+        speculation: Speculation | None = None,
+        session_id: str | None = None,
+    ) -> Conversation:
+        """Return a conversation in a session of its own, or in the one given; arguments as for `Conversation`."""
+        given: dict[str, Any] = {"parameters": parameters, "speculation": speculation, "session_id": session_id}
+        return Conversation(self, system, **{name: value for name, value in given.items() if value is not None})
 
     async def cancel(self, session_id: str, request_id: str = "") -> bool:
         """End a running request at its next token; return whether one was running."""
@@ -142,6 +171,15 @@ class OutriderClient:
         """Return the targets and drafts, including those kept out of rotation, and why."""
         return await self._unary(lambda stub: stub.ListModels, pb.ListModelsRequest())
 
+    async def _events(self, request: GenerationRequest, timeout_s: float | None) -> AsyncGenerator[Event, None]:
+        attempts = Attempts(self.retry, Deadline.after(timeout_s), len(self.addresses))
+        with _traced() as span, self._ended_by_close():
+            metadata = (*self._metadata, *_trace_context(span))
+            stream = ResumableStream(request, self._stubs(), attempts, metadata, span)
+            async with aclosing(stream.events()) as events:
+                async for event in events:
+                    yield event
+
     async def _unary(
         self, method: Callable[[GenerationServiceAsyncStub], aio.UnaryUnaryMultiCallable[Q, R]], message: Q
     ) -> R:
@@ -151,10 +189,22 @@ class OutriderClient:
         while True:
             call = method(next_stub())
             try:
-                return await call(message, timeout=attempts.deadline.remaining_s, metadata=self._metadata)
+                with self._ended_by_close():
+                    return await call(message, timeout=attempts.deadline.remaining_s, metadata=self._metadata)
             except aio.AioRpcError as rpc_error:
                 error = error_from_rpc(rpc_error)
             await attempts.failed(error, retry=is_transient(error))
+
+    @contextmanager
+    def _ended_by_close(self) -> Iterator[None]:
+        """Raise `ClientClosed` where gRPC cancels the call within because its channel closed; no task is cancelled."""
+        try:
+            yield
+        except asyncio.CancelledError:
+            task = asyncio.current_task()
+            if self._is_closed and not (task and task.cancelling()):
+                raise ClientClosed from None
+            raise
 
     def _stubs(self) -> Callable[[], GenerationServiceAsyncStub]:
         """Return a function that gives each attempt of one call its stub.
@@ -167,9 +217,15 @@ class OutriderClient:
         return lambda: self._stub(next(addresses))
 
     def _stub(self, address: str) -> GenerationServiceAsyncStub:
+        if self._is_closed:
+            raise ClientClosed
         if address not in self._channels:
             self._channels[address] = self._connect(address)
         return GenerationServiceStub(self._channels[address])
+
+
+OutriderClient = AsyncClient
+"""The earlier name of `AsyncClient`."""
 
 
 def _connect(tls: TlsFiles | None, address: str) -> aio.Channel:

@@ -1,19 +1,27 @@
 """A conversation of many turns: only new messages travel, the session keeps the rest on a warm KV cache."""
 
+from __future__ import annotations
+
 import uuid
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
-from outrider.client.client import OutriderClient
-from outrider.client.events import Accepted, Event
+from outrider.client.events import Accepted, Event, Generation, collected
 from outrider.client.request import GenerationRequest, Message, Speculation
 from outrider.parameters import SamplingParameters
+
+if TYPE_CHECKING:
+    from outrider.client.client import AsyncClient
 
 
 @dataclass(slots=True)
 class Conversation:
     """A conversation with the model, held in one session.
+
+        conversation = client.conversation(system="Answer in one sentence.")
+        print((await conversation.ask("Why is the sky blue?")).text)
 
     Attributes:
         client: sends the requests.
@@ -24,7 +32,7 @@ class Conversation:
         request_id: the running or latest request; empty before the first.
     """
 
-    client: OutriderClient
+    client: AsyncClient
     system: str = ""
     parameters: SamplingParameters = field(default_factory=SamplingParameters)
     speculation: Speculation = field(default_factory=Speculation)
@@ -32,8 +40,12 @@ class Conversation:
     request_id: str = ""
     _has_begun: bool = False
 
+    async def ask(self, content: str, *, timeout_s: float | None = None) -> Generation:
+        """Send a user message and return the whole answer; errors as for `AsyncClient.generate`."""
+        return await collected(self.send(content, timeout_s=timeout_s))
+
     async def send(self, content: str, *, timeout_s: float | None = None) -> AsyncGenerator[Event, None]:
-        """Send a user message and yield the events of the answer; errors as for `OutriderClient.generate`."""
+        """Send a user message and yield the events of the answer; errors as for `AsyncClient.generate`."""
         request = self._request(content)
         self.request_id = request.request_id
         async with aclosing(self.client.generate(request, timeout_s=timeout_s)) as events:

@@ -1,5 +1,7 @@
 """The events of a generation (accepted, deltas, finished) and the generation that they add up to."""
 
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
 from dataclasses import dataclass, field
 
 from outrider import wire
@@ -195,6 +197,15 @@ class Generation:
     def statistics(self) -> Statistics:
         """Tokens, passes and times; zeros while it has not ended."""
         return self.finished.statistics if self.finished else Statistics()
+
+
+async def collected(events: AsyncGenerator[Event, None]) -> Generation:
+    """Return the generation that the events add up to, and close their iterator."""
+    generation = Generation()
+    async with aclosing(events):
+        async for event in events:
+            generation.add(event)
+    return generation
 
 
 def event_from_message(message: generation_pb2.GenerateResponse) -> Event:

@@ -3,21 +3,25 @@
 import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, cast
 
 from outrider import wire
+from outrider.client.prompt import (
+    MAX_UINT32,
+    Message,
+    MessageLike,
+    Prompt,
+    checked_messages,
+    checked_text,
+    checked_token_ids,
+    checked_uint32,
+    sorted_by_form,
+)
 from outrider.errors import InvalidArgument
 from outrider.parameters import AcceptanceRule, SamplingParameters
 from outrider.v1 import generation_pb2
 
-MAX_UINT32 = 2**32 - 1
-
-
-class Message(NamedTuple):
-    """One message of a conversation; `role` is system, user or assistant."""
-
-    role: str
-    content: str
+__all__ = ["GenerationRequest", "Message", "Speculation"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,11 +53,11 @@ class Speculation:
         """Return the message."""
         message = generation_pb2.SpeculationParameters(
             disabled=self.disabled,
-            num_speculative_tokens=_uint32("num_speculative_tokens", self.num_speculative_tokens),
+            num_speculative_tokens=checked_uint32("num_speculative_tokens", self.num_speculative_tokens),
             drafter=self.drafter,
-            max_nodes=_uint32("max_nodes", self.max_nodes),
-            lookahead=(None if self.lookahead is None else _uint32("lookahead", self.lookahead)),
-            draft_min=_uint32("draft_min", self.draft_min),
+            max_nodes=checked_uint32("max_nodes", self.max_nodes),
+            lookahead=(None if self.lookahead is None else checked_uint32("lookahead", self.lookahead)),
+            draft_min=checked_uint32("draft_min", self.draft_min),
             draft_p_min=self.draft_p_min,
         )
         if self.acceptance_rule is not None:
@@ -63,12 +67,13 @@ class Speculation:
 
 @dataclass(frozen=True, slots=True)
 class GenerationRequest:
-    """A request; exactly one of `text`, `token_ids` and `messages` is given.
+    """A request; exactly one of `text`, `token_ids` and `messages` is given, or the request raises `InvalidArgument`.
 
     Attributes:
         text: plain text to continue.
         token_ids: token ids to continue, as they are.
-        messages: a conversation's new messages, rendered with the model's chat template.
+        messages: a conversation's new messages, rendered with the model's chat template; each a `Message` or a mapping
+            with its fields.
         parameters: sampling parameters and limits of the output.
         speculation: how to speculate.
         session_id: session to continue or to create; empty lets the service derive one.
@@ -78,7 +83,7 @@ class GenerationRequest:
 
     text: str | None = None
     token_ids: Sequence[int] | None = None
-    messages: Sequence[Message] | None = None
+    messages: Sequence[MessageLike] | None = None
     parameters: SamplingParameters = field(default_factory=SamplingParameters)
     speculation: Speculation = field(default_factory=Speculation)
     session_id: str = ""
@@ -88,41 +93,58 @@ class GenerationRequest:
     def __post_init__(self) -> None:
         if sum(form is not None for form in (self.text, self.token_ids, self.messages)) != 1:
             raise InvalidArgument("give exactly one of text, token_ids and messages", "prompt")
+        for name, kind in (("parameters", SamplingParameters), ("speculation", Speculation)):
+            if not isinstance(value := getattr(self, name), kind):
+                raise InvalidArgument(f"{name} is of type {type(value).__name__}, must be {kind.__name__}", name)
+        # Copies: what the caller does to a list later changes no request.
+        for name, checked in (("text", checked_text), ("token_ids", checked_token_ids), ("messages", checked_messages)):
+            if (form := getattr(self, name)) is not None:
+                object.__setattr__(self, name, checked(name, form))
+
+    @classmethod
+    def of(
+        cls,
+        prompt: "GenerationRequest | Prompt",
+        parameters: SamplingParameters | None = None,
+        speculation: Speculation | None = None,
+        session_id: str | None = None,
+    ) -> "GenerationRequest":
+        """Return the request of a prompt in any form; a request is returned as it is.
+
+        Args:
+            prompt: a text, token ids, or messages.
+            parameters: sampling parameters; None for those of the service and the model.
+            speculation: how to speculate; None leaves it to the service.
+            session_id: session to continue or to create; None for one of its own.
+
+        Raises:
+            InvalidArgument: the prompt has none of these forms, or is a request, which has the other values itself.
+        """
+        given: dict[str, Any] = {"parameters": parameters, "speculation": speculation, "session_id": session_id}
+        given = {name: value for name, value in given.items() if value is not None}
+        if not isinstance(prompt, GenerationRequest):
+            return cls(**sorted_by_form(prompt), **given)
+        for name in given:
+            raise InvalidArgument("is given beside a request, which has its own", name)
+        return prompt
 
     def to_message(self) -> generation_pb2.GenerateRequest:
         """Return the message of the first attempt; raise `InvalidArgument` for what no message can carry."""
         self.parameters.check_vocabulary(MAX_UINT32 + 1)
         message = generation_pb2.GenerateRequest(
-            request_id=self.request_id,
-            session_id=self.session_id,
-            parameters=wire.parameters_to_message(self.parameters),
+            request_id=checked_text("request_id", self.request_id),
+            session_id=checked_text("session_id", self.session_id),
+            parameters=wire.given_to_message(self.parameters),
             speculation=self.speculation.to_message(),
         )
         if self.resume_offset is not None:
-            message.resume_offset = _uint32("resume_offset", self.resume_offset)
+            message.resume_offset = checked_uint32("resume_offset", self.resume_offset)
         if self.text is not None:
-            message.text = _unicode("text", self.text)
+            message.text = self.text
         elif self.token_ids is not None:
-            token_ids = [_uint32("token_ids", token_id) for token_id in self.token_ids]
-            message.token_ids.CopyFrom(generation_pb2.TokenIds(token_ids=token_ids))
+            message.token_ids.CopyFrom(generation_pb2.TokenIds(token_ids=self.token_ids))
         elif self.messages is not None:
-            messages = [
-                generation_pb2.ChatMessage(role=_unicode("role", role), content=_unicode("content", content))
-                for role, content in self.messages
-            ]
-            message.chat.CopyFrom(generation_pb2.Chat(messages=messages))
+            messages = cast(tuple[Message, ...], self.messages)  # the constructor made them so
+            chat = [generation_pb2.ChatMessage(role=role, content=content) for role, content in messages]
+            message.chat.CopyFrom(generation_pb2.Chat(messages=chat))
         return message
-
-
-def _uint32(field_name: str, value: int) -> int:
-    if not 0 <= value <= MAX_UINT32:
-        raise InvalidArgument(f"{field_name} has {value}, must be in [0, {MAX_UINT32}]", field_name)
-    return value
-
-
-def _unicode(field_name: str, text: str) -> str:
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        raise InvalidArgument(f"{field_name} is not valid Unicode at character {error.start}", field_name) from error
-    return text

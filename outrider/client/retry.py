@@ -9,6 +9,13 @@ from time import monotonic
 from outrider.errors import DeadlineExceeded, Draining, OutriderError, Overloaded, Unavailable
 
 
+class ClientClosed(Unavailable):
+    """The client was closed, before this call or during it; no attempt follows."""
+
+    def __init__(self, message: str = "the client is closed") -> None:
+        super().__init__(message)
+
+
 @dataclass(frozen=True, slots=True)
 class RetryPolicy:
     """Bounds on retries.
@@ -90,4 +97,4 @@ class Attempts:
 
 def is_transient(error: OutriderError) -> bool:
     """Return whether another attempt, at this address or another, may succeed."""
-    return isinstance(error, (Unavailable, Draining, Overloaded))
+    return isinstance(error, (Unavailable, Draining, Overloaded)) and not isinstance(error, ClientClosed)

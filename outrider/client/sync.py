@@ -1,26 +1,26 @@
-"""The blocking client, for scripts without an event loop."""
+"""The blocking client and its conversations, for scripts without an event loop."""
 
-import asyncio
-import threading
-from collections.abc import AsyncGenerator, Coroutine, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from types import TracebackType
-from typing import Any, Self, TypeVar
+from typing import Self
 
-from outrider.client.client import OutriderClient
+from outrider.client.client import AsyncClient
+from outrider.client.conversation import Conversation
 from outrider.client.events import Event, Generation
-from outrider.client.request import GenerationRequest
+from outrider.client.loop_thread import LoopThread
+from outrider.client.prompt import Prompt
+from outrider.client.request import GenerationRequest, Speculation
 from outrider.client.retry import RetryPolicy
+from outrider.parameters import SamplingParameters
 from outrider.serving.tls import TlsFiles
 from outrider.v1 import generation_pb2 as pb
 
-T = TypeVar("T")
 
+class Client:
+    """`AsyncClient` with blocking methods; arguments, results and errors are the same.
 
-class SyncClient:
-    """`OutriderClient` with blocking methods; arguments, results and errors are the same.
-
-        with SyncClient("127.0.0.1:50050") as client:
-            print(client.complete(GenerationRequest(text="Once upon a time")).text)
+        with Client("127.0.0.1:50050") as client:
+            print(client.complete("Once upon a time").text)
 
     It runs an event loop in a thread of its own until `close`; its methods may be called from any other thread.
     """
@@ -35,12 +35,8 @@ class SyncClient:
         tls: TlsFiles | None = None,
         timeout_s: float = 10.0,
     ) -> None:
-        self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._loop.run_forever, name="outrider-client", daemon=True)
-        self._thread.start()
-        self._client = OutriderClient(
-            addresses, retry=retry, metadata=metadata, token=token, tls=tls, timeout_s=timeout_s
-        )
+        self._client = AsyncClient(addresses, retry=retry, metadata=metadata, token=token, tls=tls, timeout_s=timeout_s)
+        self._thread = LoopThread("outrider-client")
 
     def __enter__(self) -> Self:
         return self
@@ -51,52 +47,105 @@ class SyncClient:
         self.close()
 
     def close(self) -> None:
-        """Close all connections and end the thread; closing twice does nothing more."""
-        if self._loop.is_closed():
-            return
-        self._run(self._client.close())
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join()
-        self._loop.close()
+        """Close all connections and end the thread; running calls and later ones raise `ClientClosed`."""
+        self._thread.close(self._client.close)
 
-    def generate(self, request: GenerationRequest, *, timeout_s: float | None = None) -> Iterator[Event]:
-        """Yield the events of a generation; leaving the loop early stops it, as with `OutriderClient.generate`."""
-        events = self._client.generate(request, timeout_s=timeout_s)
-        try:
-            while (event := self._run(_next(events))) is not None:
-                yield event
-        finally:
-            self._run(events.aclose())
+    def generate(
+        self,
+        prompt: GenerationRequest | Prompt,
+        parameters: SamplingParameters | None = None,
+        *,
+        speculation: Speculation | None = None,
+        session_id: str | None = None,
+        timeout_s: float | None = None,
+    ) -> Iterator[Event]:
+        """Yield the events of a generation; leaving the loop early stops it, as with `AsyncClient.generate`."""
+        events = self._client.generate(
+            prompt, parameters, speculation=speculation, session_id=session_id, timeout_s=timeout_s
+        )
+        return self._thread.iterate(events)
 
-    def complete(self, request: GenerationRequest, *, timeout_s: float | None = None) -> Generation:
+    def complete(
+        self,
+        prompt: GenerationRequest | Prompt,
+        parameters: SamplingParameters | None = None,
+        *,
+        speculation: Speculation | None = None,
+        session_id: str | None = None,
+        timeout_s: float | None = None,
+    ) -> Generation:
         """Return a whole generation."""
-        return self._run(self._client.complete(request, timeout_s=timeout_s))
+        generation = self._client.complete(
+            prompt, parameters, speculation=speculation, session_id=session_id, timeout_s=timeout_s
+        )
+        return self._thread.run(generation)
+
+    def conversation(
+        self,
+        system: str = "",
+        parameters: SamplingParameters | None = None,
+        *,
+        speculation: Speculation | None = None,
+        session_id: str | None = None,
+    ) -> "SyncConversation":
+        """Return a conversation in a session of its own, or in the one given; arguments as for `Conversation`."""
+        conversation = self._client.conversation(system, parameters, speculation=speculation, session_id=session_id)
+        return SyncConversation(conversation, self._thread)
 
     def cancel(self, session_id: str, request_id: str = "") -> bool:
         """End a running request; return whether one was running."""
-        return self._run(self._client.cancel(session_id, request_id))
+        return self._thread.run(self._client.cancel(session_id, request_id))
 
     def get_session(self, session_id: str, *, with_token_ids: bool = False) -> pb.GetSessionResponse:
         """Return the session's record."""
-        return self._run(self._client.get_session(session_id, with_token_ids=with_token_ids))
+        return self._thread.run(self._client.get_session(session_id, with_token_ids=with_token_ids))
 
     def delete_session(self, session_id: str) -> None:
         """Delete the session."""
-        self._run(self._client.delete_session(session_id))
+        self._thread.run(self._client.delete_session(session_id))
 
     def list_models(self) -> pb.ListModelsResponse:
         """Return the targets and drafts."""
-        return self._run(self._client.list_models())
-
-    def _run(self, work: Coroutine[Any, Any, T]) -> T:
-        future = asyncio.run_coroutine_threadsafe(work, self._loop)
-        try:
-            return future.result()
-        except BaseException:
-            # An interrupt of the calling thread must end the work in the other one too.
-            future.cancel()
-            raise
+        return self._thread.run(self._client.list_models())
 
 
-async def _next(events: AsyncGenerator[Event, None]) -> Event | None:
-    return await anext(events, None)
+SyncClient = Client
+"""The earlier name of `Client`."""
+
+
+class SyncConversation:
+    """`Conversation` with blocking methods; `Client.conversation` makes one.
+
+    chat = client.conversation(system="Answer in one sentence.")
+    print(chat.ask("Why is the sky blue?").text)
+    """
+
+    def __init__(self, conversation: Conversation, thread: LoopThread) -> None:
+        self._conversation = conversation
+        self._thread = thread
+
+    @property
+    def session_id(self) -> str:
+        """The session, by which another conversation can continue it."""
+        return self._conversation.session_id
+
+    @property
+    def request_id(self) -> str:
+        """The running or latest request; empty before the first."""
+        return self._conversation.request_id
+
+    def ask(self, content: str, *, timeout_s: float | None = None) -> Generation:
+        """Send a user message and return the whole answer."""
+        return self._thread.run(self._conversation.ask(content, timeout_s=timeout_s))
+
+    def send(self, content: str, *, timeout_s: float | None = None) -> Iterator[Event]:
+        """Send a user message and yield the events of the answer."""
+        return self._thread.iterate(self._conversation.send(content, timeout_s=timeout_s))
+
+    def cancel(self) -> bool:
+        """End the running answer at its next token; return whether one was running."""
+        return self._thread.run(self._conversation.cancel())
+
+    def reset(self) -> None:
+        """Delete the session and continue in a new one, without any of the messages so far."""
+        self._thread.run(self._conversation.reset())

@@ -185,7 +185,7 @@ async def test_attack_04_a_pass_that_is_too_large_is_run_in_parts(monkeypatch: p
 async def test_attack_04_a_device_that_fails_ends_the_engine_and_blames_no_session() -> None:
     async with target() as (engine, caller):
         for handle, prompt in PROMPTS.items():
-            await caller.open(handle, prompt, dataclasses.replace(SAMPLED, max_tokens=10_000), stop_token_ids=())
+            await caller.open(handle, prompt, SAMPLED.replace(max_tokens=10_000), stop_token_ids=())
             await caller.span(handle, 0, prompt)
         await caller.receive(1)
 

@@ -164,11 +164,11 @@ def test_words_share_the_origins_of_tokens(text: str, num: int, expected: str) -
         (("generate", "x", "--logit-bias", "3"), 2, "is not ID=VALUE"),
         (("generate", "x", "--chat", "--token-ids"), 2, "exclude each other"),
         (("generate", "x", "--system", "y"), 2, "--system goes with --chat"),
-        (("generate", "x", "--top-p", "3"), 1, "top_p is 3.0"),
-        (("generate", "x", "--temperature", "nan"), 1, "temperature is nan"),
-        (("generate", "x", "--token-ids"), 1, "token_ids: must be numbers"),
-        (("generate", "x", "--drafter", "model"), 1, "draft_model: "),
-        (("generate", "x", "--drafter", "ngram", "--num-layers", "3"), 1, "num_layers goes with --drafter layers"),
+        (("generate", "x", "--top-p", "3"), 2, "top_p is 3.0"),
+        (("generate", "x", "--temperature", "nan"), 2, "temperature is nan"),
+        (("generate", "x", "--token-ids"), 2, "token_ids: must be numbers"),
+        (("generate", "x", "--drafter", "model"), 2, "draft_model: "),
+        (("generate", "x", "--drafter", "ngram", "--num-layers", "3"), 2, "num_layers goes with --drafter layers"),
         (("info",), 2, "Missing option '--address'"),
         (("info", "--address", "127.0.0.1:1"), 1, "failed to connect"),
         (("up", "--address", "127.0.0.1:1", "--num-orchestrators", "2"), 2, "--address goes with one orchestrator"),
@@ -187,7 +187,7 @@ def test_errors_are_one_line(arguments: tuple[str, ...], code: int, message: str
 def test_refusals_of_the_service_are_one_line(service: ScriptedService) -> None:
     service.scripts = [[InvalidArgument("max_tokens is 9999, the target allows 100", "max_tokens")]]
     result = outrider("generate", "x", "--address", service.address)
-    assert (result.exit_code, result.stderr) == (1, "outrider: error: max_tokens is 9999, the target allows 100\n")
+    assert (result.exit_code, result.stderr) == (2, "outrider: error: max_tokens is 9999, the target allows 100\n")
 
 
 def test_debug_shows_where_an_error_comes_from() -> None:
@@ -216,7 +216,7 @@ def test_chat_takes_turns_from_a_pipe(service: ScriptedService) -> None:
 def test_chat_in_a_pipe_ends_at_an_error(service: ScriptedService) -> None:
     service.scripts = [whole(), [InvalidArgument("content is too long", "content")]]
     result = outrider("chat", "--address", service.address, input="Hi\nAnd?\n")
-    assert (result.exit_code, result.stdout) == (1, f"{TEXT}\n")
+    assert (result.exit_code, result.stdout) == (2, f"{TEXT}\n")
     assert result.stderr == "outrider: error: content is too long\n"
 
 
@@ -279,12 +279,6 @@ def test_an_interrupt_cancels_the_generation_and_shows_what_there_is(service: Sc
     assert (process.returncode, out) == (130, "\n")
     assert "cancelled" in error
     assert "Traceback" not in error
-
-
-def test_a_reader_that_goes_away_is_no_traceback(service: ScriptedService) -> None:
-    command = f"{sys.executable} -c 'from outrider.cli.main import main; main()' generate x --address {service.address}"
-    done = subprocess.run(f"{command} | true", shell=True, capture_output=True, text=True, timeout=20)
-    assert "Traceback" not in done.stderr
 
 
 def test_an_overloaded_service_is_named_after_all_attempts(service: ScriptedService) -> None:

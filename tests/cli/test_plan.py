@@ -33,7 +33,7 @@ def test_json_has_the_numbers() -> None:
 
 def test_what_cannot_be_done_says_what_can() -> None:
     done = ask(LOAD.replace("--rate 12", "--rate 500"))
-    assert done.exit_code == 1
+    assert done.exit_code == 2
     assert "no fleet gives 500 tokens a second" in done.output
     assert "at most" in done.output
 

@@ -1,11 +1,16 @@
 import asyncio
+import threading
 import time
 from contextlib import aclosing
+from typing import Any
 
 import pytest
 
 from outrider.client import (
     Accepted,
+    AsyncClient,
+    Client,
+    ClientClosed,
     Conversation,
     Delta,
     Finished,
@@ -13,7 +18,9 @@ from outrider.client import (
     Message,
     OutriderClient,
     RetryPolicy,
+    Speculation,
 )
+from outrider.client.prompt import Prompt
 from outrider.errors import (
     DataLoss,
     DeadlineExceeded,
@@ -65,6 +72,8 @@ async def test_the_request_carries_everything() -> None:
     assert asked.parameters.temperature == 0.5
     assert (dict(asked.parameters.logit_bias), list(asked.parameters.stop)) == ({3: -1.0}, ["x"])
     assert not asked.HasField("resume_offset")
+    given = {item.name for item, _ in asked.parameters.ListFields()}
+    assert given == {"temperature", "logit_bias", "stop", "seed"}, "the service has defaults of its own"
 
 
 @pytest.mark.parametrize("num_before", [0, 2, 4, 8])
@@ -288,7 +297,19 @@ async def test_a_conversation_sends_only_what_is_new() -> None:
         ({"token_ids": [-1]}, "token_ids"),
         ({"token_ids": [2**32]}, "token_ids"),
         ({"text": "\ud800"}, "text"),
-        ({"messages": [Message("user", "\ud800")]}, "content"),
+        ({"text": b"a"}, "text"),
+        ({"token_ids": "31"}, "token_ids"),
+        ({"token_ids": [1.5]}, "token_ids"),
+        ({"messages": [Message("user", "\ud800")]}, "messages[0].content"),
+        ({"messages": [{"role": "user", "content": "a"}, {"role": "user"}]}, "messages[1].content"),
+        ({"messages": [{"content": "a"}]}, "messages[0].role"),
+        ({"messages": [{"role": "user", "content": None}]}, "messages[0].content"),
+        ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "messages[0].content"),
+        ({"messages": [{"role": "user", "content": "a", "name": "b"}]}, "messages[0].name"),
+        ({"messages": ["a"]}, "messages[0]"),
+        ({"messages": {"role": "user", "content": "a"}}, "messages"),
+        ({"text": "a", "parameters": {"max_tokens": 3}}, "parameters"),
+        ({"text": "a", "speculation": False}, "speculation"),
         ({"text": "a", "parameters": SamplingParameters(stop_token_ids=(-1,))}, "stop_token_ids"),
         ({"text": "a", "resume_offset": -1}, "resume_offset"),
     ],
@@ -299,6 +320,153 @@ def test_what_no_message_can_carry_names_its_field(values: dict[str, object], fi
     assert caught.value.field == field
 
 
-def test_a_client_needs_an_address() -> None:
-    with pytest.raises(InvalidArgument):
-        OutriderClient([])
+@pytest.mark.parametrize(
+    ("prompt", "form"),
+    [
+        ("Hello", {"text": "Hello"}),
+        ("", {"text": ""}),
+        ([3, 1, 4], {"token_ids": (3, 1, 4)}),
+        (range(3), {"token_ids": (0, 1, 2)}),
+        ([{"role": "user", "content": "Hi"}], {"messages": (Message("user", "Hi"),)}),
+        ([Message("system", "a"), {"role": "user", "content": "b"}], {"messages": (("system", "a"), ("user", "b"))}),
+    ],
+)
+def test_a_prompt_is_what_it_looks_like(prompt: Prompt, form: dict[str, object]) -> None:
+    made = GenerationRequest.of(prompt)
+    assert {name: getattr(made, name) for name in ("text", "token_ids", "messages")} == {
+        "text": None,
+        "token_ids": None,
+        "messages": None,
+        **form,
+    }
+
+
+@pytest.mark.parametrize("prompt", [[], None, 3, b"a", ["a", "b"], {"role": "user", "content": "a"}, Message("a", "b")])
+def test_what_is_no_prompt_is_refused(prompt: object) -> None:
+    with pytest.raises(InvalidArgument, match="must be a text, a list of token ids or a list of messages") as caught:
+        GenerationRequest.of(prompt)  # type: ignore[arg-type]
+    assert caught.value.field == "prompt"
+
+
+@pytest.mark.parametrize(
+    "given", [{"parameters": SamplingParameters()}, {"speculation": Speculation()}, {"session_id": "s"}]
+)
+def test_nothing_beside_a_whole_request_is_ignored(given: dict[str, Any]) -> None:
+    with pytest.raises(InvalidArgument, match="beside a request") as caught:
+        GenerationRequest.of(request(), **given)
+    assert caught.value.field == next(iter(given))
+
+
+def test_a_request_keeps_what_it_was_made_with() -> None:
+    token_ids = [1, 2]
+    made = GenerationRequest(token_ids=token_ids)
+    token_ids.append(3)
+    assert made.token_ids == (1, 2)
+    assert GenerationRequest.of(made) is made
+
+
+async def test_a_prompt_has_its_parameters_beside_it() -> None:
+    service = ScriptedService()
+    async with serving(service) as addresses, AsyncClient(addresses) as client:
+        parameters = SamplingParameters(max_tokens=20)
+        deltas = [event async for event in client.generate("Hello", parameters) if isinstance(event, Delta)]
+        await client.complete([1, 2], speculation=Speculation(disabled=True), session_id="mine")
+        await client.complete([{"role": "user", "content": "Hi"}])
+    assert "".join(event.text for event in deltas) == TEXT
+    text, token_ids, chat = service.requests
+    assert (text.text, text.parameters.max_tokens) == ("Hello", 20)
+    assert (list(token_ids.token_ids.token_ids), token_ids.session_id) == ([1, 2], "mine")
+    assert token_ids.speculation.disabled
+    assert [(message.role, message.content) for message in chat.chat.messages] == [("user", "Hi")]
+
+
+async def test_a_wrong_prompt_is_refused_before_anything_is_sent() -> None:
+    async with AsyncClient("127.0.0.1:1") as client:
+        with pytest.raises(InvalidArgument):
+            client.generate([{"role": "user"}])
+
+
+async def test_a_conversation_answers_whole() -> None:
+    service = ScriptedService()
+    async with serving(service) as addresses, AsyncClient(addresses) as client:
+        conversation = client.conversation("Be brief.", SamplingParameters(max_tokens=9), session_id="mine")
+        assert (await conversation.ask("Hi")).text == TEXT
+        assert (await conversation.ask("And?", timeout_s=5)).finish_reason is FinishReason.LENGTH
+    first, second = service.requests
+    assert [message.content for message in first.chat.messages] == ["Be brief.", "Hi"]
+    assert [message.content for message in second.chat.messages] == ["And?"]
+    assert (first.session_id, first.parameters.max_tokens) == ("mine", 9)
+
+
+async def test_a_closed_client_says_so() -> None:
+    service = ScriptedService()
+    async with serving(service) as addresses:
+        client = AsyncClient(addresses)
+        await client.complete("Hello")
+        await client.close()
+        await client.close()
+        for call in (client.complete("Hello"), client.cancel("s"), client.get_session("s"), client.list_models()):
+            with pytest.raises(ClientClosed, match="the client is closed"):
+                await call
+    assert len(service.requests) == 1
+
+
+@pytest.mark.parametrize("script", [[accepted(), delta(0, 2), HANG], [HANG]])
+async def test_closing_ends_what_runs(script: list[object]) -> None:
+    service = ScriptedService([script])  # type: ignore[list-item]
+    async with serving(service) as addresses:
+        client = AsyncClient(addresses)
+        task = asyncio.create_task(client.complete("Hello"))
+        while not service.requests:
+            await asyncio.sleep(0.01)
+        await client.close()
+        with pytest.raises(ClientClosed):
+            await task
+        async with asyncio.timeout(5):
+            await service.left.wait()
+
+
+async def test_closing_ends_attempts_too() -> None:
+    client = AsyncClient("127.0.0.1:1", retry=RetryPolicy(initial_backoff_s=0.05, max_backoff_s=0.05, max_attempts=999))
+    task = asyncio.create_task(client.list_models())
+    await asyncio.sleep(0.1)
+    await client.close()
+    with pytest.raises(ClientClosed):
+        await asyncio.wait_for(task, 5)
+
+
+async def test_a_cancelled_task_is_cancelled_also_when_the_client_closes() -> None:
+    service = ScriptedService([[accepted(), HANG]])
+    async with serving(service) as addresses:
+        client = AsyncClient(addresses)
+        task = asyncio.create_task(client.complete("Hello"))
+        while not service.requests:
+            await asyncio.sleep(0.01)
+        task.cancel()
+        await client.close()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+
+
+@pytest.mark.parametrize(
+    "addresses",
+    [
+        [], "", " ", "localhost", ["127.0.0.1:1", "localhost"], "[::1]", "::1", "localhost:", "localhost:0",
+        "localhost:65536", "localhost:http", ":50050", "http://localhost:50050", "a:1,b:2", "dns:///localhost", [5],
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("kind", [AsyncClient, Client])
+def test_wrong_addresses_are_refused_by_name(kind: type[AsyncClient], addresses: Any) -> None:
+    before = threading.active_count()
+    with pytest.raises(InvalidArgument, match="^addresses: ") as caught:  # noqa: RUF043
+        kind(addresses)
+    assert caught.value.field == "addresses"
+    assert threading.active_count() == before
+
+
+@pytest.mark.parametrize(
+    "address",
+    ["0.0.0.0:50050", "localhost:1", "[::1]:50050", "a-b.c_d.svc:65535", "dns:///name:50050", "unix:/tmp/socket"],
+)
+def test_addresses_are_hosts_with_ports_or_names_of_grpc(address: str) -> None:
+    assert AsyncClient(address).addresses == (address,)

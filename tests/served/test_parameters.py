@@ -1,7 +1,6 @@
 """Sampling parameters through the served API: drafted positions follow the oracle exactly as undrafted ones do."""
 
 import asyncio
-import dataclasses
 import math
 from collections.abc import Sequence
 
@@ -20,7 +19,7 @@ MODEL = MarkovModel.from_name(SHARED_TARGET)
 
 BASIS = SamplingParameters(seed=17, max_tokens=40)
 CASES: dict[str, SamplingParameters] = {
-    name: dataclasses.replace(BASIS, **changes)
+    name: BASIS.replace(**changes)
     for name, changes in {
         "default": {},
         "seed-0": {"seed": 0},
@@ -125,7 +124,7 @@ async def test_under_rejection_every_token_is_possible_and_logged(client: Outrid
 
 @pytest.mark.parametrize("num_top", [0, 1, 5])
 async def test_logprobs_are_those_of_the_raw_logits(client: OutriderClient, num_top: int) -> None:
-    parameters = dataclasses.replace(CASES["all-truncations"], logprobs=num_top)
+    parameters = CASES["all-truncations"].replace(logprobs=num_top)
     plain = await _generate(client, parameters, Speculation(disabled=True))
     drafted = await _drafted(client, parameters, Speculation())
     assert drafted.logprobs == plain.logprobs

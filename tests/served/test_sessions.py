@@ -54,9 +54,7 @@ async def test_a_second_turn_runs_only_what_is_new(shared_stack: LocalStack, cli
 
 async def test_many_at_once_give_what_one_at_a_time_does(client: OutriderClient) -> None:
     requests = [
-        GenerationRequest(
-            token_ids=(number % 16, 3), parameters=dataclasses.replace(PARAMETERS, seed=number, max_tokens=12)
-        )
+        GenerationRequest(token_ids=(number % 16, 3), parameters=PARAMETERS.replace(seed=number, max_tokens=12))
         for number in range(40)
     ]
     together = await asyncio.gather(*(client.complete(request, timeout_s=60) for request in requests))

@@ -1,7 +1,6 @@
 """The target over a real socket: rounds, windows, stops, fencing, replay, and what it refuses."""
 
 import asyncio
-import dataclasses
 import math
 import random
 from collections.abc import Callable, Sequence
@@ -54,7 +53,7 @@ async def _speculated(
     return output, num_accepted
 
 
-@pytest.mark.parametrize("parameters", [GREEDY, SAMPLED, dataclasses.replace(SAMPLED, seed=3, top_k=5, top_p=0.9)])
+@pytest.mark.parametrize("parameters", [GREEDY, SAMPLED, SAMPLED.replace(seed=3, top_k=5, top_p=0.9)])
 async def test_trees_change_no_token_under_coupled(parameters: SamplingParameters) -> None:
     async with target(adaptive_speculation=False) as (_, caller):
         truth = await caller.plain(1, PROMPT, parameters, stop_token_ids=())
@@ -189,7 +188,7 @@ async def test_a_session_ages_while_others_are_busy() -> None:
     """Each pass looks at the oldest one only, so that a target that never sleeps forgets too."""
     async with target(idle_ttl_s=0.1) as (engine, caller):
         await caller.plain(1, PROMPT, SAMPLED, session="idle", stop_token_ids=())
-        endless = dataclasses.replace(SAMPLED, max_tokens=1_000_000)
+        endless = SAMPLED.replace(max_tokens=1_000_000)
         await caller.open(2, PROMPT, endless, session="busy", window=1_000_000, stop_token_ids=())
         await caller.span(2, 0, PROMPT)
         await until(lambda: engine.load.num_cached_sessions == 1)
