@@ -21,6 +21,7 @@ _MODULES = {
         "takeover",
         "commits",
         "orchestrator",
+        "http",
         "distance",
         "capacity",
         "sweep",

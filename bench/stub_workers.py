@@ -3,9 +3,10 @@
 import asyncio
 import random
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any, Final
 
 import grpc
@@ -28,7 +29,7 @@ class StubWorker(worker_pb2_grpc.WorkerServiceServicer):
     """The WorkerService of a stub worker; its sessions are served on streams of frames."""
 
     def __init__(self, role: worker_pb2.WorkerRole.ValueType, name: str) -> None:
-        self._files: tuple[str, ...] = ()
+        self.files: Mapping[str, bytes] = {}
         self._info = worker_pb2.GetInfoResponse(
             role=role,
             replica=name,
@@ -55,11 +56,11 @@ class StubWorker(worker_pb2_grpc.WorkerServiceServicer):
     async def GetTokenizer(
         self, request: worker_pb2.GetTokenizerRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> AsyncIterator[worker_pb2.GetTokenizerResponse]:
-        """Refuse, because there is no tokenizer: clients send token ids."""
-        if not self._files:
+        """Return the tokenizer's files; refuse where there are none, and clients send token ids."""
+        if not self.files:
             await context.abort(grpc.StatusCode.UNIMPLEMENTED, "no tokenizer")
-        for name in self._files:
-            yield worker_pb2.GetTokenizerResponse(name=name)
+        for name, content in self.files.items():
+            yield worker_pb2.GetTokenizerResponse(name=name, content=content)
 
     async def _serve(
         self, requests: AsyncIterator[Any], message: Callable[[list[Any]], Any], take: _Take
@@ -239,9 +240,14 @@ class StubDraft(StubWorker, draft_pb2_grpc.DraftServiceServicer):
 
 
 @asynccontextmanager
-async def stub_workers() -> AsyncIterator[tuple[StubTarget, str, str]]:
-    """Serve a stub target and a stub draft in this event loop; yield the target, its address and the draft's."""
+async def stub_workers(files: Mapping[str, bytes] = MappingProxyType({})) -> AsyncIterator[tuple[StubTarget, str, str]]:
+    """Serve a stub target and a stub draft in this event loop; yield the target, its address and the draft's.
+
+    Args:
+        files: of the target's tokenizer; none for a target without text.
+    """
     target, draft = StubTarget(), StubDraft()
+    target.files = files
     server = grpc.aio.server()
     target_pb2_grpc.add_TargetServiceServicer_to_server(target, server)
     worker_pb2_grpc.add_WorkerServiceServicer_to_server(target, server)

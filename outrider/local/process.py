@@ -68,9 +68,13 @@ class ServiceProcess:
     @property
     def metrics_address(self) -> str:
         """Address of its metrics; empty where it exposes none, or does not serve yet."""
+        return self.announced("metrics_address")
+
+    def announced(self, name: str) -> str:
+        """Return a value of the line with which it announced its addresses; empty without one."""
         for line in reversed(self.log.read_text(errors="replace").splitlines()):
             if line.startswith(_READY):
-                return str(json.loads(line).get("metrics_address", ""))
+                return str(json.loads(line).get(name, ""))
         return ""
 
     @property
