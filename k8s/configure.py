@@ -22,6 +22,7 @@ KINDS: Final[Mapping[str, type[BaseSettings]]] = {
     "target": TargetSettings,
 }
 GRPC_PORT: Final = 50051
+HTTP_PORT: Final = 8000
 METRICS_PORT: Final = 9090
 
 _EVERY: Final = {"address": f"0.0.0.0:{GRPC_PORT}", "metrics_address": f"0.0.0.0:{METRICS_PORT}"}
@@ -29,6 +30,7 @@ BASE: Final[Mapping[str, Mapping[str, str]]] = {
     "draft": {**_EVERY, "drain_budget_s": "20", "device": "auto", "drafter": "model"},
     "orchestrator": {
         **_EVERY,
+        "http_address": f"0.0.0.0:{HTTP_PORT}",
         "drain_budget_s": "120",
         "targets": "kubernetes:///target:grpc",
         "drafts": "kubernetes:///draft:grpc",

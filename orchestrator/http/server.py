@@ -21,6 +21,7 @@ _KEEP_ALIVE_S: Final = 75
 """Seconds that a connection may idle between requests; load balancers keep theirs for 60."""
 _GRACE_S: Final = 1
 _POLL_S: Final = 0.01
+_RENEWAL_S: Final = 10.0
 
 
 class HttpServer:
@@ -56,6 +57,7 @@ class HttpServer:
         )
         self._server = _Server(config)
         self._task: asyncio.Task[None] | None = None
+        self._renewal: asyncio.Task[None] | None = None
 
     async def start(self) -> str:
         """Serve; return the bound address. Raises `Unavailable` when the address cannot be bound."""
@@ -64,6 +66,8 @@ class HttpServer:
         config = self._server.config
         config.load()
         config.ssl = _context(self._tls)
+        if config.ssl is not None:
+            self._renewal = asyncio.create_task(_renew(config.ssl, self._tls))
         listener = self._bind()
         self._task = asyncio.create_task(self._server.serve([listener]))
         while not self._server.started:
@@ -75,6 +79,8 @@ class HttpServer:
 
     async def stop(self) -> None:
         """Close all connections; calls that still run are cancelled after a second."""
+        if self._renewal is not None:
+            self._renewal.cancel()
         if self._task is not None:
             self._server.should_exit = True
             await self._task
@@ -106,15 +112,39 @@ class _Server(uvicorn.Server):
         yield
 
 
+async def _renew(context: ssl.SSLContext, tls: TlsFiles) -> None:
+    """Take certificates that were renewed, for connections that come after."""
+    known = _stamps(tls)
+    while True:
+        await asyncio.sleep(_RENEWAL_S)
+        try:
+            if (found := _stamps(tls)) == known:
+                continue
+            _load(context, tls)
+            known = found
+        except (OSError, ssl.SSLError) as error:
+            # Until they are complete, the old ones stay in use.
+            _LOG.warning("the certificates for HTTP could not be reloaded: %s", error)
+
+
+def _stamps(tls: TlsFiles) -> list[int]:
+    return [path.stat().st_mtime_ns for path in (tls.certificate, tls.key, tls.authority) if path is not None]
+
+
+def _load(context: ssl.SSLContext, tls: TlsFiles) -> None:
+    assert tls.certificate is not None
+    context.load_cert_chain(tls.certificate, tls.key)
+    if tls.authority is not None:
+        context.load_verify_locations(tls.authority)
+        context.verify_mode = ssl.CERT_REQUIRED
+
+
 def _context(tls: TlsFiles) -> ssl.SSLContext | None:
     if tls.certificate is None:
         return None
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     try:
-        context.load_cert_chain(tls.certificate, tls.key)
-        if tls.authority is not None:
-            context.load_verify_locations(tls.authority)
-            context.verify_mode = ssl.CERT_REQUIRED
+        _load(context, tls)
     except (OSError, ssl.SSLError) as error:
         raise InvalidArgument(f"the certificate for HTTP cannot be used: {error}", "tls_certificate") from None
     return context

@@ -94,7 +94,9 @@ def test_selectors_match(name: str) -> None:
         assert sum(matches(workload["spec"]["selector"], found) for found in pods) == 1
     for service in of(objects, "Service").values():
         assert sum(matches({"matchLabels": service["spec"]["selector"]}, found) for found in pods) == 1
-        assert service["spec"]["clusterIP"] == "None", "an HTTP/2 connection through a ClusterIP stays with one pod"
+        speaks_http = [port.get("appProtocol") for port in service["spec"]["ports"]] == ["http"]
+        is_headless = service["spec"].get("clusterIP") == "None"
+        assert is_headless != speaks_http, "an HTTP/2 connection through a ClusterIP stays with one pod"
     for budget in of(objects, "PodDisruptionBudget").values():
         assert sum(matches(budget["spec"]["selector"], found) for found in pods) == 1
     for policy in of(objects, "NetworkPolicy").values():
@@ -126,6 +128,8 @@ def test_ports_are_those_of_the_settings(name: str) -> None:
         ports = {item["name"]: item["containerPort"] for item in container(workload)["ports"]}
         assert known["OUTRIDER_ADDRESS"].endswith(f":{ports['grpc']}")
         assert known["OUTRIDER_METRICS_ADDRESS"].endswith(f":{ports['metrics']}")
+        if service == "orchestrator":
+            assert known["OUTRIDER_HTTP_ADDRESS"].endswith(f":{ports['http']}")
         for port in of(objects, "Service")[service]["spec"]["ports"]:
             assert ports[port["targetPort"]] == port["port"]
         check_probes(service, container(workload), ports["grpc"])
@@ -143,6 +147,11 @@ def check_probes(service: str, found: Manifest, port: int) -> None:
     # A worker has started once its model is loaded; a restart of an orchestrator brings no Redis.
     started = "liveness" if service == "orchestrator" else "readiness"
     for probe, asked in (("startupProbe", started), ("readinessProbe", "readiness"), ("livenessProbe", "liveness")):
+        if "httpGet" in found[probe]:
+            # The orchestrator's second API, which answers as gRPC's `readiness` does.
+            assert (service, probe) == ("orchestrator", "readinessProbe")
+            assert found[probe]["httpGet"] == {"path": "/health", "port": "http"}
+            continue
         assert found[probe]["grpc"] == {"port": port, "service": asked}
     assert found["startupProbe"]["failureThreshold"] * found["startupProbe"]["periodSeconds"] >= 120
 
@@ -155,6 +164,7 @@ def test_probes_go_to_the_plain_port_where_there_is_tls(scratch: Path) -> None:
         ports = {item["name"]: item["containerPort"] for item in container(workload)["ports"]}
         assert known["OUTRIDER_HEALTH_ADDRESS"].endswith(f":{ports['health']}")
         check_probes(service, container(workload), ports["health"])
+        assert "httpGet" not in container(workload)["readinessProbe"]
         check_settings(service, known)
 
 

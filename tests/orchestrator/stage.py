@@ -127,7 +127,7 @@ async def orchestrating(
     try:
         async with grpc.aio.insecure_channel(address) as channel:
             orchestrator = Orchestrator(channel, address, services, registry, watch)
-            orchestrator.http_address = server.address_of("http_address")
+            orchestrator.http_address, orchestrator.server = server.address_of("http_address"), server
             fitting = [
                 draft
                 for draft in drafts
