@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from outrider.client.client import AsyncClient, OutriderClient
 from outrider.client.conversation import Conversation
-from outrider.client.events import Accepted, Delta, Event, Finished, Generation, Statistics
+from outrider.client.events import Accepted, Delta, Event, Finished, Generation, Notice, NoticeKind, Statistics
 from outrider.client.request import GenerationRequest, Message, Speculation
 from outrider.client.retry import ClientClosed, RetryPolicy
 from outrider.client.sync import Client, SyncClient, SyncConversation
@@ -35,6 +35,8 @@ __all__ = [
     "GenerationRequest",
     "LocalStack",
     "Message",
+    "Notice",
+    "NoticeKind",
     "OutriderClient",
     "RetryPolicy",
     "Speculation",

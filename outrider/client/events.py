@@ -3,6 +3,7 @@
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from dataclasses import dataclass, field
+from enum import Enum
 
 from outrider import wire
 from outrider.errors import DataLoss
@@ -41,6 +42,7 @@ class Delta:
         text: what became certain with these tokens; may be empty, is never cumulative.
         origins: how each token came to be; empty where that is no longer known, as after a resume.
         logprobs: of each token, where requested and known.
+        statistics: since the last resume; None unless the request asks for a report.
     """
 
     offset: int
@@ -48,6 +50,7 @@ class Delta:
     text: str
     origins: tuple[TokenOrigin, ...] = ()
     logprobs: tuple[TokenLogprobs, ...] = ()
+    statistics: "Statistics | None" = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +79,7 @@ class Statistics:
         queue_time_s: seconds that the session was ready while the target ran others, or its window was closed.
         num_expected_tokens: output tokens of the rounds whose time the target's controller had predicted.
         expected_time_s: seconds that it predicted for them, of a target that runs nothing else.
+        num_cached_prompt_tokens: tokens of session and prompt that were in the first target's KV cache.
     """
 
     num_drafts: int = 0
@@ -97,6 +101,7 @@ class Statistics:
     queue_time_s: float = 0.0
     num_expected_tokens: int = 0
     expected_time_s: float = 0.0
+    num_cached_prompt_tokens: int = 0
 
     @property
     def predicted_tokens_per_second(self) -> float:
@@ -149,7 +154,30 @@ class Finished:
     statistics: Statistics
 
 
-Event = Accepted | Delta | Finished
+class NoticeKind(Enum):
+    """What a notice tells of."""
+
+    TARGET_REPLACED = "target_replaced"
+    DRAFT_LOST = "draft_lost"
+    TOKENS_RECOMPUTED = "tokens_recomputed"
+
+
+@dataclass(frozen=True, slots=True)
+class Notice:
+    """A change that the text does not show; only requests with `Speculation.report` get notices.
+
+    Attributes:
+        kind: another target continues, the draft is lost, or a target recomputed the KV cache of output tokens.
+        reason: of the error behind it; empty without one.
+        num_tokens: tokens that were recomputed.
+    """
+
+    kind: NoticeKind
+    reason: str = ""
+    num_tokens: int = 0
+
+
+Event = Accepted | Delta | Finished | Notice
 
 
 @dataclass(slots=True)
@@ -217,6 +245,8 @@ def event_from_message(message: generation_pb2.GenerateResponse) -> Event:
             return _delta(message.delta)
         case "finished":
             return _finished(message.finished)
+        case "notice":
+            return _notice(message.notice)
         case unknown:
             raise DataLoss(f"the stream has an event of unknown kind {unknown}")
 
@@ -234,7 +264,13 @@ def _delta(message: generation_pb2.Delta) -> Delta:
         text=message.text,
         origins=tuple(wire.origin_from_number(origin) for origin in message.origins),
         logprobs=tuple(wire.logprobs_from_message(logprobs) for logprobs in message.logprobs),
+        statistics=_statistics(message.statistics) if message.HasField("statistics") else None,
     )
+
+
+def _notice(message: generation_pb2.Notice) -> Notice:
+    name = generation_pb2.NoticeKind.Name(message.kind).removeprefix("NOTICE_KIND_").lower()
+    return Notice(NoticeKind(name), message.reason, message.num_tokens)
 
 
 def _finished(message: generation_pb2.Finished) -> Finished:
@@ -265,4 +301,5 @@ def _statistics(message: generation_pb2.GenerationStatistics) -> Statistics:
         queue_time_s=message.queue_time_s,
         num_expected_tokens=message.num_expected_tokens,
         expected_time_s=message.expected_time_s,
+        num_cached_prompt_tokens=message.num_cached_prompt_tokens,
     )

@@ -38,6 +38,7 @@ class Speculation:
             each verdict, None takes the service's default.
         draft_min: shortest main line that is verified, in tokens.
         draft_p_min: probability below which the draft ends a branch, in [0, 1]; None leaves it to the draft.
+        report: whether the stream has notices, and each delta the statistics so far.
     """
 
     disabled: bool = False
@@ -48,6 +49,7 @@ class Speculation:
     lookahead: int | None = None
     draft_min: int = 0
     draft_p_min: float | None = None
+    report: bool = False
 
     def to_message(self) -> generation_pb2.SpeculationParameters:
         """Return the message."""
@@ -59,6 +61,7 @@ class Speculation:
             lookahead=(None if self.lookahead is None else checked_uint32("lookahead", self.lookahead)),
             draft_min=checked_uint32("draft_min", self.draft_min),
             draft_p_min=self.draft_p_min,
+            report=self.report,
         )
         if self.acceptance_rule is not None:
             message.acceptance_rule = wire.rule_to_number(self.acceptance_rule)
