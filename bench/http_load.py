@@ -8,9 +8,10 @@ import asyncio
 import json
 import sys
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable, Coroutine
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
+from typing import Any
 
 import grpc
 
@@ -37,7 +38,7 @@ class Load:
 async def run(kind: str, address: str, num_streams: int, duration_s: float, max_tokens: int) -> Load:
     """Stream so many completions at once, one after another each, for a time."""
     load = Load()
-    stream: Callable[[str, int, int, Load], Awaitable[None]] = _over_http if kind == "http" else _over_grpc
+    stream: Callable[[str, int, int, Load], Coroutine[Any, Any, None]] = _over_http if kind == "http" else _over_grpc
     streams = [asyncio.create_task(stream(address, number, max_tokens, load)) for number in range(num_streams)]
     await asyncio.sleep(duration_s / 4)
     # Connections are open, and the first requests are through.

@@ -1,5 +1,6 @@
 """The benchmarks by name, and how they are run by `outrider bench`."""
 
+import ast
 import asyncio
 import importlib
 from collections.abc import Mapping
@@ -35,6 +36,13 @@ _MODULES = {
 def names() -> tuple[str, ...]:
     """Return the names of all benchmarks."""
     return tuple(_MODULES)
+
+
+def summaries() -> dict[str, str]:
+    """Return the first sentence of each benchmark's docstring, by name, without importing any."""
+    sources = {name: Path(__file__).with_name(f"{name}.py").read_text() for name in _MODULES}
+    docstrings = {name: ast.get_docstring(ast.parse(source)) or "" for name, source in sources.items()}
+    return {name: text.partition("\n")[0].removesuffix(".") for name, text in docstrings.items()}
 
 
 def run(name: str, *, arguments: Mapping[str, str], plot: Path | None = None) -> dict[str, Any]:

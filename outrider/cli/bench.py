@@ -30,11 +30,11 @@ _REGISTRY = "bench.registry"
 @click.option("--json", "wants_json", is_flag=True, help="Print one JSON object: bench, config, rows, figures.")
 @click.option("--plot", type=click.Path(dir_okay=False, path_type=Path), help="Write a picture to this PNG file.")
 def bench(name: str | None, arguments: tuple[str, ...], wants_json: bool, plot: Path | None) -> None:
-    """Run the bench NAME on this machine; without a name, lists them all; ARGUMENTS are its own, NAME=VALUE."""
+    """Run the bench NAME on this machine; without a name, list them all; ARGUMENTS are its own, NAME=VALUE."""
     registry = _registry()
     if name is None:
-        for known in registry.names():
-            click.echo(known)
+        for known, summary in registry.summaries().items():
+            click.echo(f"{known:<14} {summary}")
         return
     if name not in registry.names():
         raise click.UsageError(f"no bench is named {name!r}; there are: {', '.join(registry.names())}")

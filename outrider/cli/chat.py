@@ -14,19 +14,26 @@ from outrider.cli.options import (
     address_option,
     sampling_options,
     speculation_options,
-    stack_options,
     take_sampling,
     take_speculation,
-    take_stack,
 )
 from outrider.cli.rendering import TextPrinter, summary
+from outrider.cli.stack_arguments import stack_options, take_stack
+from outrider.cli.waiting import ReadingPrompt
 from outrider.client.client import OutriderClient
 from outrider.client.conversation import Conversation
-from outrider.client.events import Generation
+from outrider.client.events import Accepted, Generation
 from outrider.errors import InvalidArgument, Overloaded, SessionBusy
 from outrider.local.stack_options import StackOptions
 
-_HELP = "/reset starts a new conversation, /quit (or Ctrl-D) ends it, Ctrl-C stops an answer."
+_HINT = "/help lists the commands, /exit (or Ctrl-D) ends the conversation, Ctrl-C stops an answer."
+_HELP = """\
+/help    lists these commands
+/reset   starts a new conversation
+/stats   prints the figures of the last answer
+/exit    ends the conversation; so do /quit and Ctrl-D
+//text   sends a text that begins with /: "/text\""""
+_ENDS = ("/exit", "/quit")
 
 
 @click.command(
@@ -47,10 +54,10 @@ _HELP = "/reset starts a new conversation, /quit (or Ctrl-D) ends it, Ctrl-C sto
 @speculation_options
 @stack_options
 def chat(addresses: tuple[str, ...], **values: Any) -> None:
-    """Talks with the model: each line is a turn, the session remembers the ones before.
+    """Talk with the model: each line is a turn, the session remembers the ones before.
 
-    Only new messages travel; earlier turns stay in the session, on a warm KV cache. Lines may be piped in. /reset
-    starts a new conversation, /quit ends it, Ctrl-C stops an answer.
+    Only new messages travel; earlier turns stay in the session, on a warm KV cache. Lines may be piped in. /help
+    lists the commands, /exit ends the conversation, Ctrl-C stops an answer.
     """
     color, stats, system = (values.pop(name) for name in ("color", "stats", "system"))
     session = {"session_id": session_id} if (session_id := values.pop("session_id")) else {}
@@ -72,39 +79,51 @@ async def _enter(connection: AsyncExitStack, addresses: tuple[str, ...], options
 
 
 def _converse(runner: asyncio.Runner, conversation: Conversation, printer: TextPrinter, *, stats: bool) -> None:
-    """Take turns until the input ends."""
+    """Take turns until the input ends; after an error an interactive user may continue, a pipe may not."""
     is_interactive = sys.stdin.isatty()
+    last: Generation | None = None
     if is_interactive:
         _edit_lines()
-        click.echo(click.style(_HELP, dim=True), err=True)
-    while (line := _read_line(is_interactive)) not in (None, "/quit", "/exit"):
-        if line == "/reset":
+        _note(_HINT)
+    while (line := _read_line(is_interactive)) is not None and line not in _ENDS:
+        try:
+            if line.startswith("/") and not line.startswith("//"):
+                _obey(runner, conversation, line, last)
+            elif line:
+                last = runner.run(_answer(conversation, line.removeprefix("/"), printer))
+                if stats:
+                    _note(summary(last))
+        except (InvalidArgument, SessionBusy, Overloaded) as error:
+            if not is_interactive:
+                raise
+            click.echo(f"outrider: error: {error.message}", err=True)
+
+
+def _obey(runner: asyncio.Runner, conversation: Conversation, command: str, last: Generation | None) -> None:
+    """Run a command of the conversation; raise `InvalidArgument` for an unknown one."""
+    match command:
+        case "/reset":
             runner.run(conversation.reset())
-        elif line:
-            _turn(runner, conversation, line, printer, stats=stats, may_fail=is_interactive)
+        case "/help":
+            _note(_HELP)
+        case "/stats":
+            _note("there is no answer yet" if last is None else summary(last))
+        case _:
+            raise InvalidArgument(f"{command.split()[0]} is unknown; /help lists the commands, // sends a /", "command")
 
 
-def _turn(
-    runner: asyncio.Runner, conversation: Conversation, line: str, printer: TextPrinter, *, stats: bool, may_fail: bool
-) -> None:
-    """Print one answer; after an error an interactive user may continue, a pipe may not."""
-    try:
-        generation = runner.run(_answer(conversation, line, printer))
-    except (InvalidArgument, SessionBusy, Overloaded) as error:
-        if not may_fail:
-            raise
-        click.echo(f"outrider: error: {error.message}", err=True)
-        return
-    if stats:
-        click.echo(click.style(summary(generation), dim=True), err=True)
+def _note(text: str) -> None:
+    click.echo(click.style(text, dim=True), err=True)
 
 
 async def _answer(conversation: Conversation, line: str, printer: TextPrinter) -> Generation:
     generation = Generation()
-    with CancelOnInterrupt(conversation.cancel):
+    with CancelOnInterrupt(conversation.cancel), ReadingPrompt() as reading:
         async with aclosing(conversation.send(line)) as events:
             async for event in events:
                 generation.add(event)
+                if not isinstance(event, Accepted):
+                    reading.end()
                 printer.print(event)
     printer.end(generation)
     return generation

@@ -1,5 +1,6 @@
 """The connection of a command: to the orchestrators given by --address, or to a local stack of its own."""
 
+import os
 from collections.abc import AsyncGenerator, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 
@@ -8,8 +9,10 @@ from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TaskID, TextColumn, TimeElapsedColumn
 
 from outrider.cli.options import CONNECTION
+from outrider.cli.stack_arguments import unused_variables
 from outrider.client.client import OutriderClient
 from outrider.client.retry import RetryPolicy
+from outrider.errors import OutriderError
 from outrider.local.stack import LocalStack
 from outrider.local.stack import Progress as Report
 from outrider.local.stack_options import StackOptions
@@ -42,14 +45,34 @@ async def connected(addresses: Sequence[str], options: StackOptions) -> AsyncGen
 
 @asynccontextmanager
 async def started(options: StackOptions) -> AsyncGenerator[LocalStack, None]:
-    """Give a started local stack; its progress is shown on standard error."""
+    """Give a started local stack; its progress is shown on standard error, and what is not used, with the reason."""
+    for sentence in unused_variables(os.environ):
+        warn(sentence)
     with progress_report() as report:
         stack = LocalStack(options, progress=report)
         await stack.start()
     try:
+        await _warn_of_idle_workers(stack)
         yield stack
     finally:
         await stack.close()
+
+
+def warn(sentence: str) -> None:
+    """Print a warning on standard error."""
+    click.echo(f"outrider: warning: {sentence}", err=True)
+
+
+async def _warn_of_idle_workers(stack: LocalStack) -> None:
+    """Warn of each worker that gets no sessions: drafts only help, so that requests would not show it."""
+    try:
+        async with client_of(stack.addresses[:1]) as client:
+            idle = await stack.out_of_rotation(client)
+    except OutriderError as error:
+        warn(f"it is not known whether all workers get sessions: {error.message}")
+        return
+    for line in idle:
+        warn(f"out of rotation: {line}")
 
 
 @contextmanager

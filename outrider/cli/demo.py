@@ -12,8 +12,10 @@ from rich.table import Table
 from outrider.cli.connection import started
 from outrider.cli.examples import ExampleCommand
 from outrider.cli.generate import stream
-from outrider.cli.options import stack_options, take_stack
+from outrider.cli.next_steps import grpc_lines, program
 from outrider.cli.rendering import TextPrinter
+from outrider.cli.stack_arguments import stack_options, take_stack
+from outrider.cli.up import ADDRESS, HTTP_ADDRESS
 from outrider.client.client import OutriderClient
 from outrider.client.events import Generation
 from outrider.client.request import GenerationRequest, Message, Speculation
@@ -88,8 +90,16 @@ def demo(max_tokens: int, **values: object) -> None:
 
     comparisons = asyncio.run(run())
     Console().print(_table(comparisons))
+    _print_next_steps()
     if different := [comparison.name for comparison in comparisons if not comparison.is_equal]:
         raise OutriderError(f"speculation changed the text of: {', '.join(different)}")
+
+
+def _print_next_steps() -> None:
+    """Print what to try next: the stack of the demo has ended."""
+    click.echo("next, start a stack that stays, then talk to it from another terminal:")
+    for line in (f"{program()} up", *grpc_lines([ADDRESS]), f"http://{HTTP_ADDRESS}/docs"):
+        click.echo(f"  {line}")
 
 
 async def _answer(client: OutriderClient, parameters: SamplingParameters) -> None:

@@ -16,14 +16,14 @@ from outrider.cli.options import (
     parse_token_ids,
     sampling_options,
     speculation_options,
-    stack_options,
     take_sampling,
     take_speculation,
-    take_stack,
 )
 from outrider.cli.rendering import TextPrinter, as_json, summary
+from outrider.cli.stack_arguments import stack_options, take_stack
+from outrider.cli.waiting import ReadingPrompt
 from outrider.client.client import OutriderClient
-from outrider.client.events import Generation
+from outrider.client.events import Accepted, Generation
 from outrider.client.request import GenerationRequest, Message
 
 INTERRUPTED = 130
@@ -58,7 +58,7 @@ INTERRUPTED = 130
 @speculation_options
 @stack_options
 def generate(prompt: str, addresses: tuple[str, ...], **values: Any) -> None:
-    """Continues PROMPT and streams the text; PROMPT - reads it from standard input.
+    """Continue PROMPT and stream the text; PROMPT - reads it from standard input.
 
     Without --address a stack of this machine is started for this one request. Ctrl-C ends the generation and keeps
     what has been generated in its session.
@@ -91,10 +91,12 @@ async def stream(
     async def cancel() -> None:
         await client.cancel(generation.session_id or request.session_id, request.request_id)
 
-    with CancelOnInterrupt(cancel) as interrupt:
+    with CancelOnInterrupt(cancel) as interrupt, ReadingPrompt() as reading:
         async with aclosing(client.generate(request, timeout_s=timeout_s)) as events:
             async for event in events:
                 generation.add(event)
+                if not isinstance(event, Accepted):
+                    reading.end()
                 if printer is not None:
                     printer.print(event)
     if printer is not None:

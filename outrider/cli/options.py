@@ -6,9 +6,10 @@ from typing import Any, Final, TypeVar
 
 import click
 
+from outrider.client.addresses import checked_addresses
 from outrider.client.request import Speculation
 from outrider.errors import InvalidArgument
-from outrider.local.stack_options import DRAFTERS, MODEL_DRAFTERS, DraftOptions, StackOptions, fitting_drafter
+from outrider.local.stack_options import DRAFTERS
 from outrider.parameters import AcceptanceRule, SamplingParameters
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -17,11 +18,12 @@ CONNECTION: Final = "outrider.connection"
 """Where a command's context keeps the options about connections."""
 
 _DEFAULTS = SamplingParameters()
-_NO_DRAFTER = "none"
+NO_DRAFTER: Final = "none"
+_MODELS = "the model's"
 _RULES = [rule.value for rule in AcceptanceRule]
 
 
-def _stacked(*options: Callable[[F], F]) -> Callable[[F], F]:
+def stacked(*options: Callable[[F], F]) -> Callable[[F], F]:
     """Return one decorator for many options, listed in the help in the order given."""
 
     def decorate(function: F) -> F:
@@ -32,9 +34,11 @@ def _stacked(*options: Callable[[F], F]) -> Callable[[F], F]:
     return decorate
 
 
-def _number(name: str, kind: type, text: str) -> Callable[[F], F]:
-    default = getattr(_DEFAULTS, name)
-    return click.option(f"--{name.replace('_', '-')}", name, type=kind, default=default, show_default=True, help=text)
+def _number(name: str, kind: type, text: str, default: str = "") -> Callable[[F], F]:
+    """Return an option that is None unless given: the service has the default, which may be the model's own."""
+    shown = default or f"{getattr(_DEFAULTS, name):g}"
+    option = f"--{name.replace('_', '-')}"
+    return click.option(option, name, type=kind, help=f"{text} [default: {shown}]")
 
 
 def _bias(context: click.Context, parameter: click.Parameter, values: tuple[str, ...]) -> dict[int, float]:
@@ -49,12 +53,12 @@ def _bias(context: click.Context, parameter: click.Parameter, values: tuple[str,
     return biases
 
 
-sampling_options = _stacked(
-    _number("temperature", float, "Divides the logits; 0 is greedy decoding."),
-    _number("top_k", int, "Keeps the k most likely tokens; 0 keeps all."),
-    _number("top_p", float, "Keeps the smallest set of tokens with at least this probability."),
-    _number("min_p", float, "Drops tokens less likely than this share of the most likely one."),
-    _number("repetition_penalty", float, "Weakens tokens seen in prompt or output, above 1."),
+sampling_options = stacked(
+    _number("temperature", float, "Divides the logits; 0 is greedy decoding.", _MODELS),
+    _number("top_k", int, "Keeps the k most likely tokens; 0 keeps all.", _MODELS),
+    _number("top_p", float, "Keeps the smallest set of tokens with at least this probability.", _MODELS),
+    _number("min_p", float, "Drops tokens less likely than this share of the most likely one.", _MODELS),
+    _number("repetition_penalty", float, "Weakens tokens seen in prompt or output, above 1.", _MODELS),
     _number("presence_penalty", float, "Subtracted from logits of tokens seen in the output."),
     _number("frequency_penalty", float, "The same, once for each time the token was seen."),
     click.option(
@@ -88,11 +92,11 @@ sampling_options = _stacked(
 
 drafter_option = click.option(
     "--drafter",
-    type=click.Choice((*DRAFTERS, _NO_DRAFTER)),
+    type=click.Choice((*DRAFTERS, NO_DRAFTER)),
     help="Which drafter to use; a local stack starts this one. [default: any; in a local stack one that fits]",
 )
 
-speculation_options = _stacked(
+speculation_options = stacked(
     click.option(
         "--num-speculative-tokens",
         "--draft-max",
@@ -139,22 +143,6 @@ speculation_options = _stacked(
 )
 """How to speculate."""
 
-stack_options = _stacked(
-    click.option(
-        "--model", default=StackOptions().model, show_default=True, help="Target model: a folder or a hub id."
-    ),
-    click.option(
-        "--draft-model",
-        default="",
-        help="Draft: a model that shares the target's tokenizer, or what `outrider distill` made.",
-    ),
-    click.option("--num-layers", type=int, help="Layers of the target's model that `--drafter layers` uses."),
-    click.option("--dtype", default="", help="bfloat16, float16, float32. [default: the checkpoint's]"),
-    click.option("--device", default="", help="cpu, cuda, cuda:1, ... [default: a GPU where there is one]"),
-    click.option("--redis-url", default="", help="Redis for the sessions. [default: an embedded one]"),
-)
-"""Models and devices of a local stack."""
-
 
 def _remembered(name: str, text: str, **more: Any) -> Callable[[F], F]:
     """Return an option about connections, which `connection.client_of` reads; commands need not pass it on."""
@@ -168,27 +156,43 @@ def _remembered(name: str, text: str, **more: Any) -> Callable[[F], F]:
 
 _FILE = {"type": click.Path(exists=True, dir_okay=False, path_type=Path), "metavar": "FILE"}
 
-_secrets = _stacked(
+_secrets = stacked(
     _remembered("token", "Bearer token. Better as the variable OUTRIDER_TOKEN.", metavar="TOKEN"),
     _remembered("tls_authority", "PEM file with authorities to trust; with it the connection is TLS.", **_FILE),
     _remembered("tls_certificate", "PEM file with a certificate to show.", **_FILE),
     _remembered("tls_key", "PEM file with the certificate's key.", **_FILE),
 )
 
-address_option = _stacked(
+
+def _checked(context: click.Context, parameter: click.Parameter, values: tuple[str, ...]) -> tuple[str, ...]:
+    """Check addresses where they are given, so that the error names the option."""
+    try:
+        return checked_addresses(values) if values else ()
+    except InvalidArgument as error:
+        raise click.BadParameter(error.message.removeprefix("addresses: ")) from None
+
+
+address_option = stacked(
     click.option(
         "--address",
         "addresses",
         multiple=True,
+        callback=_checked,
         metavar="HOST:PORT",
         help="An orchestrator; repeat it for replicas. Without it a local stack is started for this command.",
     ),
     _secrets,
 )
 
-required_address_option = _stacked(
+required_address_option = stacked(
     click.option(
-        "--address", "addresses", multiple=True, required=True, metavar="HOST:PORT", help="An orchestrator. Repeatable."
+        "--address",
+        "addresses",
+        multiple=True,
+        required=True,
+        callback=_checked,
+        metavar="HOST:PORT",
+        help="An orchestrator. Repeatable.",
     ),
     _secrets,
 )
@@ -197,37 +201,38 @@ required_address_option = _stacked(
 
 def take_sampling(values: dict[str, Any]) -> SamplingParameters:
     """Take the options of `sampling_options` out of `values`; raise `InvalidArgument` for values out of range."""
-    return SamplingParameters(**{name: values.pop(name) for name in _DEFAULTS.as_dict()})
+    return SamplingParameters(**take_given_sampling(values))
+
+
+def take_given_sampling(values: dict[str, Any]) -> dict[str, Any]:
+    """Take the options of `sampling_options` out of `values`; return those that were given.
+
+    Only these become parameters: the service has defaults for the others.
+    """
+    taken = {name: values.pop(name) for name in _DEFAULTS.as_dict()}
+    return {name: value for name, value in taken.items() if _is_given(value)}
+
+
+def _is_given(value: object) -> bool:
+    """Return whether an option was given: one that was not is None, a flag False, a repeatable one empty."""
+    return value is not None and value is not False and value not in ((), {})
 
 
 def take_speculation(values: dict[str, Any]) -> Speculation:
     """Take the options of `speculation_options` out of `values`; leave the drafter there for `take_stack`."""
     rule, drafter = values.pop("acceptance_rule"), values["drafter"]
     if values.pop("no_speculation"):
-        values["drafter"] = drafter = _NO_DRAFTER
+        values["drafter"] = drafter = NO_DRAFTER
     return Speculation(
-        disabled=drafter == _NO_DRAFTER,
+        disabled=drafter == NO_DRAFTER,
         num_speculative_tokens=values.pop("num_speculative_tokens"),
         max_nodes=values.pop("max_nodes"),
         lookahead=values.pop("lookahead"),
         draft_min=values.pop("draft_min"),
         draft_p_min=values.pop("draft_p_min"),
         acceptance_rule=AcceptanceRule(rule) if rule else None,
-        drafter="" if drafter in (None, _NO_DRAFTER) else drafter,
+        drafter="" if drafter in (None, NO_DRAFTER) else drafter,
     )
-
-
-def take_stack(values: dict[str, Any]) -> StackOptions:
-    """Take the options of `stack_options`, and the drafter, out of `values`; raise `InvalidArgument`."""
-    drafter, draft_model, num_layers = (values.pop(name) for name in ("drafter", "draft_model", "num_layers"))
-    drafter = drafter or fitting_drafter(values["model"], draft_model, num_layers)
-    if draft_model and drafter not in MODEL_DRAFTERS:
-        raise InvalidArgument(f"draft_model goes with --drafter model, eagle3 or medusa, not {drafter}", "draft_model")
-    if num_layers is not None and drafter != "layers":
-        raise InvalidArgument(f"num_layers goes with --drafter layers, not {drafter}", "num_layers")
-    layers = {} if num_layers is None else {"num_layers": num_layers}
-    drafts = () if drafter == _NO_DRAFTER else (DraftOptions(drafter, draft_model, **layers),)
-    return StackOptions(drafts=drafts, **{name: values.pop(name) for name in ("model", "dtype", "device", "redis_url")})
 
 
 def parse_token_ids(text: str) -> list[int]:

@@ -18,6 +18,7 @@ from outrider.lm import embedded
 from outrider.lm.heads.checkpoint import DraftManifest, feature_layers_of, load_eagle3, load_manifest, load_medusa
 from outrider.lm.heads.shared import SharedWeights, read_shared
 from outrider.lm.heads.vocabulary import DraftVocabulary
+from outrider.lm.hub import local_folder
 from outrider.lm.load_options import chosen_device
 from outrider.lm.packed_linear import pack_linears
 
@@ -33,7 +34,7 @@ def load_head_drafter(settings: DrafterOptions) -> Drafter:
     """
     if settings.num_threads:
         torch.set_num_threads(settings.num_threads)
-    folder = embedded.DRAFT if settings.model == embedded.NAME else Path(settings.model)
+    folder = embedded.DRAFT if settings.model == embedded.NAME else local_folder(settings.model)
     manifest = load_manifest(folder)
     if manifest is not None and manifest.method != settings.drafter.value:
         raise ModelUnsupported(f"{folder} has a draft of kind {manifest.method}, not {settings.drafter.value}")

@@ -22,6 +22,7 @@ from outrider.errors import InvalidArgument, ModelUnsupported
 from outrider.lm import attention
 from outrider.lm.generation_config import default_parameters
 from outrider.lm.heads.checkpoint import load_vocabulary
+from outrider.lm.hub import check_available
 from outrider.lm.load_options import LoadedModel, LoadOptions, chosen_device
 from outrider.lm.ranks import Ranks
 from outrider.lm.tokenizer import TokenizerFiles, tokenizer_files
@@ -39,8 +40,9 @@ def load_pretrained(name: str, source: str, options: LoadOptions) -> LoadedModel
 
     Raises:
         InvalidArgument: an option is invalid.
-        ModelUnsupported: the model cannot be loaded, or cannot be served exactly.
+        ModelUnsupported: the model cannot be had or loaded, or cannot be served exactly.
     """
+    check_available(source)
     tokenizer, model = _read(name, source, options)
     label = name if options.num_layers is None else f"{name}[:{options.num_layers}]"
     engine = EngineOptions(

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping
@@ -11,13 +12,20 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from time import monotonic
 
-from outrider.errors import Unavailable
+from outrider.errors import ERRORS, Unavailable
+from outrider.local.startup import Startup
 
 _POLL_S = 0.02
 _TAIL_LINES = 12
+_SEARCHED_LINES = 200
+"""Lines in which its own error is looked for: torchrun reports the end of a rank at length."""
 _READY = '{"ready": true'
 # The child may take longer to notice the signal than it allows itself to drain.
 _KILL_SLACK_S = 2.0
+# By which progress bars move the cursor.
+_ESCAPES = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
+_ATTACHED = "outrider.local.attached"
+_TORCHRUN = "torch.distributed.run"
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +38,7 @@ class ProcessSpec:
         environment: settings, on top of this process's own environment.
         drain_budget_s: seconds from SIGTERM to SIGKILL.
         cores: that it runs on, by number; empty for those of this process.
+        num_ranks: processes that run one model together, by torchrun; 1 for none but this.
     """
 
     name: str
@@ -37,6 +46,16 @@ class ProcessSpec:
     environment: Mapping[str, str]
     drain_budget_s: float = 10.0
     cores: frozenset[int] = frozenset()
+    num_ranks: int = 1
+
+    @property
+    def arguments(self) -> tuple[str, ...]:
+        """Arguments of Python that start it."""
+        module = ("-m", _ATTACHED, self.module)
+        if self.num_ranks == 1:
+            return module
+        # Each rank watches the parent too: torchrun, killed, leaves its ranks alone.
+        return ("-m", _ATTACHED, _TORCHRUN, "--standalone", "--nproc-per-node", str(self.num_ranks), *module)
 
 
 class ServiceProcess:
@@ -78,6 +97,11 @@ class ServiceProcess:
         return ""
 
     @property
+    def http_address(self) -> str:
+        """Address of its HTTP API; empty where it has none, or does not serve yet."""
+        return self.announced("http_address")
+
+    @property
     def exit_code(self) -> int | None:
         """Its exit code: a negative number is a signal; None while it runs."""
         return self._process.poll() if self._process else None
@@ -91,7 +115,7 @@ class ServiceProcess:
         with self.log.open("ab") as log, _on_cores(self.spec.cores):
             # A session of its own: Ctrl-C in the terminal reaches this process alone, which then drains the others.
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "outrider.local.attached", self.spec.module],
+                [sys.executable, *self.spec.arguments],
                 env=environment,
                 stdin=subprocess.PIPE,
                 stdout=log,
@@ -100,27 +124,33 @@ class ServiceProcess:
             )
 
     def restart(self) -> None:
-        """Start it again at the address that it had, after it has ended, with its log continued."""
+        """Start it again at the addresses that it had, after it has ended, with its log continued."""
         environment = {**self.spec.environment, "OUTRIDER_ADDRESS": self.address}
+        if http_address := self.http_address:
+            environment["OUTRIDER_HTTP_ADDRESS"] = http_address
         self.spec = replace(self.spec, environment=environment)
         self.start()
 
-    async def wait_ready(self, timeout_s: float, progress: Callable[[str], None] = lambda line: None) -> str:
+    async def wait_ready(self, timeout_s: float | None, progress: Callable[[str], None] = lambda line: None) -> str:
         """Return its address once it serves.
 
         Args:
-            timeout_s: bound on the wait.
+            timeout_s: bound on the wait; None waits as long as it makes progress, see `Startup`.
             progress: called with the latest line of the log while the service is loading.
 
         Raises:
-            Unavailable: it ended early or is not ready in time; the message has the end of its log.
+            Unavailable: it ended early or is not ready in time; the message has its error, or the end of its log.
         """
-        give_up = monotonic() + timeout_s
+        startup = Startup(self.log, self.pid)
+        give_up = None if timeout_s is None else monotonic() + timeout_s
         while not self._ready_file.exists():
             if not self.is_running:
-                raise Unavailable(f"{self.spec.name} ended with {self._status()} while starting{self._log_tail()}")
-            if monotonic() > give_up:
+                raise Unavailable(self._early_end())
+            if give_up is not None and monotonic() > give_up:
                 raise Unavailable(f"{self.spec.name} is not ready after {timeout_s:g} s{self._log_tail()}")
+            if give_up is None and startup.has_stalled():
+                problem = f"is not ready and made no progress for {startup.stall_s:g} s"
+                raise Unavailable(f"{self.spec.name} {problem}{self._log_tail()}")
             progress(self._last_line())
             await asyncio.sleep(_POLL_S)
         self.address = self._ready_file.read_text().strip()
@@ -147,6 +177,14 @@ class ServiceProcess:
             await asyncio.sleep(_POLL_S)
         self.kill()
 
+    def _early_end(self) -> str:
+        """Return why it ended while starting: an error that it named itself, else the end of its log."""
+        for line in reversed(self._tail(_SEARCHED_LINES)):
+            reason, _, message = line.partition(": ")
+            if message and reason in ERRORS:
+                return f"{self.spec.name} cannot start: {message}"
+        return f"{self.spec.name} ended with {self._status()} while starting{self._log_tail()}"
+
     def _status(self) -> str:
         code = self._process.returncode if self._process else None
         return f"signal {-code}" if code is not None and code < 0 else f"exit code {code}"
@@ -162,7 +200,8 @@ class ServiceProcess:
         with self.log.open("rb") as log:
             log.seek(max(0, os.fstat(log.fileno()).st_size - 256 * num_lines))
             # Progress bars redraw their line with a carriage return; only the latest state is of interest.
-            lines = [line.rsplit("\r", 1)[-1] for line in log.read().decode(errors="replace").split("\n")]
+            text = _ESCAPES.sub("", log.read().decode(errors="replace"))
+            lines = [line.rstrip("\r").rsplit("\r", 1)[-1] for line in text.split("\n")]
         return [line.strip() for line in lines if line.strip()][-num_lines:]
 
 

@@ -6,7 +6,7 @@ import shutil
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
@@ -15,10 +15,13 @@ from urllib.parse import urlsplit, urlunsplit
 
 from outrider.client.client import OutriderClient
 from outrider.errors import ModelUnsupported
+from outrider.local.listening import check_free, reachable
 from outrider.local.process import ProcessSpec, ServiceProcess
 from outrider.local.stack_options import EMBEDDED, StackOptions
+from outrider.local.workers import fitting_lookahead, out_of_rotation
 
 _KEPT_RUNS = 20
+_LOOKAHEAD = "OUTRIDER_LOOKAHEAD"
 
 Progress = Callable[[str, str], None]
 """Called with the name of a process of the stack and one line about its progress."""
@@ -58,8 +61,18 @@ class LocalStack:
 
     @property
     def addresses(self) -> tuple[str, ...]:
-        """Addresses of the orchestrators; empty before the start."""
-        return tuple(process.address for process in self.orchestrators)
+        """Addresses at which this machine reaches the orchestrators; empty before the start."""
+        return tuple(reachable(process.address) for process in self.orchestrators)
+
+    @property
+    def http_addresses(self) -> tuple[str, ...]:
+        """The same of their HTTP API; empty without one."""
+        return tuple(reachable(address) for process in self.orchestrators if (address := process.http_address))
+
+    @property
+    def base_url(self) -> str:
+        """URL of the first orchestrator's HTTP API, such as http://127.0.0.1:8000/v1; empty without one."""
+        return f"http://{self.http_addresses[0]}/v1" if self.http_addresses else ""
 
     @property
     def processes(self) -> tuple[ServiceProcess, ...]:
@@ -69,6 +82,16 @@ class LocalStack:
     def client(self) -> OutriderClient:
         """Return a client of all its orchestrators; the caller closes it."""
         return OutriderClient(self.addresses)
+
+    async def out_of_rotation(self, client: OutriderClient) -> Sequence[str]:
+        """Return a line for each worker that gets no sessions, with the reason; a few seconds after the start at most.
+
+        Raises:
+            OutriderError: the orchestrator refuses to list them.
+        """
+        names = {process.address: process.spec.name for process in self.processes}
+        statuses = await out_of_rotation(client, len(self.targets) + len(self.drafts))
+        return [f"{names.get(status.address, status.address)}: {status.reason}" for status in statuses]
 
     async def start(self) -> None:
         """Start everything and return when requests can be served.
@@ -84,7 +107,7 @@ class LocalStack:
             raise
 
     async def close(self) -> None:
-        """Drains everything within each process's budget; closing twice does nothing more."""
+        """Drain everything within each process's budget; closing twice does nothing more."""
         for group in (self.orchestrators, self.drafts + self.targets):
             for process in group:
                 process.terminate()
@@ -111,6 +134,9 @@ class LocalStack:
         asyncio.run(self.close())
 
     async def _start(self) -> None:
+        # Loading takes long: what the end of the start would trip over is better known now.
+        for address in filter(None, (self.options.address, self.options.http_address)):
+            check_free(address)
         if EMBEDDED in (self.options.model, *(draft.model for draft in self.options.drafts)):
             await prepare_embedded_model()
         redis, kv_blocks_url = self._start_redis(), self._start_block_store()
@@ -119,8 +145,14 @@ class LocalStack:
         self.drafts = self._launch(self.options.draft_specs())
         await self._wait_ready(self.targets + self.drafts)
         workers = {"OUTRIDER_TARGETS": _joined(self.targets), "OUTRIDER_DRAFTS": _joined(self.drafts)}
-        self.orchestrators = self._launch(self.options.orchestrator_specs({**redis, **workers}))
+        self.orchestrators = self._launch(self.options.orchestrator_specs({**redis, **workers, **await self._pace()}))
         await self._wait_ready(self.orchestrators)
+
+    async def _pace(self) -> Mapping[str, str]:
+        """Return the setting by which drafts run ahead of verdicts or wait for them; none where it is given."""
+        if _LOOKAHEAD in os.environ:
+            return {}
+        return await fitting_lookahead([process.address for process in self.targets], self.options.target_threads)
 
     def _start_redis(self) -> dict[str, str]:
         """Return the settings that name the Redis of sessions, after starting one where none is given."""

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Final
 
 from outrider.errors import InvalidArgument
+from outrider.local.listening import check_address, chosen_addresses
 from outrider.local.process import ProcessSpec
 
 EMBEDDED = "embedded"
@@ -16,6 +17,8 @@ EMBEDDED = "embedded"
 DRAFTERS: Final = ("ngram", "model", "layers", "eagle3", "medusa")
 MODEL_DRAFTERS: Final = ("model", "eagle3", "medusa")
 """Drafters with a model or a head of their own."""
+_HEADS: Final = ("eagle3", "medusa")
+_PATH_STARTS: Final = ("/", "./", "../", "~")
 _MANIFEST: Final = "outrider_draft.json"
 _SPIN: Final = "GOMP_SPINCOUNT"
 _SHORT_SPIN: Final = "20000"
@@ -51,12 +54,23 @@ class DraftOptions:
             raise InvalidArgument("drafter 'medusa' needs the folder of its heads", "draft_model")
         _check_at_least("num_layers", self.num_layers, 1)
         _check_at_least("num_drafts", self.num_replicas, 1)
+        check_folder(self.model, "draft_model")
+
+
+def check_folder(model: str, field: str) -> None:
+    """Check a model that is written as a path, such as ./llama; raise `InvalidArgument` where no such folder is."""
+    if model.startswith(_PATH_STARTS) and not Path(model).is_dir():
+        raise InvalidArgument(f"no such folder: {model}", field)
+
+
+def _manifest(draft_model: str) -> Path:
+    return Path(draft_model) / _MANIFEST
 
 
 def fitting_drafter(model: str, draft_model: str, num_layers: int | None) -> str:
     """Return the default drafter for a target, a draft model if given, and a number of layers if given."""
     if draft_model:
-        manifest = Path(draft_model) / _MANIFEST
+        manifest = _manifest(draft_model)
         method = json.loads(manifest.read_text()).get("method") if manifest.is_file() else None
         return method if method in MODEL_DRAFTERS else "model"
     if num_layers is not None:
@@ -73,6 +87,11 @@ class StackOptions:
         drafts: the kinds of drafts; empty for plain decoding only.
         dtype: of models that have one; empty takes the service's default.
         device: cpu, cuda, ...; empty takes the service's default.
+        draft_device: the same for drafts; empty takes `device`.
+        quantization: of the target, a transformers quantisation config as JSON; empty for the checkpoint's own.
+        kv_budget_bytes: bound on the KV cache of each target; 0 takes the service's default.
+        max_session_len: longest session in tokens, of targets and drafts; 0 takes the service's default.
+        tensor_parallel: processes that run one target together, each with a part of every weight, on a GPU each.
         redis_url: Redis to keep sessions in; empty starts an embedded one.
         kv_blocks_url: Redis for blocks of the targets' KV cache; empty starts an embedded one where there are several
             targets and no `redis_url`.
@@ -83,8 +102,13 @@ class StackOptions:
         target_cores: cores that targets run on, by number; empty for all.
         target_environment: further settings of targets.
         orchestrator_environment: further settings of orchestrators.
+        address: where orchestrators listen: HOST:PORT, HOST:0 for free ports, or HOST:PORT+ for the next free ports.
+        http_address: the same for their HTTP API; empty for none.
+        served_model_names: names of the model over HTTP; empty for the service's default.
+        generation_config: `auto` or `none`, whether sampling parameters have the model's defaults; empty takes the
+            service's default.
         exposes_metrics: whether each process exposes Prometheus metrics on a free port; see `ServiceProcess`.
-        ready_timeout_s: bound on the start of each process.
+        ready_timeout_s: bound on the start of each process; None waits as long as it makes progress, see `Startup`.
         drain_budget_s: bound on the end of each process.
     """
 
@@ -92,6 +116,11 @@ class StackOptions:
     drafts: tuple[DraftOptions, ...] = field(default_factory=lambda: (DraftOptions(),))
     dtype: str = ""
     device: str = ""
+    draft_device: str = ""
+    quantization: str = ""
+    kv_budget_bytes: int = 0
+    max_session_len: int = 0
+    tensor_parallel: int = 1
     redis_url: str = ""
     kv_blocks_url: str = ""
     kv_blocks_bytes: int = 1 << 30
@@ -101,8 +130,12 @@ class StackOptions:
     target_cores: frozenset[int] = frozenset()
     target_environment: Mapping[str, str] = field(default_factory=dict)
     orchestrator_environment: Mapping[str, str] = field(default_factory=dict)
+    address: str = "127.0.0.1:0"
+    http_address: str = ""
+    served_model_names: tuple[str, ...] = ()
+    generation_config: str = ""
     exposes_metrics: bool = False
-    ready_timeout_s: float = 300.0
+    ready_timeout_s: float | None = None
     drain_budget_s: float = 10.0
 
     def __post_init__(self) -> None:
@@ -110,6 +143,15 @@ class StackOptions:
         _check_at_least("num_orchestrators", self.num_orchestrators, 1)
         _check_at_least("target_threads", self.target_threads, 0)
         _check_at_least("kv_blocks_bytes", self.kv_blocks_bytes, 0)
+        _check_at_least("kv_budget_bytes", self.kv_budget_bytes, 0)
+        _check_at_least("max_session_len", self.max_session_len, 0)
+        _check_at_least("tensor_parallel", self.tensor_parallel, 1)
+        check_folder(self.model, "model")
+        check_address(self.address, "address", self.num_orchestrators)
+        if self.http_address:
+            check_address(self.http_address, "http_address", self.num_orchestrators)
+            if self.http_address == self.address and not self.address.endswith((":0", "+")):
+                raise InvalidArgument(f"http_address is {self.address}, which is the address too", "http_address")
 
     @property
     def has_own_block_store(self) -> bool:
@@ -126,19 +168,35 @@ class StackOptions:
             # a millisecond covers the gaps within a pass (speculation: 1.17 instead of 1.10 x plain, 2 cores).
             _SPIN: os.environ.get(_SPIN, _SHORT_SPIN),
             "OUTRIDER_KV_BLOCKS_URL": kv_blocks_url or self.kv_blocks_url,
-            **self._placement(),
+            **_given(
+                {
+                    "OUTRIDER_QUANTIZATION": self.quantization,
+                    "OUTRIDER_KV_BUDGET_BYTES": self.kv_budget_bytes,
+                    "OUTRIDER_MAX_SESSION_LEN": self.max_session_len,
+                }
+            ),
+            **self._placement(self.device),
             **self.target_environment,
         }
         for number in range(self.num_targets):
-            yield replace(self._spec(f"target-{number}", "target_service", settings), cores=self.target_cores)
+            spec = self._spec(f"target-{number}", "target_service", settings)
+            yield replace(spec, cores=self.target_cores, num_ranks=self.tensor_parallel)
 
     def draft_specs(self) -> Iterator[ProcessSpec]:
         """Yield how to start each draft."""
         numbers: Counter[str] = Counter()
         for draft in self.drafts:
-            settings = {"OUTRIDER_DRAFTER": draft.drafter, "OUTRIDER_NUM_THREADS": str(draft.num_threads)}
+            settings = {
+                "OUTRIDER_DRAFTER": draft.drafter,
+                "OUTRIDER_NUM_THREADS": str(draft.num_threads),
+                **_given({"OUTRIDER_MAX_SESSION_LEN": self.max_session_len}),
+            }
             if draft.drafter != "ngram":
-                settings |= {"OUTRIDER_MODEL": draft.model or self.model, **self._placement()}
+                placement = self._placement(self.draft_device or self.device)
+                settings |= {"OUTRIDER_MODEL": draft.model or self.model, **placement}
+            if draft.drafter in _HEADS and draft.model not in ("", EMBEDDED) and not _manifest(draft.model).is_file():
+                # Published heads do not name the target that they were made for.
+                settings["OUTRIDER_TARGET"] = os.environ.get("OUTRIDER_TARGET", self.model)
             if draft.drafter == "layers":
                 settings["OUTRIDER_NUM_LAYERS"] = str(draft.num_layers)
             for _ in range(draft.num_replicas):
@@ -148,27 +206,43 @@ class StackOptions:
                 yield self._spec(name, "draft_service", {**settings, **draft.environment})
 
     def orchestrator_specs(self, addresses: Mapping[str, str]) -> Iterator[ProcessSpec]:
-        """Yield how to start each orchestrator; `addresses` are the settings that name Redis and the workers."""
-        for number in range(self.num_orchestrators):
-            settings = {**addresses, **self._lookahead(), **self.orchestrator_environment}
+        """Yield how to start each orchestrator, at addresses that are free now.
+
+        Args:
+            addresses: the settings that name Redis and the workers, and those that follow from the workers.
+
+        Raises:
+            Unavailable: no port is free.
+        """
+        places = chosen_addresses(self.address, self.num_orchestrators)
+        web = chosen_addresses(self.http_address, self.num_orchestrators, places)
+        names = ",".join(self.served_model_names)
+        about = {"OUTRIDER_SERVED_MODEL_NAMES": names, "OUTRIDER_GENERATION_CONFIG": self.generation_config}
+        for number, (address, http_address) in enumerate(zip(places, web, strict=True)):
+            listening = {"OUTRIDER_ADDRESS": address, "OUTRIDER_HTTP_ADDRESS": http_address}
+            settings = {**listening, **_given(about), **addresses, **self.orchestrator_environment}
             yield self._spec(f"orchestrator-{number}", "orchestrator", settings)
 
-    def _lookahead(self) -> dict[str, str]:
-        """Make drafts wait for verdicts where the target uses all cores: ahead of verdicts they would slow it down."""
-        return {"OUTRIDER_LOOKAHEAD": "0"} if not self.target_threads and "cuda" not in self.device else {}
-
-    def _placement(self) -> dict[str, str]:
-        chosen = {"OUTRIDER_DTYPE": self.dtype, "OUTRIDER_DEVICE": self.device}
-        return {name: value for name, value in chosen.items() if value}
+    def _placement(self, device: str) -> dict[str, str]:
+        return _given({"OUTRIDER_DTYPE": self.dtype, "OUTRIDER_DEVICE": device})
 
     def _spec(self, name: str, module: str, settings: Mapping[str, str]) -> ProcessSpec:
         life = {
             "OUTRIDER_ADDRESS": "127.0.0.1:0",
             "OUTRIDER_DRAIN_BUDGET_S": str(self.drain_budget_s),
-            "OUTRIDER_LOG_FORMAT": "text",
+            "OUTRIDER_LOG_FORMAT": os.environ.get("OUTRIDER_LOG_FORMAT", "text"),
+            # One address for all processes; it would fail all but the first.
+            "OUTRIDER_HEALTH_ADDRESS": "",
             "OUTRIDER_METRICS_ADDRESS": "127.0.0.1:0" if self.exposes_metrics else "",
+            # Has the hub's client draw the bars of downloads into the log.
+            "TQDM_POSITION": "-1",
         }
         return ProcessSpec(name, module, {**life, **settings}, self.drain_budget_s)
+
+
+def _given(settings: Mapping[str, str | int]) -> dict[str, str]:
+    """Return the settings that have a value: the services' defaults, and the environment, stand for the others."""
+    return {name: str(value) for name, value in settings.items() if value}
 
 
 def _check_at_least(name: str, value: int, least: int) -> None:

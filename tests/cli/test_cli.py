@@ -1,15 +1,18 @@
 import json
+import re
 import signal
 import subprocess
 import sys
 from pathlib import Path
 
+import click
 import pytest
 from click.testing import CliRunner, Result
 from rich.progress import Progress
 
 from outrider.cli.distill import Bars
 from outrider.cli.main import main
+from outrider.cli.options import sampling_options, take_given_sampling
 from outrider.cli.rendering import origins_of_words
 from outrider.errors import InvalidArgument, Overloaded
 from outrider.parameters import SamplingParameters
@@ -103,6 +106,32 @@ def test_every_sampling_parameter_is_an_option(service: ScriptedService) -> None
     assert {item.name for item in asked.DESCRIPTOR.fields} == set(SamplingParameters().as_dict())
 
 
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        ([], {}),
+        (["--temperature", "0", "--seed", "0", "--logprobs", "0"], {"temperature": 0.0, "seed": 0, "logprobs": 0}),
+        (["--top-p", "1", "--stop", "a", "--ignore-eos"], {"top_p": 1.0, "stop": ("a",), "ignore_eos": True}),
+    ],
+)
+def test_only_sampling_parameters_that_are_given_are_sent(arguments: list[str], expected: dict[str, object]) -> None:
+    found: list[dict[str, object]] = []
+
+    @click.command()
+    @sampling_options
+    def command(**values: object) -> None:
+        found.append(take_given_sampling(values))
+
+    CliRunner().invoke(command, arguments, catch_exceptions=False)
+    assert found == [expected]
+
+
+def test_the_help_tells_the_models_defaults_from_the_services() -> None:
+    text = outrider("generate", "--help").stdout
+    assert re.search(r"--temperature FLOAT .*?\[default: the model's\]", text, re.DOTALL)
+    assert re.search(r"--max-tokens INTEGER .*?\[default: 256\]", text, re.DOTALL)
+
+
 def test_speculation_options(service: ScriptedService) -> None:
     outrider(
         "generate", "x", "--address", service.address, "--num-speculative-tokens", "7", "--drafter", "layers",
@@ -171,7 +200,12 @@ def test_words_share_the_origins_of_tokens(text: str, num: int, expected: str) -
         (("generate", "x", "--drafter", "ngram", "--num-layers", "3"), 2, "num_layers goes with --drafter layers"),
         (("info",), 2, "Missing option '--address'"),
         (("info", "--address", "127.0.0.1:1"), 1, "failed to connect"),
+        (("info", "--address", "localhost"), 2, "'--address': 'localhost' has no port"),
+        (("chat", "--address", "127.0.0.1:http"), 2, "'--address': '127.0.0.1:http' must be host:port"),
         (("up", "--address", "127.0.0.1:1", "--num-orchestrators", "2"), 2, "--address goes with one orchestrator"),
+        (("up", "--http-address", "[::1]:1", "--num-orchestrators", "2"), 2, "--http-address goes with one"),
+        (("up", "--http-address", "localhost"), 2, "http_address: 'localhost' is not HOST:PORT"),
+        (("up", "--kv-budget", "much"), 2, "'much' is not a size such as 8GiB"),
         (("nonsense",), 2, "No such command 'nonsense'"),
     ],
 )
@@ -213,6 +247,23 @@ def test_chat_takes_turns_from_a_pipe(service: ScriptedService) -> None:
     assert service.deleted == [first]
 
 
+def test_chat_has_commands(service: ScriptedService) -> None:
+    lines = "/stats\n/help\nHi\n/stats\n//etc/hosts is a file\n/exit\nnever sent\n"
+    result = outrider("chat", "--address", service.address, input=lines)
+    assert (result.exit_code, result.stdout) == (0, f"{TEXT}\n" * 2)
+    assert [asked.chat.messages[-1].content for asked in service.requests] == ["Hi", "/etc/hosts is a file"]
+    before, _, after = result.stderr.partition("/help    lists these commands")
+    assert "there is no answer yet" in before
+    assert after.count("acceptance rate 75%") == 1
+    assert "/reset   starts a new conversation" in after
+
+
+def test_chat_refuses_an_unknown_command(service: ScriptedService) -> None:
+    result = outrider("chat", "--address", service.address, input="/frobnicate now\nnever sent\n")
+    expected = "outrider: error: command: /frobnicate is unknown; /help lists the commands, // sends a /\n"
+    assert (result.exit_code, result.stderr, service.requests) == (2, expected, [])
+
+
 def test_chat_in_a_pipe_ends_at_an_error(service: ScriptedService) -> None:
     service.scripts = [whole(), [InvalidArgument("content is too long", "content")]]
     result = outrider("chat", "--address", service.address, input="Hi\nAnd?\n")
@@ -232,7 +283,9 @@ def test_info_shows_who_is_out_of_rotation_and_why(service: ScriptedService) -> 
 
 
 def test_bench_lists_what_there_is() -> None:
-    assert "overhead" in outrider("bench").stdout.split()
+    lines = outrider("bench").stdout.splitlines()
+    assert lines[0].split(maxsplit=1) == ["overhead", "Time per round outside the two models: gRPC, Redis, scheduling"]
+    assert all(len(line.split(maxsplit=1)) == 2 for line in lines)
     unknown = outrider("bench", "nonsense")
     assert (unknown.exit_code, unknown.stderr.count("\n")) == (2, 1)
     assert "there are: overhead" in unknown.stderr

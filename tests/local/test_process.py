@@ -10,6 +10,7 @@ import pytest
 
 from outrider.errors import Unavailable
 from outrider.local.process import ProcessSpec, ServiceProcess
+from outrider.local.startup import Startup
 
 MODULE = "tests.local.trivial_service"
 
@@ -37,6 +38,42 @@ async def test_one_that_ends_early_says_so_with_its_log(tmp_path: Path) -> None:
     ):
         await process.wait_ready(20)
     await process.wait_ended()
+
+
+async def test_one_that_names_its_error_ends_with_that_alone(tmp_path: Path) -> None:
+    process = service(tmp_path, "names its error")
+    process.start()
+    with pytest.raises(Unavailable) as caught:
+        await process.wait_ready(None)
+    assert caught.value.message.startswith("trivial-0 cannot start: cannot load nonsense: it is too strange")
+    assert "\n" not in caught.value.message
+    await process.wait_ended()
+
+
+async def test_one_without_progress_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Startup, "has_stalled", lambda startup: True)
+    process = service(tmp_path, "never ready")
+    process.start()
+    with pytest.raises(Unavailable, match="is not ready and made no progress for 300 s"):
+        await process.wait_ready(None)
+    process.kill()
+
+
+async def test_a_restart_keeps_its_addresses(tmp_path: Path) -> None:
+    spec = ProcessSpec("trivial-0", MODULE, {"OUTRIDER_HTTP_ADDRESS": "127.0.0.1:0"})
+    process = ServiceProcess(spec, tmp_path)
+    process.start()
+    await process.wait_ready(20)
+    process.restart()
+    assert process.spec.environment["OUTRIDER_ADDRESS"] == "0.0.0.0:4242"
+    assert process.spec.environment["OUTRIDER_HTTP_ADDRESS"] == "0.0.0.0:4343"
+    process.kill()
+
+
+def test_progress_bars_show_their_latest_state(tmp_path: Path) -> None:
+    process = service(tmp_path)
+    process.log.write_text("loading\n\rmodel.safetensors:  10%|#  |\rmodel.safetensors:  20%|## |\x1b[A\r")
+    assert process._last_line() == "model.safetensors:  20%|## |"
 
 
 async def test_one_that_is_never_ready_is_given_up(tmp_path: Path) -> None:
@@ -80,6 +117,7 @@ def test_it_does_not_outlive_a_parent_that_is_killed(tmp_path: Path) -> None:
     program = f"""
 import asyncio, os, sys
 from pathlib import Path
+from outrider.local.startup import Startup
 from outrider.local.process import ProcessSpec, ServiceProcess
 process = ServiceProcess(ProcessSpec("trivial-0", {MODULE!r}, {{}}), Path({str(tmp_path)!r}))
 process.start()

@@ -1,4 +1,5 @@
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -112,6 +113,11 @@ def test_each_draft_gets_its_settings() -> None:
         (DraftOptions, {"drafter": "layers", "num_layers": 0}, "num_layers"),
         (StackOptions, {"num_targets": 0}, "num_targets"),
         (StackOptions, {"num_orchestrators": 0}, "num_orchestrators"),
+        (StackOptions, {"model": "./nope"}, "model"),
+        (StackOptions, {"tensor_parallel": 0}, "tensor_parallel"),
+        (StackOptions, {"address": "localhost"}, "address"),
+        (StackOptions, {"http_address": "127.0.0.1:8000", "num_orchestrators": 2}, "http_address"),
+        (StackOptions, {"http_address": "127.0.0.1:8000", "address": "127.0.0.1:8000"}, "http_address"),
     ],
 )
 def test_options_are_checked(kind: type, values: dict[str, object], field: str) -> None:
@@ -120,26 +126,88 @@ def test_options_are_checked(kind: type, values: dict[str, object], field: str) 
     assert caught.value.field == field
 
 
-def test_up_prints_addresses_and_drains_at_ctrl_c() -> None:
-    program = """
+UP = """
 from dataclasses import fields
 from outrider.cli import up
 from tests.local.test_stack import TrivialOptions
 run = up._run
 up._run = lambda options: run(TrivialOptions(**{item.name: getattr(options, item.name) for item in fields(options)}))
 from outrider.cli.main import main
-main(["up", "--model", "toy", "--redis-url", "redis://:secret@127.0.0.1:1"])
+main()
 """
+"""`outrider up` with services that do nothing."""
+
+
+def test_up_prints_what_to_try_and_drains_at_ctrl_c() -> None:
+    arguments = ["up", "--model", "toy", "--redis-url", "redis://:secret@127.0.0.1:1", "--served-model-name", "pet"]
     with subprocess.Popen(
-        [sys.executable, "-c", program], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        [sys.executable, "-c", UP, *arguments], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     ) as up:
         assert up.stdout is not None
-        lines = [up.stdout.readline() for _ in range(6)]
+        lines = [up.stdout.readline() for _ in range(11)]
         up.send_signal(signal.SIGINT)
         _, error = up.communicate(timeout=20)
     assert lines[0].split() == ["redis", "redis://:***@127.0.0.1:1"]
-    assert lines[-1] == 'ready; try: outrider generate "Once upon a time" --address 127.0.0.1:4242\n'
-    assert (up.returncode, error) == (0, "draining\n")
+    # The trivial service says that it listens on all hosts.
+    assert lines[3].split() == ["orchestrator-0", "0.0.0.0:4242", "http://0.0.0.0:4343"]
+    body = '{"model": "pet", "messages": [{"role": "user", "content": "Why is the sky blue?"}]}'
+    assert [line.strip() for line in lines[5:]] == [
+        "ready; try:",
+        "outrider chat --address 127.0.0.1:4242",
+        'outrider generate "Once upon a time" --address 127.0.0.1:4242',
+        f"curl http://127.0.0.1:4343/v1/chat/completions -H 'Content-Type: application/json' -d '{body}'",
+        'from openai import OpenAI; client = OpenAI(base_url="http://127.0.0.1:4343/v1", api_key="-")',
+        "http://127.0.0.1:4343/docs",
+    ]
+    assert up.returncode == 0
+    assert "port 50050 is taken: using 0.0.0.0:4242" in error
+    assert error.endswith("draining\n")
+
+
+async def test_orchestrators_listen_where_they_are_told_to() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        stack = LocalStack(options(num_orchestrators=2, address=f"127.0.0.1:{port}+", http_address=f"[::1]:{port}+"))
+        async with stack:
+            places = [process.spec.environment["OUTRIDER_ADDRESS"] for process in stack.orchestrators]
+            web = [process.spec.environment["OUTRIDER_HTTP_ADDRESS"] for process in stack.orchestrators]
+            assert stack.addresses == ("127.0.0.1:4242",) * 2
+            assert (stack.http_addresses, stack.base_url) == (("127.0.0.1:4343",) * 2, "http://127.0.0.1:4343/v1")
+    assert len({*places, *web}) == 4
+    assert f"127.0.0.1:{port}" not in places
+
+
+async def test_a_stack_has_no_http_unless_it_is_told_to() -> None:
+    async with LocalStack(options()) as stack:
+        assert stack.orchestrators[0].spec.environment["OUTRIDER_HTTP_ADDRESS"] == ""
+        assert (stack.http_addresses, stack.base_url) == ((), "")
+
+
+async def test_a_port_that_is_taken_ends_the_start_before_anything_is_loaded() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        address = f"127.0.0.1:{taken.getsockname()[1]}"
+        stack = LocalStack(options(address=address))
+        with pytest.raises(Unavailable, match=f"cannot listen on {address}: the port is taken"):
+            await stack.start()
+    assert stack.targets == []
+
+
+async def test_drafts_wait_for_verdicts_beside_a_target_unless_told_not_to(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with LocalStack(options()) as stack:
+        assert stack.orchestrators[0].spec.environment["OUTRIDER_LOOKAHEAD"] == "0"
+    async with LocalStack(options(orchestrator_environment={"OUTRIDER_LOOKAHEAD": "7"})) as stack:
+        assert stack.orchestrators[0].spec.environment["OUTRIDER_LOOKAHEAD"] == "7"
+    monkeypatch.setenv("OUTRIDER_LOOKAHEAD", "9")
+    async with LocalStack(options()) as stack:
+        assert "OUTRIDER_LOOKAHEAD" not in stack.orchestrators[0].spec.environment
+
+
+def test_published_heads_get_the_target_of_the_stack(tmp_path: Path) -> None:
+    (spec,) = StackOptions(model="org/large", drafts=(DraftOptions("eagle3", "org/head"),)).draft_specs()
+    assert (spec.environment["OUTRIDER_MODEL"], spec.environment["OUTRIDER_TARGET"]) == ("org/head", "org/large")
+    (tmp_path / "outrider_draft.json").write_text("{}")
+    (spec,) = StackOptions(drafts=(DraftOptions("eagle3", str(tmp_path)),)).draft_specs()
+    assert "OUTRIDER_TARGET" not in spec.environment
 
 
 def test_a_targets_workers_do_not_spin_for_long_unless_told_to(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,5 +1,6 @@
 """A service that does nothing: reports a port as ready, waits for SIGTERM. `TRIVIAL` says how it misbehaves."""
 
+import json
 import os
 import signal
 import sys
@@ -13,8 +14,14 @@ def main() -> None:
     print(f"trivial service as {os.environ.get('OUTRIDER_MODEL', 'none')}", flush=True)
     if how == "dies":
         sys.exit("no such model: nonsense")
+    if how == "names its error":
+        sys.exit("MODEL_UNSUPPORTED: cannot load nonsense: " + "it is too strange " * 30)
     if how != "never ready":
-        Path(os.environ["OUTRIDER_READY_FILE"]).write_text("127.0.0.1:4242")
+        http_address = "0.0.0.0:4343" if os.environ.get("OUTRIDER_HTTP_ADDRESS") else ""
+        # Where it has HTTP, it claims to listen on all hosts.
+        address = "0.0.0.0:4242" if http_address else "127.0.0.1:4242"
+        print(json.dumps({"ready": True, "address": address, "http_address": http_address}), flush=True)
+        Path(os.environ["OUTRIDER_READY_FILE"]).write_text(address)
     if how == "stubborn":
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
     else:

@@ -12,6 +12,7 @@ from transformers.utils.hub import cached_file
 
 from outrider.errors import ModelUnsupported
 from outrider.lm import embedded
+from outrider.lm.hub import check_available
 
 _EMBEDDINGS: Final = ("embed_tokens.weight", "wte.weight", "embed_in.weight", "word_embeddings.weight")
 _OUTPUTS: Final = ("lm_head.weight", "embed_out.weight", "output.weight")
@@ -48,6 +49,10 @@ def read_shared(target: str) -> SharedWeights:
         ModelUnsupported: its files are missing, or have no such weights.
     """
     source = str(embedded.ensure_embedded()) if target == embedded.NAME else target
+    try:
+        check_available(source)
+    except ModelUnsupported as error:
+        raise ModelUnsupported(f"cannot read the target {target}: {error.message}") from error
     try:
         text: Any = AutoConfig.from_pretrained(source).get_text_config()
         files = _files(source)
