@@ -21,7 +21,7 @@ from target_service.engine.commands import (
     SpeculationTerms,
     Window,
 )
-from target_service.engine.results import Features, Opened, Refused, Result, Verdict
+from target_service.engine.results import Features, Opened, Progress, Refused, Result, Verdict
 
 _MAX_WAIT_S: Final = 60.0
 _MAX_STOP_TOKEN_IDS: Final = 1024
@@ -80,6 +80,9 @@ def frame_from_result(result: Result) -> target_pb2.VerifyResponseFrame:
         case Opened(handle, cached_len):
             opened = target_pb2.VerifyOpened(cached_len=cached_len)
             return target_pb2.VerifyResponseFrame(handle=handle, opened=opened)
+        case Progress(handle, cached_len):
+            progress = target_pb2.VerifyProgress(cached_len=cached_len)
+            return target_pb2.VerifyResponseFrame(handle=handle, progress=progress)
         case Features(handle, features):
             return target_pb2.VerifyResponseFrame(handle=handle, features=wire.features_to_message(features))
         case Refused(handle, error):

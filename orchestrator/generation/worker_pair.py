@@ -184,6 +184,11 @@ class WorkerPair:
         if self._draft is not None:
             self._draft.forward(features)
 
+    def _on_progress(self, cached_len: int) -> None:
+        if self._request.reports:
+            self._note(generation_pb2.NOTICE_KIND_PREFILL, num_tokens=cached_len)
+            self.arrived.set()
+
     def _request_features(self, layers: Sequence[int], start: int) -> None:
         if self._target is not None:
             self._target.request_features(layers, start)
@@ -224,7 +229,14 @@ class WorkerPair:
         if num_failures:
             # It is the only one: retry with backoff.
             await asyncio.sleep(min(_FIRST_PAUSE_S * 2 ** (num_failures - 1), _MAX_PAUSE_S))
-        target = TargetSession(link, self._on_verdict, self._on_target_error, self._on_features, self._tokens.read_from)
+        target = TargetSession(
+            link,
+            self._on_verdict,
+            self._on_target_error,
+            self._on_features,
+            self._on_progress,
+            self._tokens.read_from,
+        )
         self._target, self._target_error, self._opened_len = target, None, self._tokens.end
         layers = self._draft.feature_layers if self._draft else ()
         try:

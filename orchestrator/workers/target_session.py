@@ -27,6 +27,7 @@ class TargetSession:
         on_verdict: called with each verdict, in order.
         on_error: called once, with the error that ends the session on this target.
         on_features: called with features, in order, once they are requested.
+        on_progress: called with the tokens of the session that are done, while a long prompt is run.
         tokens_from: reads the session's tokens from a position on, up to the end at the time of `open`.
     """
 
@@ -36,12 +37,14 @@ class TargetSession:
         on_verdict: Callable[[target_pb2.Verdict], None],
         on_error: Callable[[OutriderError], None],
         on_features: Callable[[tokens_pb2.Features], None],
+        on_progress: Callable[[int], None],
         tokens_from: Callable[[int], Awaitable[tuple[int, ...]]],
     ) -> None:
         self.link = link
         self._on_verdict = on_verdict
         self._on_error = on_error
         self._on_features = on_features
+        self._on_progress = on_progress
         self._tokens_from = tokens_from
         self._opened: asyncio.Future[int] = asyncio.get_running_loop().create_future()
         self._handle: StreamHandle | None = None
@@ -94,6 +97,8 @@ class TargetSession:
                 self._on_verdict(frame.verdict)
             case "features":
                 self._on_features(frame.features)
+            case "progress":
+                self._on_progress(frame.progress.cached_len)
             case "opened":
                 if not self._opened.done():
                     self._opened.set_result(frame.opened.cached_len)

@@ -22,7 +22,7 @@ from outrider.cli.stack_arguments import stack_options, take_stack
 from outrider.cli.waiting import ReadingPrompt
 from outrider.client.client import OutriderClient
 from outrider.client.conversation import Conversation
-from outrider.client.events import Accepted, Generation
+from outrider.client.events import Generation
 from outrider.errors import InvalidArgument, Overloaded, SessionBusy
 from outrider.local.stack_options import StackOptions
 
@@ -122,8 +122,7 @@ async def _answer(conversation: Conversation, line: str, printer: TextPrinter) -
         async with aclosing(conversation.send(line)) as events:
             async for event in events:
                 generation.add(event)
-                if not isinstance(event, Accepted):
-                    reading.end()
+                reading.show(event)
                 printer.print(event)
     printer.end(generation)
     return generation

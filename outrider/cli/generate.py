@@ -23,7 +23,7 @@ from outrider.cli.rendering import TextPrinter, as_json, summary
 from outrider.cli.stack_arguments import stack_options, take_stack
 from outrider.cli.waiting import ReadingPrompt
 from outrider.client.client import OutriderClient
-from outrider.client.events import Accepted, Generation
+from outrider.client.events import Generation
 from outrider.client.request import GenerationRequest, Message
 
 INTERRUPTED = 130
@@ -95,8 +95,7 @@ async def stream(
         async with aclosing(client.generate(request, timeout_s=timeout_s)) as events:
             async for event in events:
                 generation.add(event)
-                if not isinstance(event, Accepted):
-                    reading.end()
+                reading.show(event)
                 if printer is not None:
                     printer.print(event)
     if printer is not None:

@@ -232,6 +232,8 @@ def take_speculation(values: dict[str, Any]) -> Speculation:
         draft_p_min=values.pop("draft_p_min"),
         acceptance_rule=AcceptanceRule(rule) if rule else None,
         drafter="" if drafter in (None, NO_DRAFTER) else drafter,
+        # For the line that shows how much of a long prompt was read.
+        report=True,
     )
 
 

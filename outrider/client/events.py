@@ -160,6 +160,7 @@ class NoticeKind(Enum):
     TARGET_REPLACED = "target_replaced"
     DRAFT_LOST = "draft_lost"
     TOKENS_RECOMPUTED = "tokens_recomputed"
+    PREFILL = "prefill"
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,9 +168,10 @@ class Notice:
     """A change that the text does not show; only requests with `Speculation.report` get notices.
 
     Attributes:
-        kind: another target continues, the draft is lost, or a target recomputed the KV cache of output tokens.
+        kind: another target continues, the draft is lost, a target recomputed the KV cache of output tokens, or a part
+            of a long prompt was run.
         reason: of the error behind it; empty without one.
-        num_tokens: tokens that were recomputed.
+        num_tokens: tokens that were recomputed; of a prefill, tokens of session and prompt that are done.
     """
 
     kind: NoticeKind

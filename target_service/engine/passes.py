@@ -19,7 +19,7 @@ from target_service.engine.interface import EngineHost
 from target_service.engine.request import Request
 from target_service.engine.requests import Requests
 from target_service.engine.restoring import Restoring
-from target_service.engine.results import RoundMetrics, RoundResult, Verdict
+from target_service.engine.results import Progress, RoundMetrics, RoundResult, Verdict
 from target_service.engine.rounds import Round, decide_all
 from target_service.engine.scheduling import Scheduler, Share, prepared_again
 
@@ -115,6 +115,7 @@ class Passes:
         """Conclude a part of a prompt."""
         try:
             self._features.send(request)
+            request.handle.stream.hold(Progress(request.handle.number, request.resident.cache.cached_len))
         except Exception as error:
             self.host.fail_request(request, error)
         request.round_started = time.monotonic()

@@ -79,6 +79,14 @@ class Verdict:
 
 
 @dataclass(frozen=True, slots=True)
+class Progress:
+    """A part of a request's prompt was run, and more is left; `cached_len` tokens of its session are done."""
+
+    handle: int
+    cached_len: int
+
+
+@dataclass(frozen=True, slots=True)
 class Features:
     """Features of the target for the draft of a request."""
 
@@ -94,7 +102,7 @@ class Refused:
     error: OutriderError
 
 
-Result: TypeAlias = Opened | Verdict | Features | Refused
+Result: TypeAlias = Opened | Progress | Verdict | Features | Refused
 
 
 class ResultStream(Protocol):

@@ -12,6 +12,7 @@ from outrider.client import (
     Generation,
     GenerationRequest,
     LocalStack,
+    Notice,
     OutriderClient,
     Speculation,
 )
@@ -139,3 +140,13 @@ async def test_a_deleted_session_leaves_nothing_behind(client: OutriderClient) -
     elsewhere = dataclasses.replace(second, session_id="elsewhere", request_id="elsewhere")
     outputs = [(await client.complete(request, timeout_s=30)).token_ids for request in (second, elsewhere)]
     assert outputs[0] == outputs[1]
+
+
+async def test_a_long_prompt_tells_how_much_of_it_was_read(client: OutriderClient) -> None:
+    prompt = [number % 15 for number in range(2500)]
+    parameters, speculation = SamplingParameters(max_tokens=2), Speculation(report=True)
+    request = GenerationRequest(token_ids=prompt, parameters=parameters, speculation=speculation)
+    done = [event.num_tokens async for event in client.generate(request) if isinstance(event, Notice)]
+    assert done == sorted(set(done))
+    assert done[0] < 1000
+    assert done[-1] < len(prompt)

@@ -83,7 +83,7 @@ async def test_a_span_that_cannot_be_read_again_is_an_error_at_once(target: Scri
 
     async with linked(target) as link:
         target.caches["s"] = [1, 2]
-        session = TargetSession(link, lambda _: None, errors.put_nowait, lambda _: None, tokens_from)
+        session = TargetSession(link, lambda _: None, errors.put_nowait, lambda _: None, lambda _: None, tokens_from)
         await session.open(target_pb2.VerifyOpen(session_id="s", prompt_len=3, committed_len=3, fencing_token=1))
         error = await asyncio.wait_for(errors.get(), 10)
     assert error.reason == "UNAVAILABLE"
