@@ -202,7 +202,8 @@ class Answer(Response):
                     yield event
             return
         except (SessionNotFound, RequestNotFound):
-            if has_events or not message.HasField("resume_offset") or message.resume_offset:
+            has_begun = message.resume_offset or self._form.has_begun
+            if has_events or has_begun or not message.HasField("resume_offset"):
                 raise
         message.ClearField("resume_offset")
         async with aclosing(self._service.generate(message, self._metadata)) as events:

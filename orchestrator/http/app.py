@@ -1,6 +1,6 @@
 """The application: its routes, its schema at /openapi.json, and its page at /docs."""
 
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Callable
 from typing import Any, Final
 
 from fastapi import FastAPI, Request
@@ -12,35 +12,24 @@ from starlette.responses import Response
 import outrider
 from orchestrator.api.service import GenerationService
 from orchestrator.http import chat, completions
-from orchestrator.http.answer import Answer
-from orchestrator.http.asgi import App, Receive, Scope, Send, header, metadata, send_error
+from orchestrator.http.asgi import App, Receive, Scope, Send, send_error
 from orchestrator.http.bodies import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
-from orchestrator.http.errors import HttpError, as_http, body_of, encoded
+from orchestrator.http.errors import HttpError, as_http, body_at
 from orchestrator.http.forms import Form
 from orchestrator.http.logprobs import TokenTexts
 from orchestrator.http.names import ServedNames
-from orchestrator.http.requests import Prompts, Resumption, chat_prompt, timeout_of
-from orchestrator.workers.model import Model
+from orchestrator.http.ollama import OLLAMA_ROUTES, OllamaRoutes
+from orchestrator.http.requests import chat_prompt
+from orchestrator.http.responses import RESPONSES_ROUTES, ResponsesRoutes
+from orchestrator.http.routes import Handler, Json, RouteTable
 from outrider.errors import InvalidArgument, OutriderError
 from outrider.v1 import generation_pb2
 
-OPEN_ROUTES: Final = ("/health", "/version", "/docs", "/openapi.json", "/metrics")
+OPEN_ROUTES: Final = ("/", "/health", "/version", "/api/version", "/docs", "/openapi.json", "/metrics")
 """Routes that need no token; /metrics is served only where there are no tokens at all."""
 
-Handler = Callable[[Request], Awaitable[Response]]
 
-
-class Json(Response):
-    """A JSON response."""
-
-    media_type = "application/json"
-
-    def render(self, content: Any) -> bytes:
-        """Return the body."""
-        return encoded(content)
-
-
-class Api:
+class Api(OllamaRoutes, ResponsesRoutes):
     """The routes.
 
     Args:
@@ -57,8 +46,7 @@ class Api:
         is_ready: Callable[[], bool],
         registry: CollectorRegistry | None,
     ) -> None:
-        self._service = service
-        self._names = names
+        super().__init__(service, names)
         self._is_ready = is_ready
         self._registry = registry
 
@@ -163,44 +151,15 @@ class Api:
             raise HttpError(404, "NotFoundError", problem)
         return Response(generate_latest(self._registry), media_type="text/plain; version=0.0.4; charset=utf-8")
 
-    async def _model(self, name: str | None) -> Model:
-        """Return the model; raise `HttpError` for a name that it does not have."""
-        model = await self._service.model()
-        self._names.check(name, model)
-        return model
-
-    def _answer(
-        self,
-        request: Request,
-        body: ChatBody | CompletionBody,
-        prompts: Prompts,
-        model: Model,
-        prefix: str,
-        names: Mapping[str, str],
-        form: Callable[[str, str, list[generation_pb2.GenerateRequest]], Form],
-    ) -> Response:
-        if body.stream_options is not None and not body.stream:
-            problem = "stream_options goes with stream: true"
-            raise HttpError(400, "BadRequestError", problem, "stream_options", "invalid_argument")
-        last_event_id = header(request.scope, b"last-event-id")
-        resumption = Resumption.of(last_event_id, body.request_id, prefix)
-        messages = prompts.choices(resumption)
-        return Answer(
-            self._service,
-            messages,
-            form(f"{prefix}{resumption.request_id}", body.model or self._names.of(model)[0], messages),
-            metadata(request.scope),
-            names=names,
-            streams=bool(body.stream),
-            timeout_s=timeout_of(header(request.scope, b"x-request-timeout")),
-        )
-
 
 def _with_usage(body: ChatBody | CompletionBody) -> bool:
+    if body.stream_options is not None and not body.stream:
+        problem = "stream_options goes with stream: true"
+        raise HttpError(400, "BadRequestError", problem, "stream_options", "invalid_argument")
     return bool(body.stream_options and body.stream_options.include_usage)
 
 
-ROUTES: Final[tuple[tuple[str, str, str, type[BaseModel] | None], ...]] = (
+ROUTES: Final[RouteTable] = (
     ("POST", "/v1/chat/completions", "chat", ChatBody),
     ("POST", "/v1/completions", "completions", CompletionBody),
     ("GET", "/v1/models", "models", None),
@@ -209,6 +168,8 @@ ROUTES: Final[tuple[tuple[str, str, str, type[BaseModel] | None], ...]] = (
     ("GET", "/health", "health", None),
     ("GET", "/version", "version", None),
     ("GET", "/metrics", "metrics", None),
+    *RESPONSES_ROUTES,
+    *OLLAMA_ROUTES,
 )
 """Method, path, method of `Api` and body of each route."""
 
@@ -268,7 +229,8 @@ class _Refusal(Response):
         self._cause = cause
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        await send_error(send, as_http(self._cause, {}), self._cause)
+        error = as_http(self._cause, {})
+        await send_error(send, error, self._cause, body_at(scope["path"], error))
 
 
 class _Errors:
@@ -285,10 +247,11 @@ class _Errors:
         except Exception as error:
             if isinstance(error, OutriderError):
                 raise
-            await send_error(send, as_http(error, {}), error)
+            told = as_http(error, {})
+            await send_error(send, told, error, body_at(scope["path"], told))
 
     @staticmethod
     async def _missing(request: Request, error: Exception) -> Response:
         status = getattr(error, "status_code", 404)
         problem = HttpError(status, "NotFoundError", f"there is no {request.method} {request.url.path}")
-        return Json(body_of(problem), status_code=status)
+        return Json(body_at(request.url.path, problem), status_code=status)

@@ -60,8 +60,8 @@ def _refusal(problem: ErrorDetails) -> HttpError:
         case "json_invalid":
             return HttpError(400, "BadRequestError", f"the body is not JSON: {problem['msg']}", "body", "invalid_json")
         case "unsupported":
-            message = problem["msg"]
             where = f"{where}.{problem['ctx']['name']}" if where else problem["ctx"]["name"]
+            message = f"{where} is not supported"
         case _:
             message = f"{where}: {problem['msg']}" if where else problem["msg"]
     return HttpError(400, "BadRequestError", message, where or "body", "invalid_argument")
@@ -93,7 +93,8 @@ Count = Annotated[int, Field(ge=0, le=_MAX_UINT32)]
 Tokens = Annotated[int, Field(ge=1, le=2**31 - 1)]
 
 
-def _listed(value: Any) -> Any:
+def listed(value: Any) -> Any:
+    """Return a text as a list of one, and anything else as it is."""
     return [value] if isinstance(value, str) else value
 
 
@@ -136,14 +137,29 @@ class Sampling(Body):
     frequency_penalty: float | None = None
     repetition_penalty: float | None = None
     logit_bias: dict[str, float] | None = None
-    stop: Annotated[list[str], BeforeValidator(_listed)] | None = None
+    stop: Annotated[list[str], BeforeValidator(listed)] | None = None
     stop_token_ids: list[Count] | None = None
     seed: Annotated[int, Field(ge=-(2**63), le=2**64 - 1)] | None = None
     min_tokens: Count | None = None
     ignore_eos: bool | None = None
 
 
-class Common(Sampling):
+class GenerationBody(Body):
+    """What requests for generation share."""
+
+    model: str | None = None
+    stream: bool | None = None
+    request_id: str | None = None
+    session_id: str | None = None
+    speculation: SpeculationOptions | None = None
+
+    @property
+    def streams(self) -> bool:
+        """Whether the response is a stream."""
+        return bool(self.stream)
+
+
+class Common(Sampling, GenerationBody):
     """What requests for completions of both kinds share."""
 
     ignored: ClassVar[frozenset[str]] = frozenset(
@@ -175,14 +191,9 @@ class Common(Sampling):
         "vllm_xargs": ({},),
     }
 
-    model: str | None = None
     n: Annotated[int, Field(ge=1, le=_MAX_CHOICES)] | None = None
     max_tokens: Tokens | None = None
-    stream: bool | None = None
     stream_options: StreamOptions | None = None
-    request_id: str | None = None
-    session_id: str | None = None
-    speculation: SpeculationOptions | None = None
 
 
 class TextPart(Body):

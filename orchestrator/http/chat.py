@@ -90,9 +90,12 @@ class ChatForm(Form):
         return self._chunk(choice, {}, extra={"speculation": notice_of(notice)})
 
     def finish(self, choice: Choice, text: str) -> bytes:
-        """Return the chunk with the rest of the text, where there is one, and that with the reason of the end."""
-        rest = self._chunk(choice, {"content": text}) if text else b""
-        return rest + self._chunk(choice, {}, finish_reason=choice.finish_reason)
+        """Return the chunk with the rest of the text and the reason of the end.
+
+        They come together: the rest has no token of its own, so a client could not say that it has the one without the
+        other.
+        """
+        return self._chunk(choice, {"content": text} if text else {}, finish_reason=choice.finish_reason)
 
     def end(self) -> bytes:
         """Return the usage where it was requested, then the end of the stream."""

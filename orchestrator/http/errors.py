@@ -98,6 +98,17 @@ def body_of(error: HttpError) -> dict[str, Any]:
     }
 
 
+def plain_body_of(error: HttpError) -> dict[str, Any]:
+    """Return the JSON object of an error as Ollama's clients read it: a text, which names the parameter."""
+    parameter = error.parameter or ""
+    return {"error": error.message if parameter in error.message else f"{parameter}: {error.message}"}
+
+
+def body_at(path: str, error: HttpError) -> dict[str, Any]:
+    """Return the JSON object of an error as the clients of a path read it."""
+    return plain_body_of(error) if path.startswith("/api/") else body_of(error)
+
+
 def headers_of(error: HttpError, cause: BaseException | None = None) -> list[tuple[bytes, bytes]]:
     """Return the headers that belong to an error, such as Retry-After."""
     headers: list[tuple[bytes, bytes]] = []

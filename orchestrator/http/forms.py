@@ -66,10 +66,15 @@ class Form:
         model: name of the model, as the client knows it.
         num_choices: number of choices.
         num_per_prompt: choices that share a prompt, which counts once.
+
+    Attributes:
+        has_begun: whether the client has output already, also where the message resumes at 0: a request that is not
+            known any more is then an error, and does not begin anew.
     """
 
     stream_type = b"text/event-stream; charset=utf-8"
     keep_alive = b": keep-alive\n\n"
+    has_begun = False
 
     def __init__(self, response_id: str, model: str, num_choices: int, num_per_prompt: int = 1) -> None:
         self.response_id = response_id

@@ -11,7 +11,7 @@ from urllib.parse import urlsplit
 from prometheus_client import CollectorRegistry, Counter, Histogram
 
 from orchestrator.http.asgi import App, Headers, Message, Receive, Scope, Send, header, metadata, send_body, send_error
-from orchestrator.http.errors import HttpError, as_http
+from orchestrator.http.errors import HttpError, as_http, body_at
 from outrider.errors import OutriderError
 from outrider.serving.interceptor import CallsInFlight, Metadata
 from outrider.serving.metrics import LATENCY_BUCKETS_S, PREFIX
@@ -123,7 +123,8 @@ class Guard:
                 self._authenticate(metadata(scope))
             scope["state"]["body"] = await self._body(scope, receive)
         except (HttpError, OutriderError) as error:
-            await send_error(send, as_http(error, {}), error)
+            told = as_http(error, {})
+            await send_error(send, told, error, body_at(scope["path"], told))
             return
         except _Left:
             return

@@ -38,12 +38,14 @@ class Tokenizer:
 
     Attributes:
         backend: the tokenizer of the library `tokenizers`.
+        chat_template: as given.
         unsettled_tokens: see `unsettled_tokens_of`.
         special_tokens: their texts.
     """
 
     def __init__(self, definition: str, chat_template: str | None, special_tokens: dict[str, str | None]) -> None:
         self.backend = tokenizers.Tokenizer.from_str(definition)
+        self.chat_template = chat_template
         self._special_variables = {name: token or "" for name, token in special_tokens.items()}
         self._template = None if chat_template is None else _compiled(chat_template)
         added = self.backend.get_added_tokens_decoder()
