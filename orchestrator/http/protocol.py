@@ -10,6 +10,10 @@ MAX_CONNECTIONS: Final = 4096
 """Each open connection takes a descriptor and some kilobytes; those that generate are bounded by admission."""
 HEADER_TIMEOUT_S: Final = 15.0
 """Seconds until the headers of a request are there, from the connection or from its first byte on."""
+LINGER_S: Final = 10.0
+"""Seconds that a closed connection keeps for the rest of its response; who reads nothing would hold it for ever."""
+ABORT: Final = "outrider.abort"
+"""The extension of a request's scope that ends its connection at once, whatever waits to be read."""
 
 
 class BoundedProtocol(HttpToolsProtocol):
@@ -56,11 +60,28 @@ class BoundedProtocol(HttpToolsProtocol):
         self._waits_for_headers, self._num_header_bytes = False, 0
         self._end_wait()
         super().on_headers_complete()
+        extensions: dict[str, Any] = {ABORT: self.transport.abort}
+        self.scope["extensions"] = extensions
 
     def on_message_complete(self) -> None:
         """Take the end of a request's body; the next request may follow."""
         super().on_message_complete()
         self._waits_for_headers = True
+
+    def on_response_complete(self) -> None:
+        """Follow with the next request; bound the wait of a connection that closes."""
+        super().on_response_complete()
+        self._linger()
+
+    def timeout_keep_alive_handler(self) -> None:
+        """Close a connection that has idled."""
+        super().timeout_keep_alive_handler()
+        self._linger()
+
+    def _linger(self) -> None:
+        transport = cast(Any, self.transport)
+        if transport is not None and transport.is_closing():
+            self.loop.call_later(LINGER_S, transport.abort)
 
     def _expect_headers(self) -> None:
         self._end_wait()

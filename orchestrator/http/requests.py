@@ -64,7 +64,9 @@ class Resumption:
             return cls(secrets.token_hex(16) if request_id is None else request_id)
         name, _, positions = last_event_id.rpartition(":")
         offsets = positions.split(",")
-        is_fit = name.startswith(prefix) and all(part.isascii() and part.isdecimal() for part in offsets)
+        is_fit = (
+            name.startswith(prefix) and name != prefix and all(part.isascii() and part.isdecimal() for part in offsets)
+        )
         if not is_fit or any(len(part) > 9 for part in offsets):
             problem = f"Last-Event-ID is not {prefix}ID:OFFSET, as in the id lines of a stream"
             raise HttpError(400, "BadRequestError", problem, "Last-Event-ID", "invalid_argument")
