@@ -24,6 +24,10 @@ _READER_TIMEOUT_S: Final = 60.0
 _Event: TypeAlias = "tuple[int, generation_pb2.GenerateResponse]"
 
 
+class _NotRead(Overloaded):
+    """The client takes nothing of its stream."""
+
+
 class Answer(Response):
     """Runs the choices of a request and writes them in a form.
 
@@ -151,7 +155,7 @@ class Answer(Response):
             async with asyncio.timeout(_READER_TIMEOUT_S):
                 await send({"type": "http.response.body", "body": part, "more_body": more})
         except TimeoutError:
-            raise Overloaded(f"nothing was read of the stream for {_READER_TIMEOUT_S:g} s") from None
+            raise _NotRead(f"nothing was read of the stream for {_READER_TIMEOUT_S:g} s") from None
 
     def _request_id_header(self) -> list[tuple[bytes, bytes]]:
         return [(b"x-request-id", self._messages[0].request_id.encode())]
@@ -160,7 +164,7 @@ class Answer(Response):
         refusal = as_http(error, self._names)
         if not self._has_begun:
             await send_error(send, refusal, error, self._form.error_body(refusal))
-        elif not isinstance(error, Overloaded):
+        elif not isinstance(error, _NotRead):
             await self._send(send, self._form.failure(refusal), more=False)
         else:
             # Its reader takes nothing: to close the connection in order would wait for it without end.
@@ -186,7 +190,7 @@ class Answer(Response):
     async def _keep_alive(self, send: Send) -> None:
         try:
             await self._send(send, self._form.keep_alive)
-        except Overloaded:
+        except _NotRead:
             self._abort()
 
     async def _events(self) -> AsyncGenerator[_Event, None]:
