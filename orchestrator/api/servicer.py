@@ -8,6 +8,7 @@ from contextlib import aclosing
 import grpc
 
 from orchestrator.api.service import GenerationService
+from outrider.errors import OutriderError
 from outrider.v1 import generation_pb2, generation_pb2_grpc
 
 
@@ -25,7 +26,11 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         """Stream a continuation."""
         async with aclosing(self._service.generate(request, context.invocation_metadata())) as events:
             async for event in events:
-                yield event
+                try:
+                    yield event
+                except OutriderError as error:
+                    # The server's, where the client reads nothing: the request ends, and is counted, with it.
+                    await events.athrow(error)
 
     async def CancelGeneration(
         self,

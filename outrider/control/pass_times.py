@@ -36,6 +36,7 @@ _MAX_CASES: Final = 50
 _LINE_WEIGHT: Final = 2.0
 """Number of observations of one size that the line over all sizes counts for."""
 _PREFILL_DECAY: Final = 0.95
+_MAX_SLOWNESS: Final = 1024.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,6 +167,11 @@ class PassTimes:
         num_rows = sum(num for num, _ in prompts)
         positions = sum(num * (start + num / 2) for num, start in prompts)
         slowness = self._prefill_slowness.value
+        if not 1 / _MAX_SLOWNESS < slowness < _MAX_SLOWNESS:
+            # Only the product with the fitted time is measured: where many prompts add no time, one factor grows and
+            # the other shrinks, without end.
+            self._prefill.rescale(slowness)
+            slowness = self._prefill_slowness.value = 1.0
         self._prefill.observe(num_rows, positions, added_s / slowness, (slowness / duration_s) ** 2)
         self._observe_prefill_slowness(added_s, num_rows, positions)
 
@@ -240,6 +246,14 @@ class _TwoFactors:
         self._yy = _PREFILL_DECAY * self._yy + weight * y * y
         self._xv = _PREFILL_DECAY * self._xv + weight * x * value
         self._yv = _PREFILL_DECAY * self._yv + weight * y * value
+
+    def rescale(self, factor: float) -> None:
+        """Multiply all observed values by a factor; relative errors weigh what they did."""
+        self._xx /= factor**2
+        self._xy /= factor**2
+        self._yy /= factor**2
+        self._xv /= factor
+        self._yv /= factor
 
     def value(self, x: float, y: float) -> float:
         """Return the fitted value; infinite before the first observation."""

@@ -21,6 +21,8 @@ from outrider.local.stack_options import EMBEDDED, StackOptions
 from outrider.local.workers import fitting_lookahead, out_of_rotation
 
 _KEPT_RUNS = 20
+_MAX_RUN_S = 86400.0
+"""Age of a run's directory from which on it may go: a stack that runs writes few lines to its logs."""
 _LOOKAHEAD = "OUTRIDER_LOOKAHEAD"
 
 Progress = Callable[[str, str], None]
@@ -227,10 +229,19 @@ def _joined(processes: Sequence[ServiceProcess]) -> str:
 
 
 def _run_directory() -> Path:
-    """Make the directory of this run and remove all but the latest ones."""
+    """Make the directory of this run and remove all but the latest ones; one that may still be in use stays."""
     runs = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "outrider" / "runs"
     runs.mkdir(parents=True, exist_ok=True)
-    earlier = sorted(runs.iterdir(), key=lambda run: run.stat().st_mtime, reverse=True)
+    earlier = sorted(runs.iterdir(), key=_changed_s, reverse=True)
     for run in earlier[_KEPT_RUNS - 1 :]:
-        shutil.rmtree(run, ignore_errors=True)
+        if time.time() - _changed_s(run) > _MAX_RUN_S:
+            shutil.rmtree(run, ignore_errors=True)
     return Path(tempfile.mkdtemp(prefix=time.strftime("%Y%m%d-%H%M%S-"), dir=runs))
+
+
+def _changed_s(run: Path) -> float:
+    """Return when a run's directory last changed; 0 for one that another process has just removed."""
+    try:
+        return run.stat().st_mtime
+    except OSError:
+        return 0.0

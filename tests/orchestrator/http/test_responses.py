@@ -203,7 +203,7 @@ async def test_who_leaves_ends_the_generation_and_resumes_it(
 
 async def test_what_cannot_be_resumed_is_an_error(http: httpx.AsyncClient) -> None:
     unknown = await http.post(URL, json=BODY, headers={"last-event-id": "resp_nobody:3"})
-    assert (unknown.status_code, unknown.json()["error"]["param"]) == (404, "session_id")
+    assert (unknown.status_code, unknown.json()["error"]["param"]) == (404, "request_id")
     other = await http.post(URL, json=BODY, headers={"last-event-id": "chatcmpl-x:3"})
     assert (other.status_code, other.json()["error"]["param"]) == (400, "Last-Event-ID")
     body = {**BODY, "request_id": "short-1"}
