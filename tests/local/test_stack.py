@@ -74,10 +74,15 @@ async def test_a_service_that_is_never_ready_is_given_up() -> None:
     assert not any(process.is_running for process in stack.processes)
 
 
-def test_only_the_latest_runs_are_kept(cache: Path) -> None:
+def test_only_the_latest_runs_are_kept_and_those_that_may_still_be_in_use(cache: Path) -> None:
+    runs = cache / "outrider" / "runs"
     for _ in range(23):
         LocalStack(options())
-    assert len(list((cache / "outrider" / "runs").iterdir())) == 20
+    assert len(list(runs.iterdir())) == 23
+    for run in runs.iterdir():
+        os.utime(run, (0, 0))
+    LocalStack(options())
+    assert len(list(runs.iterdir())) == 20
 
 
 def test_each_draft_gets_its_settings() -> None:
