@@ -1,3 +1,4 @@
+import os
 import signal
 import socket
 import subprocess
