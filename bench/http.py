@@ -16,11 +16,12 @@ from pathlib import Path
 from statistics import median
 from typing import Any, Final
 
+from bench.number_lists import numbers
 from bench.orchestrator import processor_s, spare_core
 from bench.progress import progress
 from bench.result import BenchResult, machine, quantile
 from bench.stub_workers import stub_workers
-from outrider.errors import InvalidArgument, OutriderError
+from outrider.errors import OutriderError
 from outrider.lm.byte_tokenizer import byte_tokenizer
 from outrider.local.process import ProcessSpec, ServiceProcess
 from outrider.local.valkey import EmbeddedValkey
@@ -46,15 +47,9 @@ class Options:
     num_repeats: int = 5
 
     @property
-    def numbers(self) -> list[int]:
+    def numbers(self) -> tuple[int, ...]:
         """The numbers of concurrent streams; raises `InvalidArgument` if they are invalid."""
-        try:
-            numbers = [int(number) for number in self.streams.split(",")]
-        except ValueError as error:
-            raise InvalidArgument(f"streams is {self.streams!r}, must be comma-separated numbers", "streams") from error
-        if min(numbers) < 1:
-            raise InvalidArgument("streams must be positive", "streams")
-        return numbers
+        return numbers("streams", self.streams, int, 1)
 
 
 @dataclass(slots=True)

@@ -15,11 +15,11 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
+from bench.number_lists import numbers
 from bench.progress import progress
 from bench.result import BenchResult, machine, quantile
 from bench.stub_workers import NUM_SPECULATIVE_TOKENS, StubTarget, stub_workers
 from outrider.client import Delta, GenerationRequest, OutriderClient, Speculation
-from outrider.errors import InvalidArgument
 from outrider.local.process import ProcessSpec, ServiceProcess
 from outrider.local.valkey import EmbeddedValkey
 from outrider.parameters import SamplingParameters
@@ -44,17 +44,9 @@ class Options:
     duration_s: float = 6.0
 
     @property
-    def numbers(self) -> list[int]:
+    def numbers(self) -> tuple[int, ...]:
         """The numbers of concurrent sessions; raises `InvalidArgument` if they are invalid."""
-        try:
-            numbers = [int(number) for number in self.sessions.split(",")]
-        except ValueError as error:
-            raise InvalidArgument(
-                f"sessions is {self.sessions!r}, must be comma-separated numbers", "sessions"
-            ) from error
-        if min(numbers) < 1:
-            raise InvalidArgument("sessions must be positive", "sessions")
-        return numbers
+        return numbers("sessions", self.sessions, int, 1)
 
 
 @dataclass(slots=True)

@@ -1,13 +1,16 @@
 """The application: its routes, its schema at /openapi.json, and its page at /docs."""
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, Final
 
+import fastapi_offline
 from fastapi import FastAPI, Request
+from fastapi.openapi.docs import get_swagger_ui_html
 from prometheus_client import CollectorRegistry, generate_latest
 from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
-from starlette.responses import Response
+from starlette.responses import FileResponse, Response
 
 import outrider
 from orchestrator.api.service import GenerationService
@@ -25,7 +28,10 @@ from orchestrator.http.routes import Handler, Json, RouteTable
 from outrider.errors import InvalidArgument, OutriderError
 from outrider.v1 import generation_pb2
 
-OPEN_ROUTES: Final = ("/", "/health", "/version", "/api/version", "/docs", "/openapi.json", "/metrics")
+_DOCS_FILES: Final = ("swagger-ui-bundle.js", "swagger-ui.css", "favicon.png")
+"""What the page at /docs loads, from here and not from the internet, which clusters often cannot reach."""
+_DOCS_ROUTES: Final = tuple(f"/docs/{name}" for name in _DOCS_FILES)
+OPEN_ROUTES: Final = ("/", "/health", "/version", "/api/version", "/docs", *_DOCS_ROUTES, "/openapi.json", "/metrics")
 """Routes that need no token; /metrics is served only where there are no tokens at all."""
 
 
@@ -60,6 +66,7 @@ class Api(OllamaRoutes, ResponsesRoutes):
             return chat.ChatForm(
                 response_id,
                 name,
+                len(messages),
                 len(messages),
                 TokenTexts(model.tokenizer),
                 with_logprobs=bool(body.logprobs),
@@ -190,7 +197,8 @@ class _Documented(FastAPI):
 
 def make_app(api: Api) -> App:
     """Return the application of these routes, with its schema and its page."""
-    app = _Documented(title="Outrider", version=outrider.__version__, redoc_url=None, openapi_url="/openapi.json")
+    app = _Documented(title="Outrider", version=outrider.__version__, docs_url=None, redoc_url=None)
+    _add_docs(app)
     for method, path, name, body in ROUTES:
         app.add_api_route(
             path,
@@ -202,6 +210,27 @@ def make_app(api: Api) -> App:
             response_class=Response,
         )
     return _Errors(app)
+
+
+def _add_docs(app: FastAPI) -> None:
+    """Serve the page at /docs, and what it loads."""
+
+    async def page(request: Request) -> Response:
+        return get_swagger_ui_html(
+            openapi_url="openapi.json",
+            title="Outrider: HTTP API",
+            swagger_js_url="docs/swagger-ui-bundle.js",
+            swagger_css_url="docs/swagger-ui.css",
+            swagger_favicon_url="docs/favicon.png",
+        )
+
+    async def file(request: Request) -> Response:
+        return FileResponse(folder / Path(request.url.path).name, headers={"cache-control": "max-age=3600"})
+
+    folder = Path(fastapi_offline.__file__).parent / "static"
+    app.add_route("/docs", page, include_in_schema=False)
+    for path in _DOCS_ROUTES:
+        app.add_route(path, file, include_in_schema=False)
 
 
 def _request_body(body: type[BaseModel] | None) -> dict[str, Any] | None:

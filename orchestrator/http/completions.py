@@ -1,12 +1,12 @@
 """POST /v1/completions."""
 
-import json
 from collections.abc import Sequence
 from typing import Any, Final
 
 from orchestrator.http.bodies import CompletionBody
-from orchestrator.http.errors import HttpError, encoded
-from orchestrator.http.forms import DONE, Choice, Form, notice_of, report_of
+from orchestrator.http.chunks import ChunkedForm
+from orchestrator.http.errors import HttpError
+from orchestrator.http.forms import Choice
 from orchestrator.http.logprobs import TokenTexts
 from orchestrator.http.requests import Prompts, prompts_of, text_prompts
 from orchestrator.workers.model import Model
@@ -43,7 +43,7 @@ def _prompt_text(message: generation_pb2.GenerateRequest, model: Model) -> str:
     return model.tokenizer.backend.decode(list(token_ids), skip_special_tokens=True)
 
 
-class CompletionForm(Form):
+class CompletionForm(ChunkedForm):
     """Completions, and their chunks.
 
     Args:
@@ -51,10 +51,13 @@ class CompletionForm(Form):
         model: see `Form`.
         echoed: text ahead of each choice.
         num_per_prompt: see `Form`.
-        texts: of tokens, for log-probabilities.
-        with_logprobs: whether choices have log-probabilities.
-        with_usage: whether a stream ends with the usage.
+        texts: see `ChunkedForm`.
+        with_logprobs: see `ChunkedForm`.
+        with_usage: see `ChunkedForm`.
     """
+
+    whole_object = "text_completion"
+    chunk_object = "text_completion"
 
     def __init__(
         self,
@@ -67,88 +70,30 @@ class CompletionForm(Form):
         with_logprobs: bool,
         with_usage: bool,
     ) -> None:
-        super().__init__(response_id, model, len(echoed), num_per_prompt)
+        super().__init__(
+            response_id, model, len(echoed), num_per_prompt, texts, with_logprobs=with_logprobs, with_usage=with_usage
+        )
         self._echoed = echoed
-        self._texts = texts
-        self._with_logprobs = with_logprobs
-        self._with_usage = with_usage
         # Where the text of each choice has come to, for the offsets of log-probabilities.
         self._lengths = [0] * len(echoed)
-        self._head = ""
 
-    def begin(self, *, is_resumed: bool) -> bytes:
-        """Return the chunks with the prompts that are echoed; a client that resumes has them."""
-        common = {"id": self.response_id, "object": "text_completion", "created": self.created, "model": self.model}
-        self._head = json.dumps(common, separators=(",", ":"))[:-1]
-        if is_resumed:
-            return b""
-        return b"".join(
-            self._chunk(choice, echo) for choice, echo in zip(self.choices, self._echoed, strict=True) if echo
-        )
+    def first(self, choice: Choice) -> dict[str, Any] | None:
+        """Return the prompt where it is echoed."""
+        echo = self._echoed[choice.index]
+        return {"text": echo} if echo else None
 
-    def delta(self, choice: Choice, delta: generation_pb2.Delta) -> bytes:
-        """Return the chunk with new text."""
-        extra: dict[str, Any] = {}
-        if delta.HasField("statistics"):
-            extra["speculation"] = report_of(delta)
-        logprobs = self._logprobs(choice, delta.token_ids, delta.logprobs)
-        if not delta.text and not extra and logprobs is None:
-            return b""
-        return self._chunk(choice, delta.text, logprobs=logprobs, extra=extra)
+    def output(self, choice: Choice, text: str) -> dict[str, Any]:
+        """Return the text."""
+        return {"text": text}
 
-    def notice(self, choice: Choice, notice: generation_pb2.Notice) -> bytes:
-        """Return a chunk without text."""
-        return self._chunk(choice, "", extra={"speculation": notice_of(notice)})
+    def answer(self, choice: Choice) -> dict[str, Any]:
+        """Return the text, behind the prompt where it is echoed."""
+        return {"text": self._echoed[choice.index] + "".join(choice.text)}
 
-    def finish(self, choice: Choice, text: str) -> bytes:
-        """Return the chunk with the rest of the text and the reason of the end."""
-        return self._chunk(choice, text, finish_reason=choice.finish_reason)
-
-    def end(self) -> bytes:
-        """Return the usage where it was requested, then the end of the stream."""
-        if not self._with_usage:
-            return DONE
-        usage = encoded({"choices": [], "usage": self.usage(), "metrics": self.metrics()})
-        return b"%sdata: %s,%s\n\n%s" % (self.position, self._head.encode(), usage[1:], DONE)
-
-    def whole(self) -> dict[str, Any]:
-        """Return the completion."""
-        return {
-            "id": self.response_id,
-            "object": "text_completion",
-            "created": self.created,
-            "model": self.model,
-            "choices": [
-                {
-                    "index": choice.index,
-                    "text": echo + "".join(choice.text),
-                    "logprobs": self._logprobs(choice, choice.token_ids, choice.logprobs),
-                    "finish_reason": choice.finish_reason,
-                }
-                for choice, echo in zip(self.choices, self._echoed, strict=True)
-            ],
-            "usage": self.usage(),
-            "metrics": self.metrics(),
-        }
-
-    def _logprobs(
+    def logprobs(
         self, choice: Choice, token_ids: Sequence[int], known: Sequence[tokens_pb2.TokenLogprobs]
-    ) -> dict[str, Any] | None:
-        if not self._with_logprobs:
-            return None
-        found = self._texts.completion(token_ids, known, self._lengths[choice.index])
+    ) -> dict[str, Any]:
+        """Return the log-probabilities, and where each token begins."""
+        found = self.texts.completion(token_ids, known, self._lengths[choice.index])
         self._lengths[choice.index] += sum(map(len, found["tokens"]))
         return found
-
-    def _chunk(
-        self,
-        choice: Choice,
-        text: str,
-        *,
-        logprobs: dict[str, Any] | None = None,
-        finish_reason: str | None = None,
-        extra: dict[str, Any] | None = None,
-    ) -> bytes:
-        choices = [{"index": choice.index, "text": text, "logprobs": logprobs, "finish_reason": finish_reason}]
-        content = encoded({"choices": choices, **(extra or {})})
-        return b"%sdata: %s,%s\n\n" % (self.position, self._head.encode(), content[1:])

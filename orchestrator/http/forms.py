@@ -1,5 +1,6 @@
 """What is known of a request's choices, and the parts that the forms of all routes share: usage, metrics, reports."""
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -58,7 +59,7 @@ class Choice:
         return None if reason is None else _FINISHES[reason]
 
 
-class Form:
+class Form(ABC):
     """The form of a response: how the events of its choices are written. A route has a subclass.
 
     Args:
@@ -88,17 +89,17 @@ class Form:
         """Return the first part of a stream; all choices are accepted."""
         return b""
 
+    @abstractmethod
     def delta(self, choice: Choice, delta: generation_pb2.Delta) -> bytes:
         """Return the part of a stream for new tokens."""
-        raise NotImplementedError
 
     def notice(self, choice: Choice, notice: generation_pb2.Notice) -> bytes:
         """Return the part of a stream for a notice, which only those get who ask for a report."""
         return b""
 
+    @abstractmethod
     def finish(self, choice: Choice, text: str) -> bytes:
         """Return the part of a stream for the end of a choice, and the text that became certain with it."""
-        raise NotImplementedError
 
     def end(self) -> bytes:
         """Return the last part of a stream."""
@@ -108,9 +109,9 @@ class Form:
         """Return the last part of a stream that fails."""
         return b"data: " + encoded(body_of(error)) + b"\n\n" + DONE
 
+    @abstractmethod
     def whole(self) -> Any:
         """Return the response in one piece; all choices have ended and were collected."""
-        raise NotImplementedError
 
     def error_body(self, error: HttpError) -> Any:
         """Return the JSON object of an error before the response began."""

@@ -1,6 +1,7 @@
 """How Ollama's API writes its responses: lines of JSON, or one object."""
 
 import json
+from abc import abstractmethod
 from datetime import UTC, datetime
 from typing import Any, Final
 
@@ -35,9 +36,9 @@ class OllamaForm(Form):
         self._with_logprobs = with_logprobs
         self._head = b""
 
+    @abstractmethod
     def content(self, text: str) -> dict[str, Any]:
         """Return the key that has the text."""
-        raise NotImplementedError
 
     def begin(self, *, is_resumed: bool) -> bytes:
         """Return nothing: the first line is that of the first text."""

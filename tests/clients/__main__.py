@@ -14,7 +14,6 @@ from pathlib import Path
 
 from outrider.client import DraftOptions, StackOptions
 from outrider.lm.byte_tokenizer import byte_tokenizer
-from outrider.local.process import ServiceProcess
 from outrider.local.stack import LocalStack
 
 FOLDER = Path(__file__).parent
@@ -69,7 +68,7 @@ async def main(chosen: list[str]) -> int:
         async with LocalStack(options) as stack:
             given = {
                 **os.environ,
-                "URL": f"http://{http_address(stack.orchestrators[0])}",
+                "URL": f"http://{stack.http_addresses[0]}",
                 "MODEL": MODEL,
                 "KEY": KEY,
                 "NODE_FOLDER": str(ENVIRONMENT / "node"),
@@ -82,14 +81,6 @@ async def main(chosen: list[str]) -> int:
             given.pop("PYTHONPATH", None)
             results = [await _try(client, given) for client in clients]
     return _print(clients, results)
-
-
-def http_address(process: ServiceProcess) -> str:
-    """Return the address of an orchestrator's HTTP API, from the line by which it announces itself."""
-    for line in reversed(process.log.read_text(errors="replace").splitlines()):
-        if line.startswith('{"ready": true'):
-            return str(json.loads(line)["http_address"])
-    raise LookupError(f"{process.log} announces no HTTP address")
 
 
 def _tokenizer_folder(folder: Path) -> str:

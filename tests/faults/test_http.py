@@ -13,7 +13,6 @@ import httpx
 import pytest
 from redis.asyncio import Redis
 
-from outrider.local.process import ServiceProcess
 from tests.faults.scene import load_of
 from tests.faults.stack import FaultOptions, FaultStack
 
@@ -48,18 +47,10 @@ class HttpStack(FaultStack):
         """Return when every orchestrator completes a request."""
         async with asyncio.timeout(40), httpx.AsyncClient() as client:
             for process in self.orchestrators:
-                url = f"http://{http_address(process)}/v1/completions"
+                url = f"http://{process.http_address}/v1/completions"
                 body = {"prompt": "a", "max_tokens": 1}
                 while (await client.post(url, json=body, headers=KEY)).status_code != 200:
                     await asyncio.sleep(0.05)
-
-
-def http_address(process: ServiceProcess) -> str:
-    """Return the address by which an orchestrator announced its HTTP API."""
-    for line in reversed(process.log.read_text(errors="replace").splitlines()):
-        if line.startswith('{"ready": true'):
-            return str(json.loads(line)["http_address"])
-    return ""
 
 
 @dataclass(slots=True)
@@ -135,7 +126,7 @@ def browser() -> httpx.AsyncClient:
 @pytest.mark.slow
 @pytest.mark.parametrize("victim", ["orchestrator", "target"])
 async def test_streams_over_http_outlive_a_killed(stack: FaultStack, victim: str) -> None:
-    addresses = [http_address(process) for process in stack.orchestrators]
+    addresses = [process.http_address for process in stack.orchestrators]
     async with browser() as client:
         # One by one another order and another batch: the texts depend on the seeds alone.
         plain = [Stream(seed) for seed in range(NUM_STREAMS)]
@@ -168,7 +159,7 @@ async def _idle(stack: FaultStack) -> None:
 
 @pytest.mark.slow
 async def test_who_leaves_an_http_stream_ends_it_and_can_resume_it(stack: FaultStack) -> None:
-    one, other = (http_address(process) for process in stack.orchestrators)
+    one, other = (process.http_address for process in stack.orchestrators)
     async with browser() as client:
         plain, left = Stream(3, 600), Stream(3, 600)
         await plain.read(client, one)
@@ -187,7 +178,7 @@ async def test_who_leaves_an_http_stream_ends_it_and_can_resume_it(stack: FaultS
 
 @pytest.mark.slow
 async def test_a_thousand_requests_without_a_session_leave_none(stack: FaultStack) -> None:
-    url = f"http://{http_address(stack.orchestrators[0])}/v1/completions"
+    url = f"http://{stack.orchestrators[0].http_address}/v1/completions"
     async with browser() as client, Redis.from_url(stack.redis.url) as redis:
         for _ in range(50):
             body = {"prompt": "a", "max_tokens": 1}
