@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
-from contextlib import aclosing, asynccontextmanager
+from contextlib import aclosing, asynccontextmanager, suppress
 from typing import Final, TypeAlias
 
 from starlette.responses import Response
@@ -74,23 +74,23 @@ class Answer(Response):
         self._abort = scope.get("extensions", {}).get(ABORT, self._abort)
         watch = asyncio.create_task(self._watch(receive, send, task))
         try:
-            await self._respond(send)
+            await self._respond_or_fail(send)
         except asyncio.CancelledError:
             if not self._has_left:
                 raise
             # By the watch alone: the connection has gone, and there is nothing left to say.
             task.uncancel()
-        except Exception as error:
-            await self._fail(send, error)
         finally:
             watch.cancel()
 
-    async def _respond(self, send: Send) -> None:
+    async def _respond_or_fail(self, send: Send) -> None:
         try:
             async with asyncio.timeout(self._timeout_s), aclosing(self._events()) as events:
                 await self._write(events, send)
         except TimeoutError:
-            raise DeadlineExceeded(f"not complete within {self._timeout_s:g} s") from None
+            await self._fail(send, DeadlineExceeded(f"not complete within {self._timeout_s:g} s"))
+        except Exception as error:
+            await self._fail(send, error)
 
     async def _write(self, events: AsyncGenerator[_Event, None], send: Send) -> None:
         form = self._form
@@ -164,12 +164,14 @@ class Answer(Response):
         refusal = as_http(error, self._names)
         if not self._has_begun:
             await send_error(send, refusal, error, self._form.error_body(refusal))
-        elif not isinstance(error, _NotRead):
-            await self._send(send, self._form.failure(refusal), more=False)
-        else:
-            # Its reader takes nothing: to close the connection in order would wait for it without end.
-            self._abort()
-            await send({"type": "http.response.body", "body": b"", "more_body": False})
+            return
+        if not isinstance(error, _NotRead):
+            with suppress(_NotRead):
+                await self._send(send, self._form.failure(refusal), more=False)
+                return
+        # Its reader takes nothing: to close the connection in order would wait for it without end.
+        self._abort()
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
 
     async def _watch(self, receive: Receive, send: Send, task: "asyncio.Task[None]") -> None:
         """Cancel the response when the client leaves; keep a silent stream alive."""

@@ -19,6 +19,7 @@ from pydantic import BaseModel
 
 from orchestrator.http import answer, guard, protocol
 from orchestrator.http.bodies import ChatBody, CompletionBody
+from orchestrator.http.server import HttpServer
 from tests.orchestrator.api.test_servicer import saying, tokenizer_files
 from tests.orchestrator.scripted import ScriptedTarget
 from tests.orchestrator.stage import Orchestrator, orchestrating
@@ -438,6 +439,15 @@ async def test_attack_22_positions_that_are_none(client: httpx.AsyncClient) -> N
 async def test_attack_23_a_reader_that_takes_nothing_is_cut_off(
     session_store_url: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
+    bind = HttpServer._bind
+
+    def bind_with_small_buffers(server: HttpServer) -> socket.socket:
+        listener = bind(server)
+        # Else the kernel takes megabytes of a stream before it is full.
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+        return listener
+
+    monkeypatch.setattr(HttpServer, "_bind", bind_with_small_buffers)
     monkeypatch.setattr(answer, "_READER_TIMEOUT_S", 0.3)
     async with ScriptedTarget(next_token=saying("one two. ")) as target:
         target.files = tokenizer_files()
