@@ -16,7 +16,7 @@ from redis.asyncio import Redis
 from tests.faults.scene import load_of
 from tests.faults.stack import FaultOptions, FaultStack
 
-NUM_STREAMS, NUM_TOKENS = 50, 150
+NUM_STREAMS, NUM_TOKENS = 50, 250
 TARGET = "markov:text=1,seed=5,step_s=0.004"
 KEY = {"authorization": "Bearer key-of-a-tenant"}
 _BOUND_S = 90.0
@@ -24,12 +24,12 @@ _BOUND_S = 90.0
 
 @pytest.fixture
 async def stack(tmp_path: Path) -> AsyncIterator["HttpStack"]:
-    """Two orchestrators with HTTP and one tenant, who may have five sessions; two targets."""
+    """Two orchestrators with HTTP and one tenant, who may have five sessions; two targets and a draft."""
     tenants = tmp_path / "tenants.json"
     tenants.write_text(json.dumps({"tenant": {"tokens": ["key-of-a-tenant"], "max_sessions": 5}}))
     options = FaultOptions(
         target=TARGET,
-        num_drafts=0,
+        draft=f"{TARGET},noise=0.2,step_s=0.0005",
         orchestrator_environment={"OUTRIDER_HTTP_ADDRESS": "127.0.0.1:0", "OUTRIDER_TENANTS_FILE": str(tenants)},
     )
     running = HttpStack(options, tmp_path)
