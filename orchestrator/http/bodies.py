@@ -6,94 +6,18 @@ Every other field is refused by its name.
 """
 
 import json
-from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, ClassVar, Final, Literal, TypeVar
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, Final, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
-from pydantic_core import ErrorDetails, PydanticCustomError
+from pydantic import BeforeValidator, Field
+from pydantic_core import PydanticCustomError
 
-from orchestrator.http.errors import HttpError
+from orchestrator.http.body import Body
 from outrider.parameters import MAX_LOGIT_BIASES
 
 _MAX_UINT32: Final = 2**32 - 1
-_MAX_CHOICES: Final = 128
-_MAX_FIELDS: Final = 256
-"""Of one object; pydantic collects an error for each that is wrong, millions of them take gigabytes."""
-
-BodyT = TypeVar("BodyT", bound="Body")
-
-
-class Body(BaseModel):
-    """The base of all bodies: a field that is null is absent."""
-
-    model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
-    ignored: ClassVar[frozenset[str]] = frozenset()
-    neutral: ClassVar[Mapping[str, tuple[Any, ...]]] = {}
-
-    @model_validator(mode="before")
-    @classmethod
-    def _without_neutral(cls, values: Any) -> Any:
-        """Return the fields that have a meaning; refuse a neutral field that asks for something."""
-        if not isinstance(values, dict):
-            return values
-        if len(values) > _MAX_FIELDS:
-            raise PydanticCustomError("too_many", "an object may have at most {num} fields", {"num": _MAX_FIELDS})
-        for name, value in values.items():
-            if name in cls.neutral and not _is_among(value, cls.neutral[name]):
-                raise PydanticCustomError("unsupported", "{name} is not supported", {"name": name})
-        left_out = cls.ignored | cls.neutral.keys()
-        return {name: value for name, value in values.items() if value is not None and name not in left_out}
-
-    @classmethod
-    def parse(cls: type[BodyT], content: bytes) -> BodyT:
-        """Return the body of a request; raise `HttpError` with the name of the first field that is wrong."""
-        try:
-            return cls.model_validate_json(content)
-        except ValidationError as error:
-            problems = error.errors(include_url=False, include_input=False)
-            first = _where(problems[0]["loc"])
-            # Of the branches of a union, the one that got furthest is the one that was meant.
-            about = [problem for problem in problems if _where(problem["loc"]).startswith(first)]
-            raise _refusal(max(about, key=lambda problem: len(problem["loc"]))) from None
-
-
-def _refusal(problem: ErrorDetails) -> HttpError:
-    where = _where(problem["loc"])
-    match problem["type"]:
-        case "extra_forbidden":
-            message = f"{where} is not supported"
-        case "json_invalid":
-            return HttpError(400, "BadRequestError", f"the body is not JSON: {problem['msg']}", "body", "invalid_json")
-        case "unsupported":
-            where = f"{where}.{problem['ctx']['name']}" if where else problem["ctx"]["name"]
-            message = f"{where} is not supported"
-        case _:
-            message = f"{where}: {problem['msg']}" if where else problem["msg"]
-    return HttpError(400, "BadRequestError", message, where or "body", "invalid_argument")
-
-
-def _where(location: tuple[int | str, ...]) -> str:
-    """Return the path of a field as a user writes it, such as messages[0].content."""
-    path = ""
-    for part in location:
-        if isinstance(part, int):
-            path += f"[{part}]"
-        elif part in _BRANCHES or part.startswith(("list[", "function-", "constrained-", "lax-or-strict", "nullable")):
-            continue
-        else:
-            path += f".{part}" if path else part
-    return path
-
-
-# Pydantic puts the branch of a union into the path.
-_BRANCHES: Final = frozenset({"str", "int", "float", "bool", "TextPart", "Image", "Refusal"})
-
-
-def _is_among(value: Any, known: Sequence[Any]) -> bool:
-    # 1 and True are equal in Python.
-    return value is None or any(value == item and type(value) is type(item) for item in known)
-
-
+MAX_CHOICES: Final = 128
+"""Choices of a request, all prompts together."""
 Count = Annotated[int, Field(ge=0, le=_MAX_UINT32)]
 Tokens = Annotated[int, Field(ge=1, le=2**31 - 1)]
 
@@ -203,12 +127,9 @@ class Common(Sampling, GenerationBody):
         "vllm_xargs": ({},),
     }
 
-    n: Annotated[int, Field(ge=1, le=_MAX_CHOICES)] | None = None
+    n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
     max_tokens: Tokens | None = None
     stream_options: StreamOptions | None = None
-    logit_bias: Annotated[dict[str, float], BeforeValidator(_bounded)] | None = None
-    stop: Annotated[list[str], Field(fail_fast=True), BeforeValidator(listed)] | None = None
-    stop_token_ids: Annotated[list[Count], Field(fail_fast=True)] | None = None
 
 
 class TextPart(Body):

@@ -5,7 +5,8 @@ from typing import Annotated, Any, ClassVar, Final, Literal
 
 from pydantic import BeforeValidator, Field
 
-from orchestrator.http.bodies import Body, GenerationBody, Sampling, listed
+from orchestrator.http.bodies import GenerationBody, Sampling, listed
+from orchestrator.http.body import Body
 from orchestrator.http.errors import HttpError
 from orchestrator.http.requests import Prompts, parameters_of, speculation_of
 from orchestrator.workers.model import Model

@@ -6,14 +6,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-from orchestrator.http.bodies import ChatMessage, Common, Sampling, SpeculationOptions, variables_of
+from orchestrator.http.bodies import MAX_CHOICES, ChatMessage, Common, Sampling, SpeculationOptions, variables_of
 from orchestrator.http.errors import HttpError
 from outrider import wire
 from outrider.errors import InvalidArgument
 from outrider.parameters import AcceptanceRule
 from outrider.v1 import generation_pb2, tokens_pb2
 
-_MAX_CHOICES: Final = 128
 _PLAIN: Final = (
     "temperature",
     "top_p",
@@ -101,8 +100,8 @@ class Prompts:
             HttpError: there are too many, or none, or a stream with another number of choices is to be resumed.
         """
         num = self.n * len(self.messages)
-        if not 1 <= num <= _MAX_CHOICES:
-            problem = f"{num} completions are requested, must be 1 to {_MAX_CHOICES}"
+        if not 1 <= num <= MAX_CHOICES:
+            problem = f"{num} completions are requested, must be 1 to {MAX_CHOICES}"
             raise HttpError(400, "BadRequestError", problem, "prompt" if self.n == 1 else "n", "invalid_argument")
         if self.session_id and num > 1:
             problem = "session_id goes with one completion: a session has one text"
