@@ -22,7 +22,7 @@ CHECKOV := .venv-checkov/bin/checkov
 CLIENTS := .venv-clients
 CLIENTS_STAMP := $(CLIENTS)/.installed
 
-.PHONY: help install demo test test-all bench-check lint format exactness faults attacks clients chaos bench k8s-config k8s-constraints k8s-check kube-apiserver clean
+.PHONY: help install demo test test-all bench-check lint proto-check proto-release schemas wheel format exactness faults attacks clients chaos bench k8s-config k8s-constraints k8s-check kube-apiserver clean
 
 help: ## Shows this list.
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / {printf "  make %-16s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -57,10 +57,29 @@ bench-check: install ## Runs every bench on models so small that each takes seco
 lint: install ## Checks style, contracts, import floors, types and dependencies.
 	@$(BIN)/ruff check --quiet .
 	@$(BIN)/ruff format --check --quiet . || { echo "lint: 'make format' puts this right" >&2; exit 1; }
-	@$(BIN)/buf lint proto
+	@$(MAKE) --no-print-directory proto-check schemas
 	@PATH="$(CURDIR)/$(BIN):$$PATH" lint-imports --no-cache
 	@$(BIN)/mypy
 	@$(BIN)/deptry .
+
+proto-check: install ## Checks the style of the contracts, and that they break no caller of the last release.
+	@$(BIN)/buf lint proto
+	@$(BIN)/buf breaking proto --against proto/released.binpb
+
+proto-release: install ## Writes the descriptor of the contracts that later ones must not break; run it at a release.
+	@$(BIN)/buf build proto --exclude-source-info --output proto/released.binpb
+
+schemas: install ## Checks the compose file, the workflow and the issue forms against their published schemas.
+	@$(BIN)/check-jsonschema --quiet --builtin-schema vendor.compose-spec compose.yaml
+	@$(BIN)/check-jsonschema --quiet --builtin-schema vendor.github-workflows .github/workflows/*.yml
+	@$(BIN)/check-jsonschema --quiet --builtin-schema vendor.github-issue-config .github/ISSUE_TEMPLATE/config.yml
+	@$(BIN)/check-jsonschema --quiet --builtin-schema vendor.github-issue-forms $(filter-out %/config.yml,$(wildcard .github/ISSUE_TEMPLATE/*.yml))
+	@$(BIN)/pre-commit validate-config
+
+wheel: install ## Builds dist/ (source archive and wheel), installs the wheel into empty environments and runs it. Takes 5 minutes.
+	@rm -rf dist
+	@$(BIN)/python -m build --outdir dist .
+	@$(BIN)/python -m tests.project.check_wheel dist --torch '$(TORCH)'
 
 format: install ## Formats the code and sorts its imports.
 	@$(BIN)/ruff check --fix-only --quiet .

