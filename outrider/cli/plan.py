@@ -76,8 +76,8 @@ def plan_command(patch: Path | None, wants_json: bool, **values: Any) -> None:
     """Compute targets, drafts and orchestrators for a load, from measured times, and what drafts gain.
 
     Compares three fleets that give every session the rate: plain decoding, drafting within the target's process, and
-    drafts of their own; costs are in targets. docs/operations.md ("Scale") names the metrics of a running stack that
-    each value comes from.
+    drafts of their own; costs are in targets. docs/operations.md ("How many replicas") names the metrics of a running
+    stack that each value comes from.
     """
     measured = Measurements(**{name: values.pop(name) for name in Measurements.__dataclass_fields__})
     wanted = Wanted(**values)

@@ -148,7 +148,7 @@ def load_settings(kind: type[SettingsT], arguments: Sequence[str] | None = None,
 
 
 def settings_table(kind: type[BaseSettings]) -> str:
-    """Return the settings as a Markdown table; the README's tables are made of it."""
+    """Return the settings as a Markdown table; docs/settings.md is made of it."""
     rows = [
         f"| `{PREFIX}{name.upper()}` | {_default(field, '`{}`')} | {_explained(field)} |"
         for name, field in kind.model_fields.items()

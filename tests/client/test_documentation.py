@@ -1,25 +1,29 @@
-"""The Python snippets of docs/python.md, each run as it stands but for the address."""
+"""The snippets of the documentation that use the Python client, each run as it stands but for the address."""
 
 import contextlib
 import io
-import re
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
 import outrider
 from tests.client.scripted import WORDS, ScriptedService
+from tests.docs.pages import ROOT, blocks
 
-SNIPPETS = re.findall(r"```python\n(.*?)```", (Path(__file__).parents[2] / "docs" / "python.md").read_text(), re.DOTALL)
+SNIPPETS = [
+    block.text
+    for name in ("docs/python.md", "docs/quickstart.md", "README.md")
+    for block in blocks(ROOT / name)
+    if block.language == "python" and "from outrider import" in block.text
+]
 SERVED = [snippet for snippet in SNIPPETS if "LocalStack" not in snippet]
 TEXT = "".join(WORDS)
 
 
 def test_there_are_snippets_of_both_kinds() -> None:
-    assert len(SERVED) == 6
-    assert len(SNIPPETS) == 7
+    assert len(SERVED) == 8
+    assert len(SNIPPETS) == 9
 
 
 @pytest.mark.parametrize("snippet", SERVED)
