@@ -23,6 +23,8 @@ HTTP: Final = "127.0.0.1:8000"
 ELSEWHERE: Final[Mapping[str, str]] = {
     "make test": ".ci/run",
     "outrider up --model Qwen/Qwen3-8B": "tests/lm/test_hub.py",
+    "docker build -t outrider:local .": "tests/k8s/test_images.py",
+    "docker compose up": "tests/project/test_compose.py",
     "docker build --target orchestrator -t outrider/orchestrator:local .": "tests/k8s/test_images.py",
     "kubectl apply -k k8s/overlays/local": "tests/k8s/test_manifests.py",
     "kubectl apply -k k8s/overlays/production": "tests/k8s/test_manifests.py",

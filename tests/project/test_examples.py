@@ -76,11 +76,16 @@ def test_resume_stream(stack: LocalStack) -> None:
 
 
 def test_token_origins(stack: LocalStack) -> None:
-    *tokens, counts = run("token_origins.py", f"http://{stack.http_addresses[0]}").splitlines()[1:]
-    found = {name: int(number) for number, name in re.findall(r"(\d+) (\w+)", counts)}
-    assert found.keys() <= {"accepted", "recovered", "bonus"}
-    assert found["accepted"] > 0
-    assert sum(found.values()) == len(tokens) <= 40
+    found: dict[str, int] = {}
+    # On a busy machine so short a request can end before its draft is ready.
+    for _ in range(5):
+        *tokens, counts = run("token_origins.py", f"http://{stack.http_addresses[0]}").splitlines()[1:]
+        found = {name: int(number) for number, name in re.findall(r"(\d+) (\w+)", counts)}
+        assert found.keys() <= {"accepted", "recovered", "bonus"}
+        assert sum(found.values()) == len(tokens) <= 40
+        if "accepted" in found:
+            break
+    assert "accepted" in found
 
 
 def test_compare_speculation(stack: LocalStack) -> None:
