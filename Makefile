@@ -20,13 +20,14 @@ WORKERS ?= 2
 
 CHECKOV := .venv-checkov/bin/checkov
 CLIENTS := .venv-clients
+AS_ROOT := $(shell [ "$$(id -u)" = 0 ] || echo sudo)
 CLIENTS_STAMP := $(CLIENTS)/.installed
 DOCS := .venv-docs
 DOCS_STAMP := $(DOCS)/.installed
 MERMAID := docs/javascripts/mermaid.min.js
 MERMAID_VERSION := 12.3.0
 
-.PHONY: help install demo test test-all bench-check lint proto-check proto-release schemas wheel format exactness faults attacks clients chaos bench docs docs-pages docs-picture quickstart k8s-config k8s-constraints k8s-check kube-apiserver clean
+.PHONY: help install demo test test-all bench-check lint proto-check proto-release schemas wheel format exactness faults attacks browser playground-pictures clients chaos bench docs docs-pages docs-picture quickstart k8s-config k8s-constraints k8s-check kube-apiserver clean
 
 help: ## Shows this list.
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / {printf "  make %-16s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -99,6 +100,14 @@ faults: install ## Tries every fault of docs/reliability.md on real processes. T
 
 attacks: install ## Tries every attack of docs/reliability.md on real servers.
 	@$(BIN)/python -m pytest -q tests/attacks -m 'slow or not slow' $(ARGS)
+
+browser: install ## Uses the playground in Chromium by keyboard, and checks it with axe; installs Debian's Chromium. Takes 3 minutes.
+	@command -v chromium >/dev/null || { echo "install: chromium"; $(AS_ROOT) apt-get update -qq; \
+	  $(AS_ROOT) apt-get install -y -qq --no-install-recommends chromium fonts-dejavu-core >/dev/null; }
+	@$(BIN)/python -m pytest -q tests/browser -m 'slow or not slow' $(ARGS)
+
+playground-pictures: install ## Takes the pictures of docs/playground.md; ARGS=narrow takes one of them. Takes 5 minutes.
+	@$(BIN)/python -m tests.browser.pictures $(ARGS)
 
 clients: install $(CLIENTS_STAMP) ## Runs unchanged clients of OpenAI and Ollama, in Python and Node, against the HTTP API. Takes 2 minutes.
 	@$(BIN)/python -m tests.clients $(ARGS)

@@ -7,7 +7,7 @@ import torch
 # Services run with as many threads as they are told to; `tests/lm` tests what several threads compute.
 torch.set_num_threads(1)
 
-_TOGETHER = frozenset({"attacks", "faults", "served"})
+_TOGETHER = frozenset({"attacks", "browser", "faults", "served"})
 """Folders whose tests share running services; elsewhere the tests of a file share what is slow to make."""
 
 

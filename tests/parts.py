@@ -29,12 +29,13 @@ PARTS: Final[Mapping[str, Sequence[str]]] = {
         "tests/target_service/engine/test_ranks.py",
     ),
     "documentation": ("tests/docs", "tests/client/test_documentation.py"),
+    "browser": ("tests/browser",),
     "rest": ("tests",),
     "site": (),
     "kubernetes": (),
 }
-_MADE: Final[Mapping[str, str]] = {"site": "docs", "kubernetes": "kube-apiserver"}
-"""Parts that are targets of the Makefile."""
+_MADE: Final[Mapping[str, str]] = {"browser": "browser", "site": "docs", "kubernetes": "kube-apiserver"}
+"""Parts that need more than Python packages, and the make targets that install it."""
 _NO_TESTS: Final = 5
 
 

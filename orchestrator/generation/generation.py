@@ -30,6 +30,7 @@ class _Batch:
     origins: list[tokens_pb2.TokenOrigin.ValueType] = field(default_factory=list)
     logprobs: list[tokens_pb2.TokenLogprobs] = field(default_factory=list)
     text: str = ""
+    texts: list[str] = field(default_factory=list)
     finish_reason: FinishReason | None = None
     stopped: bool = False
 
@@ -118,6 +119,7 @@ class Generation:
             batch.origins += verdict.origins[:num]
             batch.logprobs += verdict.logprobs[:num]
             batch.text += absorbed.text
+            batch.texts += absorbed.texts
             if num:
                 self._statistics.record_verdict(verdict, num)
             if num and draft_is_ready and verdict.num_nodes == 0:
@@ -140,6 +142,7 @@ class Generation:
                 origins=batch.origins,
                 logprobs=batch.logprobs,
                 statistics=self._statistics.message() if self._reports else None,
+                texts=batch.texts if self._reports else None,
             )
         )
 

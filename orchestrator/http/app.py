@@ -1,4 +1,4 @@
-"""The application: its routes, its schema at /openapi.json, and its page at /docs."""
+"""The application: its routes, its schema at /openapi.json, and its pages at / and /docs."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -22,6 +22,7 @@ from orchestrator.http.forms import Form
 from orchestrator.http.logprobs import TokenTexts
 from orchestrator.http.names import ServedNames
 from orchestrator.http.ollama import OLLAMA_ROUTES, OllamaRoutes
+from orchestrator.http.playground import PLAYGROUND_ROUTES, add_playground
 from orchestrator.http.requests import chat_prompt
 from orchestrator.http.responses import RESPONSES_ROUTES, ResponsesRoutes
 from orchestrator.http.routes import Handler, Json, RouteTable
@@ -31,7 +32,10 @@ from outrider.v1 import generation_pb2
 _DOCS_FILES: Final = ("swagger-ui-bundle.js", "swagger-ui.css", "favicon.png")
 """What the page at /docs loads, from here and not from the internet, which clusters often cannot reach."""
 _DOCS_ROUTES: Final = tuple(f"/docs/{name}" for name in _DOCS_FILES)
-OPEN_ROUTES: Final = ("/", "/health", "/version", "/api/version", "/docs", *_DOCS_ROUTES, "/openapi.json", "/metrics")
+OPEN_ROUTES: Final = (
+    *("/", "/health", "/version", "/api/version", "/openapi.json", "/metrics"),
+    *("/docs", *_DOCS_ROUTES, *PLAYGROUND_ROUTES),
+)
 """Routes that need no token; /metrics is served only where there are no tokens at all."""
 
 
@@ -196,9 +200,10 @@ class _Documented(FastAPI):
 
 
 def make_app(api: Api) -> App:
-    """Return the application of these routes, with its schema and its page."""
+    """Return the application of these routes, with its schema and its pages."""
     app = _Documented(title="Outrider", version=outrider.__version__, docs_url=None, redoc_url=None)
     _add_docs(app)
+    add_playground(app)
     for method, path, name, body in ROUTES:
         app.add_api_route(
             path,

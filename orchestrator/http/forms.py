@@ -194,6 +194,7 @@ def report_of(delta: generation_pb2.Delta) -> dict[str, Any]:
     """Return the key `speculation` of a part with tokens, for those who ask for a report."""
     return {
         "token_ids": list(delta.token_ids),
+        "texts": list(delta.texts),
         "origins": [_ORIGINS.get(origin) for origin in delta.origins],
         "statistics": statistics_of(delta.statistics),
     }

@@ -19,6 +19,7 @@ from orchestrator.http.ollama_bodies import (
     OllamaShowBody,
 )
 from orchestrator.http.ollama_forms import OllamaChatForm, OllamaForm, OllamaGenerateForm, rfc3339
+from orchestrator.http.playground import accepts_page, page
 from orchestrator.http.requests import chat_prompt
 from orchestrator.http.routes import Json, Routes, RouteTable
 from orchestrator.workers.model import Model
@@ -121,8 +122,10 @@ class OllamaRoutes(Routes):
         return Json({"version": outrider.__version__})
 
     async def root(self, request: Request) -> Response:
-        """Return a line of text: clients of Ollama probe it."""
-        return PlainTextResponse("Outrider is running")
+        """Return the playground to browsers, and a line of text to clients of Ollama, which probe it."""
+        if accepts_page(request):
+            return page(request)
+        return PlainTextResponse("Outrider is running", headers={"vary": "Accept"})
 
     async def _ollama_model(self, name: str | None) -> Model:
         """Return the model; raise `HttpError` for a name that it does not have, with or without ":latest"."""

@@ -22,11 +22,13 @@ class Absorbed:
         num_tokens: number of these tokens; the last one completed a stop string where `stopped`.
         text: the text that became certain with them.
         stopped: whether a stop string ended the output.
+        texts: the part of `text` that became certain with each token; empty for a model without a tokenizer.
     """
 
     num_tokens: int
     text: str
     stopped: bool
+    texts: Sequence[str] = ()
 
 
 class OutputText:
@@ -49,18 +51,18 @@ class OutputText:
         if self._detokenizer is None:
             self.num_tokens += len(token_ids)
             return Absorbed(len(token_ids), "", False)
-        text = ""
+        texts: list[str] = []
         for num, token_id in enumerate(token_ids, start=1):
             self.num_tokens += 1
             piece = self._detokenizer.push(token_id)
             if self.num_tokens <= self._min_tokens:
-                text += self._stops.skip(piece)
+                texts.append(self._stops.skip(piece))
                 continue
             passed = self._stops.push(piece)
-            text += passed.text
+            texts.append(passed.text)
             if passed.stopped:
-                return Absorbed(num, text, True)
-        return Absorbed(len(token_ids), text, False)
+                return Absorbed(num, "".join(texts), True, texts)
+        return Absorbed(len(token_ids), "".join(texts), False, texts)
 
     def finish(self, *, stopped: bool) -> str:
         """Return the text that becomes certain with the end; none after a stop string."""

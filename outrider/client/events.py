@@ -43,6 +43,7 @@ class Delta:
         origins: how each token came to be; empty where that is no longer known, as after a resume.
         logprobs: of each token, where requested and known.
         statistics: since the last resume; None unless the request asks for a report.
+        texts: the part of `text` that became certain with each token, where the request asks for a report.
     """
 
     offset: int
@@ -51,6 +52,7 @@ class Delta:
     origins: tuple[TokenOrigin, ...] = ()
     logprobs: tuple[TokenLogprobs, ...] = ()
     statistics: "Statistics | None" = None
+    texts: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -267,6 +269,7 @@ def _delta(message: generation_pb2.Delta) -> Delta:
         origins=tuple(wire.origin_from_number(origin) for origin in message.origins),
         logprobs=tuple(wire.logprobs_from_message(logprobs) for logprobs in message.logprobs),
         statistics=_statistics(message.statistics) if message.HasField("statistics") else None,
+        texts=tuple(message.texts),
     )
 
 

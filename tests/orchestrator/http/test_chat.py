@@ -179,6 +179,11 @@ async def test_reports_come_only_where_asked_for(
                 target.break_streams()
     reports = [json.loads(line.removeprefix("data: "))["speculation"] for line in lines if '"speculation"' in line]
     assert any(report.get("origins", [None])[0] == "bonus" for report in reports)
+    chunks = [json.loads(line.removeprefix("data: ")) for line in lines if '"texts"' in line]
+    for chunk in chunks:
+        report = chunk["speculation"]
+        assert len(report["texts"]) == len(report["token_ids"]) == len(report["origins"])
+        assert "".join(report["texts"]) == chunk["choices"][0]["delta"].get("content", "")
     assert [report["statistics"]["num_target_passes"] for report in reports if "statistics" in report][-1] == 40
 
 

@@ -55,6 +55,18 @@ def test_an_end_within_a_character_is_shown_as_such() -> None:
     assert set(detokenizer.flush()) == {"\ufffd"}
 
 
+@pytest.mark.parametrize("stop", [(), ("b漢",)])
+def test_each_token_has_the_text_that_became_certain_with_it(stop: tuple[str, ...]) -> None:
+    output, token_ids = OutputText(TOKENIZER, SamplingParameters(stop=stop)), TOKENIZER.encode("aéb漢c", ROOM)
+    first, rest = output.absorb(token_ids[:2]), output.absorb(token_ids[2:])
+    assert [absorbed.text for absorbed in (first, rest)] == ["".join(first.texts), "".join(rest.texts)]
+    # A character belongs to its last byte; what may become a stop string waits for the token that decides.
+    expected = ["a", "", "é", "", "", "", ""] if stop else ["a", "", "é", "b", "", "", "漢", "c"]
+    assert [*first.texts, *rest.texts] == expected
+    assert first.num_tokens + rest.num_tokens == len(expected)
+    assert rest.stopped == bool(stop)
+
+
 def test_special_tokens_are_left_out() -> None:
     output = OutputText(TOKENIZER, SamplingParameters())
     end = TOKENIZER.encode_chat([("user", "x")], continues=False, last_token=None, max_tokens=ROOM)[0]

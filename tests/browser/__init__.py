@@ -1,0 +1,1 @@
+"""The playground in a real Chromium, on real stacks: `make browser`."""
