@@ -23,6 +23,7 @@ BODY_TIMEOUT_S: Final = 30.0
 MAX_DISCARDED_BYTES: Final = 16 << 20
 """Of a body that is refused: clients that send all of it first read the answer only then."""
 _LOOPBACK: Final = frozenset({"localhost", "localhost.localdomain", "ip6-localhost"})
+_CURL_TYPE: Final = "application/x-www-form-urlencoded"
 _METHODS: Final = b"GET, POST, OPTIONS"
 
 
@@ -159,7 +160,9 @@ class Guard:
             hint = "add it to OUTRIDER_HTTP_ORIGINS"
             raise HttpError(403, "PermissionDeniedError", f"Origin {origin!r} may not call; {hint}", "Origin")
         kind = header(scope, b"content-type").partition(";")[0].strip().lower()
-        if scope["method"] == "POST" and kind != "application/json":
+        # Ollama's documented curl lines leave curl's own type; a browser, which the check is for, adds an Origin.
+        is_curl = kind == _CURL_TYPE and not origin and scope["path"].startswith("/api/")
+        if scope["method"] == "POST" and kind != "application/json" and not is_curl:
             problem = "the body must be JSON, with the header Content-Type: application/json"
             raise HttpError(415, "UnsupportedMediaTypeError", problem, "Content-Type")
 

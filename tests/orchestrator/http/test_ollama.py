@@ -252,6 +252,21 @@ async def test_errors_of_every_kind_are_texts(http: httpx.AsyncClient, client: o
     assert (caught.value.status_code, caught.value.error) == (400, "options.mirostat is not supported")
 
 
+async def test_ollamas_documented_curl_lines_are_served_and_those_of_pages_are_not(http: httpx.AsyncClient) -> None:
+    content = json.dumps({"model": (await http.get("/api/tags")).json()["models"][0]["name"], "prompt": "a"}).encode()
+    headers = {"content-type": "application/x-www-form-urlencoded"}
+    served = await http.post("/api/generate", content=content, headers=headers)
+    assert served.status_code == 200
+    assert json.loads(served.text.splitlines()[-1])["done"]
+    # A page of another site can send this type without a question first, but not without its origin.
+    own = {**headers, "origin": str(http.base_url).rstrip("/")}
+    assert (await http.post("/api/generate", content=content, headers=own)).status_code == 415
+    assert (
+        await http.post("/api/generate", content=content, headers=headers | {"origin": "http://a"})
+    ).status_code == 403
+    assert (await http.post("/v1/completions", content=content, headers=headers)).status_code == 415
+
+
 async def test_a_stream_that_fails_ends_with_an_error(
     texting: Orchestrator, target: ScriptedTarget, client: ollama.AsyncClient
 ) -> None:
