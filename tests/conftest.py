@@ -11,7 +11,7 @@ _TOGETHER = frozenset({"attacks", "browser", "faults", "served"})
 """Folders whose tests share running services; elsewhere the tests of a file share what is slow to make."""
 
 
-@pytest.hookimpl(trylast=True)
+@pytest.hookimpl(tryfirst=True)  # before xdist reads the groups
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Groups tests by the folder or the file whose fixtures they share."""
     for item in items:

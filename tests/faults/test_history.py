@@ -132,6 +132,8 @@ async def test_an_owner_that_was_fenced_off_and_writes_on_is_found(
         old = Lease("default", "s", record.fencing_token, 1000)
         first.cancel()
         await asyncio.gather(first, return_exceptions=True)
+        # Else it could go on to its end before the second one takes over, which would then be given what is there.
+        await target.saw("close")
         second = watch(client, request(request_id="r", resume_offset=3), after=0, timeout_s=5)
         target.allow(None)
         await second
