@@ -36,7 +36,7 @@ async def test_tenants_are_known_by_their_tokens(
             assert (refused.status_code, refused.headers["www-authenticate"]) == (401, "Bearer")
             assert refused.json()["error"]["type"] == "AuthenticationError"
             assert (await client.get("/v1/models", headers=headers)).status_code == 401
-        # Probes need no token; what all tenants do together is nobody's to see here.
+        # Probes need no token. Metrics add up all tenants, so no tenant gets them.
         assert (await client.get("/health")).status_code == 200
         assert (await client.get("/metrics")).status_code == 404
         client.headers["Authorization"] = "Bearer acme-secret"
