@@ -6,8 +6,8 @@ from typing import Final, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from orchestrator.discovery.endpoints import parse_place
 from orchestrator.store.connection import Durability, DurabilityLevel
+from outrider.discovery.endpoints import parse_place
 from outrider.errors import InvalidArgument
 from outrider.parameters import AcceptanceRule
 from outrider.serving.settings import Listed, ServingSettings

@@ -8,12 +8,12 @@ from typing import Final
 
 from orchestrator.settings import OrchestratorSettings
 from orchestrator.store.record import derived_session_id, is_derived
-from orchestrator.workers.draft_session import SpeculationChoice
 from outrider import wire
 from outrider.errors import InvalidArgument
 from outrider.parameters import MAX_SPECULATIVE_TOKENS, MAX_TOKENS, AcceptanceRule
 from outrider.tokens import MAX_PROPOSAL_NODES
 from outrider.v1 import generation_pb2, tokens_pb2
+from outrider.workers.draft_session import SpeculationChoice
 
 _ID: Final = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 DRAFTERS: Final = ("", "model", "ngram", "layers", "eagle3", "medusa")

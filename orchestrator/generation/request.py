@@ -11,13 +11,13 @@ from orchestrator.settings import OrchestratorSettings
 from orchestrator.store.record import SessionRecord
 from orchestrator.store.sessions import Lease
 from orchestrator.store.store import SessionStore
-from orchestrator.workers.draft_session import SpeculationChoice
 from orchestrator.workers.replicas import Replicas
 from outrider import wire
 from outrider.errors import Unavailable
 from outrider.serving.spans import log_fields, traceparent_of
 from outrider.tokens import TokenSpan
 from outrider.v1 import draft_pb2, target_pb2, worker_pb2
+from outrider.workers.draft_session import SpeculationChoice
 
 # More tokens than a target decides while a commit is on its way to Redis and back, so that no pass waits for one; not
 # more, because tokens that are not committed are recomputed after a failover.

@@ -10,7 +10,6 @@ from typing import Final
 from orchestrator.generation.request import RunningRequest, Services
 from orchestrator.generation.target_losses import TargetLosses
 from orchestrator.metrics import RequestStatistics
-from orchestrator.workers.draft_session import DraftSession
 from orchestrator.workers.target_session import TargetSession
 from outrider.errors import (
     DataLoss,
@@ -24,6 +23,7 @@ from outrider.errors import (
 )
 from outrider.serving.frames import MAX_FRAME_BYTES_PER_MESSAGE
 from outrider.v1 import generation_pb2, target_pb2, tokens_pb2
+from outrider.workers.draft_session import DraftSession
 
 _LOG: Final = logging.getLogger(__name__)
 _FINAL: Final = (DataLoss, Fenced, InvalidArgument, ModelMismatch, SessionNotFound)

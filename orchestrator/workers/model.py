@@ -11,13 +11,13 @@ import grpc
 
 from orchestrator.text.output import check_stop_strings
 from orchestrator.text.tokenizer import Tokenizer
-from orchestrator.workers.links import WorkerLink
 from outrider import wire
 from outrider.errors import InvalidArgument, Unavailable
 from outrider.parameters import SamplingParameters
 from outrider.serving.status import peer_errors
 from outrider.v1 import tokens_pb2, worker_pb2
 from outrider.v1.worker_pb2_grpc import WorkerServiceStub
+from outrider.workers.links import WorkerLink
 
 _TIMEOUT_S: Final = 10.0
 _MAX_FETCHES: Final = 3

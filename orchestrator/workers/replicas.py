@@ -6,16 +6,16 @@ from collections.abc import Iterable, Iterator
 from typing import Final
 from weakref import WeakKeyDictionary
 
-from orchestrator.discovery.cluster import Cluster
 from orchestrator.settings import OrchestratorSettings
 from orchestrator.text.tokenizer import Tokenizer
-from orchestrator.workers.breaker import Breaker
-from orchestrator.workers.links import DRAFT, TARGET, WorkerLink
 from orchestrator.workers.model import Model, TokenizerCache
-from orchestrator.workers.pool import LinkPool
+from outrider.discovery.cluster import Cluster
 from outrider.errors import Unavailable
 from outrider.parameters import AcceptanceRule
 from outrider.v1 import generation_pb2, tokens_pb2, worker_pb2
+from outrider.workers.breaker import Breaker
+from outrider.workers.links import DRAFT, TARGET, WorkerLink
+from outrider.workers.pool import LinkPool
 
 _CHECK_INTERVAL_S: Final = 0.5
 """Seconds after which a request without a target checks the loads again, which polling changes."""

@@ -5,11 +5,11 @@ import logging
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Final
 
-from orchestrator.workers.links import StreamHandle, WorkerLink
 from outrider import wire
 from outrider.errors import KVCacheMiss, OutriderError, Unavailable
 from outrider.tokens import TokenSpan
 from outrider.v1 import target_pb2, tokens_pb2
+from outrider.workers.links import StreamHandle, WorkerLink
 
 _LOG: Final = logging.getLogger(__name__)
 _ANSWER_S: Final = 10.0

@@ -10,9 +10,9 @@ from outrider.control.policy import RoundPlan, SpeculationPolicy, WorkerStatisti
 from outrider.errors import InvalidArgument
 from outrider.parameters import AcceptanceRule
 from outrider.speculation.proposal_tree import Candidate
+from outrider.speculation.received_tree import ReceivedTree
 from outrider.tokens import MAX_PROPOSAL_NODES, ProposalPart, ProposalTree
 from target_service.engine.commands import SpeculationTerms
-from target_service.engine.received_tree import ReceivedTree
 
 _MAX_STOCK: Final = 32
 """Nodes by whose values a wait is decided; a pass verifies fewer of one session."""

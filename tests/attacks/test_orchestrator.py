@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 
-from orchestrator.workers.draft_session import DraftSession
 from orchestrator.workers.target_session import TargetSession
 from outrider.errors import InvalidArgument, OutriderError, RequestFailed, Unavailable
 from outrider.local.valkey import EmbeddedValkey
 from outrider.v1 import target_pb2
+from outrider.workers.draft_session import DraftSession
 from tests.orchestrator.scripted import ScriptedDraft, ScriptedTarget, continuation
 from tests.orchestrator.stage import PROMPT, Orchestrator, asking, orchestrating, tokens_of
 

@@ -8,11 +8,11 @@ import pytest
 from kubernetes.aio.config import incluster_config
 
 from bench.api_server import NAMESPACE, pod
-from orchestrator.discovery.cluster import Cluster
-from orchestrator.discovery.endpoint_slices import EndpointSlices
-from orchestrator.discovery.endpoints import Endpoint
+from outrider.discovery.cluster import Cluster
+from outrider.discovery.endpoint_slices import EndpointSlices
+from outrider.discovery.endpoints import Endpoint
+from tests.discovery.test_endpoint_slices import PLACE, Told, watching
 from tests.kube.control_plane import ControlPlane, RefusedError
-from tests.orchestrator.discovery.test_endpoint_slices import PLACE, Told, watching
 from tests.orchestrator.stage import until
 
 pytestmark = pytest.mark.kube
@@ -26,7 +26,7 @@ def num_noted(caplog: pytest.LogCaptureFixture, message: str, *statuses: int) ->
     return sum(
         record.message.startswith(message) and (not statuses or record.__dict__["status"] in statuses)
         for record in caplog.records
-        if record.name == "orchestrator.discovery.endpoint_slices"
+        if record.name == "outrider.discovery.endpoint_slices"
     )
 
 

@@ -11,9 +11,9 @@ import httpx
 import pytest
 
 from draft_service.settings import DraftSettings
-from orchestrator.discovery.endpoints import DnsPlace, parse_place
 from orchestrator.settings import OrchestratorSettings
 from outrider import AsyncClient
+from outrider.discovery.endpoints import DnsPlace, parse_place
 from outrider.serving.settings import ServingSettings
 from outrider.serving.variables import PREFIX, complaints
 from target_service.settings import TargetSettings

@@ -558,7 +558,7 @@ async def test_an_evicted_cache_gets_an_earlier_span(orchestrator: Orchestrator,
 
 
 async def test_a_hung_target_is_noticed_by_its_silence(session_store_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("orchestrator.workers.load_polling._TIMEOUT_S", 0.2)
+    monkeypatch.setattr("outrider.workers.load_polling._TIMEOUT_S", 0.2)
     async with (
         ScriptedTarget("a") as one,
         ScriptedTarget("b") as other,

@@ -5,12 +5,12 @@ import time
 import pytest
 
 from orchestrator.settings import OrchestratorSettings
-from orchestrator.workers.links import WorkerLink
 from orchestrator.workers.replicas import Replicas
 from outrider.errors import Unavailable
 from outrider.parameters import AcceptanceRule
 from outrider.serving.frames import FrameOutbox
 from outrider.v1 import target_pb2, worker_pb2
+from outrider.workers.links import WorkerLink
 
 COUPLED = AcceptanceRule.COUPLED
 

@@ -14,7 +14,7 @@ from kubernetes.aio import client
 from kubernetes.aio.client.exceptions import ApiException
 from kubernetes.aio.watch import Watch
 
-from orchestrator.discovery.endpoints import Endpoint, Found, KubernetesPlace
+from outrider.discovery.endpoints import Endpoint, Found, KubernetesPlace
 
 _LOG: Final = logging.getLogger(__name__)
 _GROUP: Final = "discovery.k8s.io"

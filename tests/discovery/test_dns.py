@@ -5,8 +5,8 @@ from collections.abc import Sequence
 
 import pytest
 
-from orchestrator.discovery.dns import DnsName, SystemResolver
-from orchestrator.discovery.endpoints import DnsPlace, Endpoint
+from outrider.discovery.dns import DnsName, SystemResolver
+from outrider.discovery.endpoints import DnsPlace, Endpoint
 
 
 async def test_a_real_name_is_resolved() -> None:

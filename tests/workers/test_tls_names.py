@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 
 from bench.api_server import NAMESPACE, ApiServer, pod
-from orchestrator.discovery.cluster import Cluster
 from orchestrator.settings import OrchestratorSettings
-from orchestrator.workers.links import TARGET
-from orchestrator.workers.pool import LinkPool
+from outrider.discovery.cluster import Cluster
 from outrider.serving.tls import TlsFiles
+from outrider.workers.links import TARGET
+from outrider.workers.pool import LinkPool
 from tests.orchestrator.scripted import ScriptedTarget
 from tests.orchestrator.stage import until
 from tests.serving.certificates import Authority

@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 
 from bench.api_server import NAMESPACE, ApiServer, pod
-from orchestrator.discovery.cluster import Cluster
 from orchestrator.settings import OrchestratorSettings
-from orchestrator.workers.links import DRAFT, TARGET
-from orchestrator.workers.pool import LinkPool
+from outrider.discovery.cluster import Cluster
 from outrider.errors import Unavailable
+from outrider.workers.links import DRAFT, TARGET
+from outrider.workers.pool import LinkPool
 from tests.orchestrator.scripted import ScriptedDraft, ScriptedTarget, continuation
 from tests.orchestrator.stage import PROMPT, Orchestrator, asking, orchestrating, tokens_of, until
 

@@ -8,7 +8,7 @@ import threading
 from collections.abc import Awaitable, Callable, Iterable
 from typing import Final
 
-from orchestrator.discovery.endpoints import DnsPlace, Endpoint, Found
+from outrider.discovery.endpoints import DnsPlace, Endpoint, Found
 
 _LOG: Final = logging.getLogger(__name__)
 _ANSWER_S: Final = 10.0

@@ -1,4 +1,4 @@
-from orchestrator.workers.breaker import Breaker
+from outrider.workers.breaker import Breaker
 
 
 class Clock:

@@ -7,11 +7,10 @@ from dataclasses import replace
 from functools import partial
 from typing import Final
 
-from orchestrator.discovery.cluster import Cluster
-from orchestrator.discovery.dns import DnsName
-from orchestrator.discovery.endpoints import Discovery, DnsPlace, Endpoint, Found, KubernetesPlace, parse_place
-from orchestrator.settings import OrchestratorSettings
-from orchestrator.workers.links import StreamKind, WorkerLink
+from outrider.discovery.cluster import Cluster
+from outrider.discovery.dns import DnsName
+from outrider.discovery.endpoints import Discovery, DnsPlace, Endpoint, Found, KubernetesPlace, parse_place
+from outrider.workers.links import LinkSettings, StreamKind, WorkerLink
 
 _LOG: Final = logging.getLogger(__name__)
 _PAUSE_S: Final = 10.0
@@ -37,7 +36,7 @@ class LinkPool:
     """
 
     def __init__(
-        self, kind: StreamKind, places: Sequence[str], field: str, settings: OrchestratorSettings, cluster: Cluster
+        self, kind: StreamKind, places: Sequence[str], field: str, settings: LinkSettings, cluster: Cluster
     ) -> None:
         self._kind = kind
         self._settings = settings
@@ -83,7 +82,7 @@ class LinkPool:
         if isinstance(place, DnsPlace):
             return DnsName(place, _DNS_INTERVAL_S)
         # Here, because the import takes a second, which processes without a cluster save.
-        from orchestrator.discovery.endpoint_slices import EndpointSlices
+        from outrider.discovery.endpoint_slices import EndpointSlices
 
         namespace = place.namespace or self._cluster.namespace
         return EndpointSlices(await self._cluster.api(), replace(place, namespace=namespace))

@@ -5,12 +5,12 @@ from typing import Any
 
 import pytest
 
-from orchestrator.workers.draft_session import DraftSession, SpeculationChoice
-from orchestrator.workers.links import DRAFT
 from orchestrator.workers.target_session import TargetSession
 from outrider.errors import OutriderError
 from outrider.tokens import TokenSpan
 from outrider.v1 import draft_pb2, target_pb2
+from outrider.workers.draft_session import DraftSession, SpeculationChoice
+from outrider.workers.links import DRAFT
 from tests.orchestrator.scripted import ScriptedDraft, ScriptedTarget, continuation
 from tests.orchestrator.stage import PROMPT, asking, orchestrating, tokens_of
 from tests.orchestrator.workers.test_links import linked
@@ -26,7 +26,7 @@ class Mute(ScriptedDraft):
 async def test_a_draft_that_never_opens_a_session_is_replaced(
     session_store_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("orchestrator.workers.draft_session._ANSWER_S", 0.1)
+    monkeypatch.setattr("outrider.workers.draft_session._ANSWER_S", 0.1)
     async with (
         ScriptedTarget() as target,
         Mute() as mute,

@@ -1,7 +1,7 @@
 """Where the workers are: fixed addresses, names in DNS, or the endpoints of a Kubernetes service.
 
 OUTRIDER_TARGETS and OUTRIDER_DRAFTS name places. A place reports all of its endpoints whenever they change;
-`orchestrator.workers.pool` opens a link to each, and ends those of endpoints that are gone.
+`outrider.workers.pool` opens a link to each, and ends those of endpoints that are gone.
 
 - EndpointSlices are listed once and then watched from that version on. A watch that breaks goes on at the last
   version seen; 410 lists again. Each watch is asked to end after 30 s and abandoned after 40, so that a dead

@@ -8,17 +8,17 @@ from typing import Any, Final, Protocol
 
 import grpc
 
-from orchestrator.discovery.endpoints import Endpoint
-from orchestrator.settings import OrchestratorSettings
-from orchestrator.workers.load_polling import interval_s, polled_loads
+from outrider.discovery.endpoints import Endpoint
 from outrider.errors import OutriderError, Overloaded, Unavailable
 from outrider.serving.channel import answer_timeout_s, open_channel, wait_connected
 from outrider.serving.frames import FrameOutbox
 from outrider.serving.status import peer_errors
+from outrider.serving.tls import TlsFiles
 from outrider.serving.unexpected import UnexpectedErrors
 from outrider.v1 import draft_pb2, draft_pb2_grpc, target_pb2, target_pb2_grpc, worker_pb2
 from outrider.v1.worker_pb2_grpc import WorkerServiceStub
 from outrider.wire import check_name
+from outrider.workers.load_polling import interval_s, polled_loads
 
 _LOG: Final = logging.getLogger(__name__)
 _FIRST_BACKOFF_S: Final = 0.05
@@ -34,6 +34,18 @@ _NAMES: Final = (
     "weights_fingerprint",
     "target_fingerprint",
 )
+
+
+class LinkSettings(Protocol):
+    """The settings of a process that calls workers, as far as links need them."""
+
+    @property
+    def keepalive_s(self) -> float:
+        """Seconds of silence after which a worker is pinged."""
+
+    @property
+    def worker_tls(self) -> TlsFiles | None:
+        """Certificate for workers and their authorities; None where they are called without TLS."""
 
 
 class Receiver(Protocol):
@@ -107,7 +119,7 @@ class WorkerLink:
         changed: set when the stream opens or breaks.
     """
 
-    def __init__(self, address: str, kind: StreamKind, settings: OrchestratorSettings, tls_name: str = "") -> None:
+    def __init__(self, address: str, kind: StreamKind, settings: LinkSettings, tls_name: str = "") -> None:
         self.address = address
         self.kind = kind
         self.info: worker_pb2.GetInfoResponse | None = None

@@ -1,6 +1,6 @@
 import pytest
 
-from orchestrator.discovery.endpoints import DnsPlace, Endpoint, KubernetesPlace, parse_place
+from outrider.discovery.endpoints import DnsPlace, Endpoint, KubernetesPlace, parse_place
 from outrider.errors import InvalidArgument
 
 

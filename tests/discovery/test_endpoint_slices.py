@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from bench.api_server import NAMESPACE, ApiServer, pod
-from orchestrator.discovery.cluster import Cluster
-from orchestrator.discovery.endpoint_slices import EndpointSlices, endpoints_of
-from orchestrator.discovery.endpoints import Endpoint, KubernetesPlace
+from outrider.discovery.cluster import Cluster
+from outrider.discovery.endpoint_slices import EndpointSlices, endpoints_of
+from outrider.discovery.endpoints import Endpoint, KubernetesPlace
 from outrider.errors import InvalidArgument
 
 PLACE = KubernetesPlace(NAMESPACE, "target", "grpc")

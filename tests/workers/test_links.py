@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from orchestrator.settings import OrchestratorSettings
-from orchestrator.workers.links import TARGET, StreamKind, WorkerLink
 from outrider.errors import OutriderError, Overloaded
 from outrider.v1 import target_pb2, worker_pb2
+from outrider.workers.links import TARGET, StreamKind, WorkerLink
 from tests.orchestrator.scripted import ScriptedTarget, ScriptedWorker
 
 
@@ -118,7 +118,7 @@ async def test_a_frame_without_sense_costs_one_session_and_no_stream(target: Scr
 
 
 async def test_a_worker_that_hangs_is_given_up(target: ScriptedTarget, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("orchestrator.workers.load_polling._TIMEOUT_S", 0.1)
+    monkeypatch.setattr("outrider.workers.load_polling._TIMEOUT_S", 0.1)
     async with linked(target) as link:
         receiving = Receiving()
         link.open(receiving)
