@@ -16,6 +16,7 @@ from outrider.v1 import generation_pb2, tokens_pb2, worker_pb2
 from outrider.workers.breaker import Breaker
 from outrider.workers.links import DRAFT, TARGET, WorkerLink
 from outrider.workers.pool import LinkPool
+from outrider.workers.rotation import fits, is_ready, leaving, load_of
 
 _CHECK_INTERVAL_S: Final = 0.5
 """Seconds after which a request without a target checks the loads again, which polling changes."""
@@ -65,7 +66,7 @@ class Replicas:
         first = self._first_target()
         if not link.is_up or link.info is None:
             return link.problem
-        if problem := _leaving(link):
+        if problem := leaving(link):
             return problem
         if first and first.info and link.info.model_fingerprint != first.info.model_fingerprint:
             return f"its model {link.info.model_fingerprint} is not {first.info.model_fingerprint}"
@@ -76,7 +77,7 @@ class Replicas:
         first = self._first_target()
         if not link.is_up or link.info is None:
             return link.problem
-        if problem := _leaving(link):
+        if problem := leaving(link):
             return problem
         own = link.info.tokenizer_fingerprint
         expected = first.info.tokenizer_fingerprint if first and first.info else ""
@@ -114,7 +115,7 @@ class Replicas:
         Raises:
             Unavailable: none came into rotation in time, or none sends the tokenizer.
         """
-        ready = sorted(await self._targets_in_rotation(), key=_load)
+        ready = sorted(await self._targets_in_rotation(), key=load_of)
         infos = [link.info for link in ready if link.info]
         info = infos[0]
         defaults = info.default_parameters if self._settings.generation_config == "auto" else None
@@ -161,9 +162,9 @@ class Replicas:
             drafter: the required drafter; empty for any.
             rule: the acceptance rule for its proposals.
         """
-        ready = [link for link in self.drafts if not self.draft_problem(link) and _fits(link, drafter, rule)]
+        ready = [link for link in self.drafts if not self.draft_problem(link) and fits(link, drafter, rule)]
         permitted = [link for link in ready if self._breaker(link).permits]
-        chosen = min(permitted, key=_load, default=None)
+        chosen = min(permitted, key=load_of, default=None)
         if chosen is not None:
             self._breaker(chosen).enter()
         return chosen
@@ -215,7 +216,7 @@ class Replicas:
     def _first_target(self) -> WorkerLink | None:
         """Return the target whose model the others must host; one that is leaving only where all are leaving."""
         known = [link for link in self.targets if link.is_up and link.info]
-        return next((link for link in known if not _leaving(link)), known[0] if known else None)
+        return next((link for link in known if not leaving(link)), known[0] if known else None)
 
     @staticmethod
     async def _change(pool: LinkPool) -> None:
@@ -235,17 +236,6 @@ class Replicas:
                 wait.cancel()
 
 
-def _leaving(link: WorkerLink) -> str:
-    """Return the reason why a connected worker gets no new sessions; empty where it does."""
-    if link.load.draining:
-        return "it is draining"
-    # Read once: metrics are exposed by another thread.
-    endpoint = link.endpoint
-    if endpoint is None:
-        return "it is no longer listed"
-    return "it is terminating" if endpoint.is_terminating else ""
-
-
 def _feature_problem(draft: worker_pb2.GetInfoResponse, target: worker_pb2.GetInfoResponse) -> str:
     """Return the reason why a draft cannot use this target's features; empty where it can, or needs none."""
     if draft.target_fingerprint and draft.target_fingerprint != target.weights_fingerprint:
@@ -259,26 +249,9 @@ def _feature_problem(draft: worker_pb2.GetInfoResponse, target: worker_pb2.GetIn
     return ""
 
 
-def _fits(link: WorkerLink, drafter: str, rule: AcceptanceRule) -> bool:
-    info = link.info
-    if info is None or (drafter and info.drafter != drafter):
-        return False
-    return not info.acceptance_rules or rule.value in info.acceptance_rules
-
-
-def _load(link: WorkerLink) -> tuple[bool, int, int]:
-    # A worker that is not ready, such as a full one, comes after all others.
-    return not _is_ready(link), max(link.num_sessions, link.load.num_active_sessions), link.num_sessions
-
-
-def _is_ready(link: WorkerLink) -> bool:
-    endpoint = link.endpoint
-    return endpoint is not None and endpoint.is_ready
-
-
 def _preferred(ready: list[WorkerLink], warm: str, avoided: set[str]) -> WorkerLink:
     fresh = [link for link in ready if link.address not in avoided] or ready
     for link in fresh:
-        if warm and link.info and link.info.replica == warm and _is_ready(link):
+        if warm and link.info and link.info.replica == warm and is_ready(link):
             return link
-    return min(fresh, key=_load)
+    return min(fresh, key=load_of)

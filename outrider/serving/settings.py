@@ -14,6 +14,7 @@ from pydantic import BeforeValidator, Field, ValidationError, model_validator
 from pydantic.fields import FieldInfo
 from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
+from outrider.errors import InvalidArgument
 from outrider.serving.tls import TlsFiles
 from outrider.serving.variables import PREFIX, complaints
 
@@ -145,6 +146,25 @@ def load_settings(kind: type[SettingsT], arguments: Sequence[str] | None = None,
         for problem in error.errors(include_url=False, include_input=False):
             print(f"{program}: {_where(problem['loc'])}{problem['msg']}", file=sys.stderr)
         raise SystemExit(2) from None
+
+
+def environment_settings(kind: type[SettingsT]) -> SettingsT:
+    """Return the settings of a process that has no command line of its own: from the environment, else the defaults.
+
+    Args:
+        kind: the settings class.
+
+    Raises:
+        InvalidArgument: a value is wrong, or a variable begins with `OUTRIDER_` and no process reads it.
+    """
+    if strange := complaints(os.environ, kind.model_fields):
+        raise InvalidArgument("; ".join(strange), "environment")
+    try:
+        return kind()
+    except ValidationError as error:
+        problems = error.errors(include_url=False, include_input=False)
+        lines = [f"{PREFIX}{'_'.join(map(str, item['loc'])).upper()}: {item['msg']}" for item in problems]
+        raise InvalidArgument("; ".join(lines), "environment") from None
 
 
 def settings_table(kind: type[BaseSettings]) -> str:

@@ -87,6 +87,24 @@ class ReceivedTree:
         """Yield the nodes that may be verified, up to a depth, with their values, best first."""
         return self._lookahead.candidates(max_depth)
 
+    def best_line(self, max_depth: int) -> tuple[list[float], list[int]]:
+        """Return the likeliest path after the text: of each node its value, and its token id.
+
+        A value is the estimated probability that the node and all before it are accepted. The path is empty while the
+        text is ahead of the nodes that have arrived.
+        """
+        values: list[float] = []
+        token_ids: list[int] = []
+        if not self._lookahead.is_caught_up:
+            return values, token_ids
+        number, reached = self._lookahead.root, 1.0
+        while len(values) < max_depth and (children := self._lookahead.children(number)):
+            number = max(children, key=self._lookahead.value)
+            reached *= self._lookahead.value(number)
+            values.append(reached)
+            token_ids.append(self._lookahead.node(number).token_id)
+        return values, token_ids
+
     def offer(self, max_depth: int, *, wants_draft: bool) -> tuple[list[int], Iterator[Candidate]]:
         """Return the nodes that a round must verify, and those that it may, with their values.
 

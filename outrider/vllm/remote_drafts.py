@@ -1,0 +1,287 @@
+"""The proposal source of a vLLM server: trees from remote drafts, one for each request."""
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from time import monotonic
+from typing import Final
+
+from outrider.control.draft_times import AnswerTimes, DraftTimes
+from outrider.control.pass_times import PassTimes
+from outrider.errors import InvalidArgument
+from outrider.parameters import AcceptanceRule
+from outrider.speculation.acceptance import AcceptanceRates
+from outrider.speculation.received_tree import ReceivedTree
+from outrider.vllm.draft_thread import Advance, Arrived, Begin, Command, DraftThread, End
+from outrider.vllm.source import EngineRequest, Step
+from outrider.vllm.step_plan import Line, best_wait_s, verified
+from outrider.vllm.terms import is_draftable, open_message
+
+_DECAY: Final = 0.998
+_PRIOR_WEIGHT: Final = 30.0
+_LEAST_VALUE: Final = 0.05
+"""Acceptance rate of a first token below which its request is drafted for in some rounds only, to learn of a change."""
+_TRIAL_ROUNDS: Final = 16
+_TRIAL_CYCLE: Final = 256
+_MAX_SILENT_WAITS: Final = 2
+"""Waits in a row in which nothing arrived, of any request, after which no step waits until something does."""
+_NUM_OVERHEADS: Final = 8192
+
+
+@dataclass(slots=True)
+class SourceCounts:
+    """Counts since the start.
+
+    Attributes:
+        num_steps: steps of vLLM.
+        num_proposed: tokens that arrived.
+        num_verified: of these, those that vLLM verified.
+        num_accepted: of these, those that it accepted.
+        wait_s: seconds that steps waited for proposals.
+        num_waits: steps that waited.
+        num_silent_waits: of these, those in which nothing arrived.
+    """
+
+    num_steps: int = 0
+    num_proposed: int = 0
+    num_verified: int = 0
+    num_accepted: int = 0
+    wait_s: float = 0.0
+    num_waits: int = 0
+    num_silent_waits: int = 0
+
+
+@dataclass(slots=True, eq=False)
+class _Drafted:
+    """A request that is drafted for."""
+
+    request: EngineRequest
+    received: ReceivedTree
+    rates: AcceptanceRates
+    times: DraftTimes
+    num_tokens: int
+    asked_at: float
+    arrived_at: float = 0.0
+    is_answering: bool = False
+    num_rounds: int = 0
+    verified: tuple[int, ...] = ()
+    open_len: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.open_len = self.num_tokens
+
+
+class RemoteDrafts:
+    """A `ProposalSource` whose tokens come from drafts on other nodes.
+
+    Args:
+        thread: the sessions on the drafts; started.
+        num_speculative_tokens: most tokens of a request that a step verifies.
+        vocabulary_size: of the target.
+        fingerprint: of its tokenizer.
+        session_prefix: unique for this process; begins the names of its sessions on drafts.
+        max_wait_s: longest wait of a step.
+
+    Attributes:
+        counts: see there.
+        overheads_s: seconds that each of the last steps spent here, waits for proposals not counted.
+    """
+
+    def __init__(
+        self,
+        thread: DraftThread,
+        *,
+        num_speculative_tokens: int,
+        vocabulary_size: int,
+        fingerprint: str,
+        session_prefix: str,
+        max_wait_s: float,
+        clock: Callable[[], float] = monotonic,
+    ) -> None:
+        self.counts = SourceCounts()
+        self.overheads_s: deque[float] = deque(maxlen=_NUM_OVERHEADS)
+        self._thread = thread
+        self._num = num_speculative_tokens
+        self._vocabulary_size = vocabulary_size
+        self._fingerprint = fingerprint
+        self._prefix = session_prefix
+        self._max_wait_s = max_wait_s
+        self._clock = clock
+        self._requests: dict[str, _Drafted] = {}
+        self._times = PassTimes()
+        self._rates = AcceptanceRates(decay=_DECAY, prior_weight=_PRIOR_WEIGHT)
+        self._answers = AnswerTimes()
+        self._commands: list[Command] = []
+        self._num_sessions = 0
+        self._num_silent = 0
+        self._spent_s = 0.0
+        self._advanced_at: float | None = None
+
+    @property
+    def thread(self) -> DraftThread:
+        """The sessions on the drafts."""
+        return self._thread
+
+    def add(self, request: EngineRequest) -> None:
+        """See `ProposalSource`."""
+        if not is_draftable(request) or request.request_id in self._requests:
+            return
+        begun = self._clock()
+        rates = AcceptanceRates(self._rates)
+        received = ReceivedTree(AcceptanceRule.COUPLED, rates)
+        received.restart(request.num_tokens)
+        times = DraftTimes(self._answers)
+        self._requests[request.request_id] = _Drafted(request, received, rates, times, request.num_tokens, begun)
+        self._num_sessions += 1
+        name = f"{self._prefix}-{self._num_sessions}"
+        message = open_message(request, name, self._vocabulary_size, self._fingerprint)
+        self._thread.post([Begin(request.request_id, message, tuple(request.all_token_ids), self._num)])
+        self._spent_s += self._clock() - begun
+
+    def advance(self, requests: Sequence[EngineRequest], step: Step) -> None:
+        """See `ProposalSource`."""
+        begun = self._clock()
+        self.counts.num_steps += 1
+        self.counts.num_verified += step.num_verified
+        if step.num_rows or step.prompts:
+            self._times.observe(max(step.duration_s, 1e-9), step.num_rows, step.prompts)
+        # First what came during the step: it was drafted before its tokens were known.
+        self._receive()
+        for request in requests:
+            if (drafted := self._requests.get(request.request_id)) is not None:
+                self._follow(drafted, begun)
+        self._post()
+        self._spent_s += self._clock() - begun
+        self._advanced_at = begun
+
+    def propose(self, requests: Sequence[EngineRequest], max_rows: int) -> dict[str, Sequence[int]]:
+        """See `ProposalSource`."""
+        begun = self._clock()
+        if self._advanced_at is not None:
+            self._times.observe_rest(begun - self._advanced_at, speculates=True)
+        self._receive()
+        drafted = [item for request in requests if (item := self._requests.get(request.request_id)) is not None]
+        num_others = len(requests) - len(drafted)
+        waited_s = self._wait(drafted, max_rows - num_others, begun)
+        lines = [self._line(item) for item in drafted]
+        chosen: dict[str, Sequence[int]] = {}
+        for item, (_, token_ids), num in zip(
+            drafted, lines, verified([line for line, _ in lines], max_rows - num_others, self._times), strict=True
+        ):
+            item.verified = tuple(token_ids[:num])
+            if num:
+                chosen[item.request.request_id] = item.verified
+        self.overheads_s.append(self._spent_s + self._clock() - begun - waited_s)
+        self._spent_s = 0.0
+        return chosen
+
+    def remove(self, request_id: str) -> None:
+        """See `ProposalSource`."""
+        if self._requests.pop(request_id, None) is not None:
+            self._thread.post([End(request_id)])
+
+    def may_run(self, request: EngineRequest) -> bool:
+        """See `ProposalSource`; every request may."""
+        return True
+
+    def close(self) -> None:
+        """See `ProposalSource`."""
+        self._thread.close()
+
+    def _follow(self, item: _Drafted, now: float) -> None:
+        """Take the tokens that a step gave a request, and ask for those after them."""
+        request, known = item.request, item.num_tokens
+        new = tuple(request.all_token_ids[known:])
+        if not new:
+            return
+        self.counts.num_accepted += _common_len(item.verified, new)
+        item.verified = ()
+        item.received.follow(new)
+        item.num_tokens = known + len(new)
+        item.num_rounds += 1
+        item.asked_at, item.is_answering = now, False
+        item.times.record_verdict(item.num_tokens, now)
+        self._commands.append(Advance(request.request_id, new, self._num_wanted(item)))
+
+    def _num_wanted(self, item: _Drafted) -> int:
+        if item.rates.value(1, 1) < _LEAST_VALUE and item.num_rounds % _TRIAL_CYCLE >= _TRIAL_ROUNDS:
+            return 0
+        return self._num
+
+    def _post(self) -> None:
+        commands, self._commands = self._commands, []
+        self._thread.post(commands)
+
+    def _receive(self) -> bool:
+        """Add what has arrived to its trees; return whether anything had."""
+        items = self._thread.arrived.take()
+        for arrived in items:
+            if (item := self._requests.get(arrived.request_id)) is not None:
+                self._add(item, arrived)
+        if items:
+            self._num_silent = 0
+        return bool(items)
+
+    def _add(self, item: _Drafted, arrived: Arrived) -> None:
+        part, token_ids = arrived.part, item.request.all_token_ids
+        if not item.received.fits(part, token_ids):
+            return
+        try:
+            if part.first_node == 1:
+                item.received.replace(part.base.len, token_ids[: item.num_tokens])
+            item.times.record_answer(part.known_len, arrived.at, len(part.nodes) if part.first_node == 1 else 0)
+            item.times.step_s = part.step_time_s or item.times.step_s
+            item.received.add(part)
+        except (InvalidArgument, ValueError):
+            # The draft's tree is of no use from here on; its next one begins anew.
+            item.received.restart(item.num_tokens)
+            return
+        self.counts.num_proposed += len(part.nodes)
+        item.arrived_at = arrived.at
+        item.is_answering = item.is_answering or part.known_len == item.num_tokens
+
+    def _wait(self, drafted: Sequence[_Drafted], max_rows: int, begun: float) -> float:
+        """Wait while that is expected to pay; return the seconds."""
+        if self._num_silent >= _MAX_SILENT_WAITS or not drafted:
+            return 0.0
+        num_arrived, waited = 0, False
+        while (left_s := begun + self._max_wait_s - self._clock()) > 0:
+            lines = [self._line(item)[0] for item in drafted]
+            wait_s = best_wait_s(lines, verified(lines, max_rows, self._times), left_s, self._times)
+            if wait_s <= 0:
+                break
+            waited = True
+            self._thread.arrived.wait(min(wait_s, left_s))
+            num_arrived += self._receive()
+        if not waited:
+            return 0.0
+        waited_s = self._clock() - begun
+        self.counts.wait_s += waited_s
+        self.counts.num_waits += 1
+        if not num_arrived:
+            self.counts.num_silent_waits += 1
+            self._num_silent += 1
+        return waited_s
+
+    def _line(self, item: _Drafted) -> tuple[Line, list[int]]:
+        """Return a request's line, and its tokens."""
+        most = min(self._num, item.request.num_prompt_tokens + item.request.max_tokens - item.num_tokens - 1)
+        values, token_ids = item.received.best_line(most)
+        is_ready = item.request.request_id in self._thread.ready
+        is_complete = item.received.complete_len == item.num_tokens
+        is_running = item.is_answering or (item.received.is_caught_up and bool(values))
+        line = Line(
+            values,
+            most,
+            item.rates,
+            item.times if is_ready and not is_complete else None,
+            is_running=is_running,
+            asked_s=self._clock() - (max(item.arrived_at, item.asked_at) if is_running else item.asked_at),
+            first_depth=item.received.root_depth + 1,
+        )
+        return line, token_ids
+
+
+def _common_len(one: Sequence[int], other: Sequence[int]) -> int:
+    pairs = enumerate(zip(one, other, strict=False))
+    return next((place for place, (left, right) in pairs if left != right), min(len(one), len(other)))
