@@ -30,6 +30,7 @@ from outrider.workers.rotation import fits, leaving, load_of
 
 _LOG: Final = logging.getLogger(__name__)
 _END_S: Final = 5.0
+_LAST_S: Final = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,6 +154,13 @@ class DraftThread:
             self._end(request_id)
         if self._pool is not None:
             await self._pool.stop()
+        # What is left belongs to calls that have ended, such as gRPC's own tasks.
+        others = asyncio.all_tasks() - {asyncio.current_task()}
+        if others:
+            _, late = await asyncio.wait(others, timeout=_LAST_S)
+            for task in late:
+                task.cancel()
+            await asyncio.gather(*late, return_exceptions=True)
 
     def _apply(self, commands: Sequence[Command]) -> None:
         for command in commands:

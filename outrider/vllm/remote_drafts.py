@@ -177,7 +177,8 @@ class RemoteDrafts:
 
     def remove(self, request_id: str) -> None:
         """See `ProposalSource`."""
-        if self._requests.pop(request_id, None) is not None:
+        if (item := self._requests.pop(request_id, None)) is not None:
+            self.counts.num_accepted += _common_len(item.verified, item.request.all_token_ids[item.num_tokens :])
             self._thread.post([End(request_id)])
 
     def may_run(self, request: EngineRequest) -> bool:

@@ -13,7 +13,7 @@ from outrider.workers.draft_session import DraftSession, SpeculationChoice
 from outrider.workers.links import DRAFT
 from tests.orchestrator.scripted import ScriptedDraft, ScriptedTarget, continuation
 from tests.orchestrator.stage import PROMPT, asking, orchestrating, tokens_of
-from tests.orchestrator.workers.test_links import linked
+from tests.workers.test_links import linked
 
 
 class Mute(ScriptedDraft):

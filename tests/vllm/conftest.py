@@ -1,0 +1,5 @@
+"""The scripted draft that the orchestrator's tests have too."""
+
+from tests.orchestrator.conftest import draft
+
+__all__ = ["draft"]
