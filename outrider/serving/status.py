@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import Final, cast
+from typing import Final, NamedTuple, cast
 
 import grpc
 from google.protobuf.any_pb2 import Any
@@ -10,7 +10,6 @@ from google.protobuf.duration_pb2 import Duration
 from google.protobuf.message import DecodeError, Message
 from google.rpc.error_details_pb2 import BadRequest, ErrorInfo, RetryInfo
 from google.rpc.status_pb2 import Status
-from grpc_status import rpc_status
 
 from outrider import errors
 from outrider.errors import Draining, InvalidArgument, OutriderError, Overloaded
@@ -42,6 +41,7 @@ CODES: Final[Mapping[str, grpc.StatusCode]] = {
 
 _DRAINING_RETRY_S: Final = 1.0
 _DETAILS_KEY: Final = "grpc-status-details-bin"
+_CODES_BY_NUMBER: Final = {code.value[0]: code for code in grpc.StatusCode}
 # Statuses of gRPC itself or of a proxy, without our details. CANCELLED comes from a peer that stopped under the call.
 _REASONS: Final[Mapping[grpc.StatusCode, str]] = {
     grpc.StatusCode.UNAUTHENTICATED: errors.Unauthenticated.reason,
@@ -61,9 +61,23 @@ def status_from_error(error: Exception) -> Status:
     return Status(code=CODES[error.reason].value[0], message=error.message, details=_details(error))
 
 
+class _Status(NamedTuple):
+    """What `context.abort_with_status` reads.
+
+    The package grpcio-status makes the same of a google.rpc.Status; it requires the protobuf of its own release, and
+    vLLM's environment may have an older one.
+    """
+
+    code: grpc.StatusCode
+    details: str
+    trailing_metadata: tuple[tuple[str, bytes], ...]
+
+
 def grpc_status_from_error(error: Exception) -> grpc.Status:
     """Return what `context.abort_with_status` takes."""
-    return cast(grpc.Status, rpc_status.to_status(status_from_error(error)))
+    status = status_from_error(error)
+    metadata = ((_DETAILS_KEY, status.SerializeToString()),)
+    return cast(grpc.Status, _Status(_CODES_BY_NUMBER[status.code], status.message, metadata))
 
 
 def error_from_rpc(error: grpc.aio.AioRpcError) -> OutriderError:
