@@ -70,7 +70,8 @@ class Engine:
         if hasattr(self._source, "overheads_s"):
             self._source.overheads_s.clear()
         began = time.perf_counter()
-        batches = [(given, parameters)] if together else [([one], [own]) for one, own in zip(given, parameters)]
+        pairs = zip(given, parameters, strict=True)
+        batches = [(given, parameters)] if together else [([one], [own]) for one, own in pairs]
         outputs = [item for batch, own in batches for item in self._llm.generate(batch, own, use_tqdm=False)]
         duration_s = time.perf_counter() - began
         counts = {}

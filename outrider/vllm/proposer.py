@@ -2,12 +2,15 @@
 
 from collections.abc import Sequence
 
+from outrider.vllm.expansion import repair_expansion
+
 
 class NoProposals:
     """A `custom_class` of vLLM's speculative configuration, without which its workers verify no proposals."""
 
     def __init__(self, vllm_config: object) -> None:
-        """Take vLLM's configuration, as vLLM requires, and read nothing of it."""
+        """Check what verifying proposals needs, in each process that samples; the configuration is not read."""
+        repair_expansion()
 
     def load_model(self, *args: object, **kwargs: object) -> None:
         """Load nothing."""
