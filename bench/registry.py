@@ -29,6 +29,7 @@ _MODULES = {
         "outage",
         "rollout",
         "fleet",
+        "vllm",
     )
 }
 

@@ -21,6 +21,7 @@ ROUND_LEN: Final = 4
 VOCABULARY_SIZE: Final = 1 << 16
 _MAX_SESSION_LEN: Final = 1 << 20
 _TOKEN_ID: Final = 7
+_WRONG_TOKEN_ID: Final = 1 << 30
 
 _Take = Callable[[FrameOutbox[Any, Any], Any], None]
 
@@ -227,16 +228,32 @@ class StubDraft(StubWorker, draft_pb2_grpc.DraftServiceServicer):
         ):
             yield response
 
-    @staticmethod
-    def _take(outbox: FrameOutbox[Any, Any], frame: draft_pb2.DraftRequestFrame) -> None:
+    @property
+    def _token_id(self) -> int:
+        return _TOKEN_ID
+
+    def _take(self, outbox: FrameOutbox[Any, Any], frame: draft_pb2.DraftRequestFrame) -> None:
         match frame.WhichOneof("frame"):
             case "open":
                 outbox.put(draft_pb2.DraftResponseFrame(handle=frame.handle, opened=draft_pb2.DraftOpened()))
             case "advance":
-                num = frame.advance.num_speculative_tokens
-                nodes = [tokens_pb2.ProposalNode(parent=number, token_id=_TOKEN_ID) for number in range(num)]
+                num, token_id = frame.advance.num_speculative_tokens, self._token_id
+                kind = tokens_pb2.NODE_KIND_DRAFTED
+                nodes = [tokens_pb2.ProposalNode(parent=at, token_id=token_id, kind=kind) for at in range(num)]
                 proposal = tokens_pb2.Proposal(base=frame.advance.base, first_node=1, nodes=nodes, complete=True)
                 outbox.put(draft_pb2.DraftResponseFrame(handle=frame.handle, proposal=proposal))
+
+
+class WrongDraft(StubDraft):
+    """A draft of any tokenizer that proposes a token id outside the vocabulary."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._info.tokenizer_fingerprint = ""
+
+    @property
+    def _token_id(self) -> int:
+        return _WRONG_TOKEN_ID
 
 
 @asynccontextmanager

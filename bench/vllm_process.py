@@ -50,6 +50,7 @@ class Engine:
         self._scheduler = core.scheduler
         self._source: Any = getattr(core.scheduler, "source", None)
         self._durations_s: list[float] = []
+        self._num_preemptions = 0
         self._watch(core.model_executor)
 
     def run(self, prompts: Sequence[Sequence[int]], sampling: dict[str, Any], *, together: bool) -> dict[str, Any]:
@@ -67,6 +68,7 @@ class Engine:
         given = [{"prompt_token_ids": list(prompt)} for prompt in prompts]
         before = asdict(self._source.counts) if hasattr(self._source, "counts") else {}
         self._durations_s.clear()
+        self._num_preemptions = 0
         if hasattr(self._source, "overheads_s"):
             self._source.overheads_s.clear()
         began = time.perf_counter()
@@ -76,7 +78,7 @@ class Engine:
         duration_s = time.perf_counter() - began
         counts = {}
         if before:
-            counts = {name: value - before[name] for name, value in asdict(self._source.counts).items()}
+            counts = {name: _less(value, before[name]) for name, value in asdict(self._source.counts).items()}
         return {
             "duration_s": duration_s,
             "token_ids": [list(item.outputs[0].token_ids) for item in outputs],
@@ -84,7 +86,8 @@ class Engine:
             "counts": counts,
             "overheads_s": list(getattr(self._source, "overheads_s", ())),
             "steps_s": list(self._durations_s),
-            "num_preemptions": getattr(self._scheduler, "num_preemptions_seen", 0),
+            "num_preemptions": self._num_preemptions,
+            "gaps": [_gaps(item.outputs[0].logprobs) for item in outputs],
         }
 
     def wait_for_drafts(self, num: int, timeout_s: float = 30.0) -> int:
@@ -108,6 +111,28 @@ class Engine:
             return result
 
         runner.execute_model = timed
+        preempt = self._scheduler._preempt_request
+
+        def counted(*args: Any, **kwargs: Any) -> Any:
+            self._num_preemptions += 1
+            return preempt(*args, **kwargs)
+
+        self._scheduler._preempt_request = counted
+
+
+def _gaps(logprobs: Any) -> list[float]:
+    """Return the difference of the two highest log-probabilities at each position, where they were requested."""
+    found = []
+    for position in logprobs or ():
+        highest = sorted((item.logprob for item in position.values()), reverse=True)
+        found.append(highest[0] - highest[1])
+    return found
+
+
+def _less(after: Any, before: Any) -> Any:
+    return (
+        [one - other for one, other in zip(after, before, strict=True)] if isinstance(after, list) else after - before
+    )
 
 
 def _parsed(sampling: dict[str, Any]) -> dict[str, Any]:

@@ -46,6 +46,7 @@ def make_source(vllm_config: Any) -> ProposalSource:
         fingerprint=fingerprint,
         session_prefix=f"vllm-{secrets.token_hex(8)}",
         max_wait_s=settings.draft_max_wait_s,
+        adapts=settings.adaptive_speculation,
     )
     if settings.metrics_address:
         _LOG.info("outrider: metrics at http://%s/metrics", expose(settings.metrics_address, source))

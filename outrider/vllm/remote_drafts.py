@@ -37,6 +37,8 @@ class SourceCounts:
         num_proposed: tokens that arrived.
         num_verified: of these, those that vLLM verified.
         num_accepted: of these, those that it accepted.
+        verified_at: of the verified tokens, how many were the first, second, ... of their proposal.
+        accepted_at: of the accepted ones, likewise.
         wait_s: seconds that steps waited for proposals.
         num_waits: steps that waited.
         num_silent_waits: of these, those in which nothing arrived.
@@ -46,6 +48,8 @@ class SourceCounts:
     num_proposed: int = 0
     num_verified: int = 0
     num_accepted: int = 0
+    verified_at: list[int] = field(default_factory=list)
+    accepted_at: list[int] = field(default_factory=list)
     wait_s: float = 0.0
     num_waits: int = 0
     num_silent_waits: int = 0
@@ -81,6 +85,8 @@ class RemoteDrafts:
         fingerprint: of its tokenizer.
         session_prefix: unique for this process; begins the names of its sessions on drafts.
         max_wait_s: longest wait of a step.
+        adapts: whether to wait, and to verify, only what is measured to pay; without it every step waits for whole
+            proposals and verifies all of them.
 
     Attributes:
         counts: see there.
@@ -96,9 +102,11 @@ class RemoteDrafts:
         fingerprint: str,
         session_prefix: str,
         max_wait_s: float,
+        adapts: bool = True,
         clock: Callable[[], float] = monotonic,
     ) -> None:
-        self.counts = SourceCounts()
+        zeros = [0] * num_speculative_tokens
+        self.counts = SourceCounts(verified_at=zeros.copy(), accepted_at=zeros)
         self.overheads_s: deque[float] = deque(maxlen=_NUM_OVERHEADS)
         self._thread = thread
         self._num = num_speculative_tokens
@@ -106,6 +114,7 @@ class RemoteDrafts:
         self._fingerprint = fingerprint
         self._prefix = session_prefix
         self._max_wait_s = max_wait_s
+        self._adapts = adapts
         self._clock = clock
         self._requests: dict[str, _Drafted] = {}
         self._times = PassTimes()
@@ -165,9 +174,8 @@ class RemoteDrafts:
         waited_s = self._wait(drafted, max_rows - num_others, begun)
         lines = [self._line(item) for item in drafted]
         chosen: dict[str, Sequence[int]] = {}
-        for item, (_, token_ids), num in zip(
-            drafted, lines, verified([line for line, _ in lines], max_rows - num_others, self._times), strict=True
-        ):
+        depths = self._verified([line for line, _ in lines], max_rows - num_others)
+        for item, (_, token_ids), num in zip(drafted, lines, depths, strict=True):
             item.verified = tuple(token_ids[:num])
             if num:
                 chosen[item.request.request_id] = item.verified
@@ -178,7 +186,7 @@ class RemoteDrafts:
     def remove(self, request_id: str) -> None:
         """See `ProposalSource`."""
         if (item := self._requests.pop(request_id, None)) is not None:
-            self.counts.num_accepted += _common_len(item.verified, item.request.all_token_ids[item.num_tokens :])
+            self._count(item, item.request.all_token_ids[item.num_tokens :])
             self._thread.post([End(request_id)])
 
     def may_run(self, request: EngineRequest) -> bool:
@@ -195,8 +203,7 @@ class RemoteDrafts:
         new = tuple(request.all_token_ids[known:])
         if not new:
             return
-        self.counts.num_accepted += _common_len(item.verified, new)
-        item.verified = ()
+        self._count(item, new)
         item.received.follow(new)
         item.num_tokens = known + len(new)
         item.num_rounds += 1
@@ -204,8 +211,19 @@ class RemoteDrafts:
         item.times.record_verdict(item.num_tokens, now)
         self._commands.append(Advance(request.request_id, new, self._num_wanted(item)))
 
+    def _count(self, item: _Drafted, new: Sequence[int]) -> None:
+        """Count what a step verified of a request's proposal, and accepted."""
+        if not new:
+            return
+        num_accepted = _common_len(item.verified, new)
+        self.counts.num_accepted += num_accepted
+        for place in range(len(item.verified)):
+            self.counts.verified_at[place] += 1
+            self.counts.accepted_at[place] += place < num_accepted
+        item.verified = ()
+
     def _num_wanted(self, item: _Drafted) -> int:
-        if item.rates.value(1, 1) < _LEAST_VALUE and item.num_rounds % _TRIAL_CYCLE >= _TRIAL_ROUNDS:
+        if self._adapts and item.rates.value(1, 1) < _LEAST_VALUE and item.num_rounds % _TRIAL_CYCLE >= _TRIAL_ROUNDS:
             return 0
         return self._num
 
@@ -241,14 +259,28 @@ class RemoteDrafts:
         item.arrived_at = arrived.at
         item.is_answering = item.is_answering or part.known_len == item.num_tokens
 
+    def _verified(self, lines: Sequence[Line], max_rows: int) -> Sequence[int]:
+        if self._adapts:
+            return verified(lines, max_rows, self._times)
+        return [min(len(line.values), max(0, max_rows // max(1, len(lines)) - 1)) for line in lines]
+
+    def _wait_s(self, lines: Sequence[Line], max_rows: int, left_s: float) -> float:
+        """Return the seconds to wait before a step; 0 to begin it."""
+        if self._adapts:
+            return best_wait_s(lines, verified(lines, max_rows, self._times), left_s, self._times)
+        is_waited_for = self._thread.num_connected > 0 and any(
+            line.may_grow and len(line.values) < line.max_depth for line in lines
+        )
+        return left_s if is_waited_for else 0.0
+
     def _wait(self, drafted: Sequence[_Drafted], max_rows: int, begun: float) -> float:
         """Wait while that is expected to pay; return the seconds."""
-        if self._num_silent >= _MAX_SILENT_WAITS or not drafted:
+        if not drafted or (self._adapts and self._num_silent >= _MAX_SILENT_WAITS):
             return 0.0
         num_arrived, waited = 0, False
         while (left_s := begun + self._max_wait_s - self._clock()) > 0:
             lines = [self._line(item)[0] for item in drafted]
-            wait_s = best_wait_s(lines, verified(lines, max_rows, self._times), left_s, self._times)
+            wait_s = self._wait_s(lines, max_rows, left_s)
             if wait_s <= 0:
                 break
             waited = True
@@ -275,9 +307,10 @@ class RemoteDrafts:
             values,
             most,
             item.rates,
-            item.times if is_ready and not is_complete else None,
+            item.times if is_ready else None,
             is_running=is_running,
             asked_s=self._clock() - (max(item.arrived_at, item.asked_at) if is_running else item.asked_at),
+            may_grow=not is_complete,
             first_depth=item.received.root_depth + 1,
         )
         return line, token_ids

@@ -29,6 +29,9 @@ class DraftingSettings(BaseSettings):
         le=60,
         description="Longest wait of a step for proposals, in seconds; 0 never waits.",
     )
+    adaptive_speculation: bool = Field(
+        True, description="Wait for proposals, and verify them, only where that is measured to pay."
+    )
     draft_retry_s: float = Field(
         1.0, gt=0, le=600, description="Seconds until a request that lost its draft uses another one."
     )

@@ -35,9 +35,10 @@ class Line:
         values: of the tokens that have arrived, the estimated probability that each one and all before it are accepted.
         max_depth: most tokens that may be verified.
         rates: acceptance rates of its draft.
-        times: of the draft's answers; None where no more tokens are expected.
+        times: of the draft's answers; None where no draft has the request open.
         is_running: whether the draft is drafting them already.
         asked_s: seconds since the draft was told the end of the text, or since its last token where it is running.
+        may_grow: whether the draft may send more tokens before the next step.
         first_depth: depth of the line's first token below the tree's base, for the rates.
     """
 
@@ -47,6 +48,7 @@ class Line:
     times: DraftTimes | None = None
     is_running: bool = False
     asked_s: float = 0.0
+    may_grow: bool = True
     first_depth: int = 1
 
 
@@ -97,7 +99,7 @@ def best_wait_s(lines: Sequence[Line], depths: Sequence[int], max_wait_s: float,
 
 def _expected(line: Line, depth: int) -> list[tuple[float, float]]:
     """Return the seconds until each further token of a line is expected, and its value."""
-    if line.times is None or not line.times.known:
+    if line.times is None or not line.times.known or not line.may_grow:
         return []
     reached = line.values[depth - 1] if depth else 1.0
     # What has arrived and is not verified now, because it does not pay, is not waited for either.
