@@ -12,22 +12,24 @@ _TIMEOUT_S: Final = 900.0
 
 
 @asynccontextmanager
-async def remote_draft(model: str, drafter: str = "model") -> AsyncIterator[ServiceProcess]:
+async def remote_draft(model: str, drafter: str = "model", **settings: object) -> AsyncIterator[ServiceProcess]:
     """Start a draft with one thread; kill it at the end of the context.
 
     Args:
         model: model of the draft; empty for the drafter's default.
         drafter: kind of drafter.
+        settings: of the draft service, besides.
     """
     with tempfile.TemporaryDirectory() as folder:
-        settings = {
+        variables = {
             "OUTRIDER_ADDRESS": "127.0.0.1:0",
             "OUTRIDER_DRAFTER": drafter,
             "OUTRIDER_MODEL": model,
             "OUTRIDER_NUM_THREADS": "1",
             "OUTRIDER_LOG_FORMAT": "text",
+            **{f"OUTRIDER_{name.upper()}": str(value) for name, value in settings.items()},
         }
-        process = ServiceProcess(ProcessSpec("draft-0", "draft_service", settings), Path(folder))
+        process = ServiceProcess(ProcessSpec("draft-0", "draft_service", variables), Path(folder))
         process.start()
         try:
             await process.wait_ready(_TIMEOUT_S)

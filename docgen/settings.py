@@ -1,4 +1,4 @@
-"""The page of settings, from the settings classes of the three services."""
+"""The page of settings, from the settings classes of the three services and of the plug-in for vLLM."""
 
 from collections.abc import Mapping
 from typing import Final
@@ -8,12 +8,14 @@ from pydantic_settings import BaseSettings
 from draft_service.settings import DraftSettings
 from orchestrator.settings import OrchestratorSettings
 from outrider.serving.settings import settings_table
+from outrider.vllm.settings import DraftingSettings
 from target_service.settings import TargetSettings
 
 _SERVICES: Final[Mapping[str, type[BaseSettings]]] = {
     "Target": TargetSettings,
     "Draft": DraftSettings,
     "Orchestrator": OrchestratorSettings,
+    "Drafts for vLLM": DraftingSettings,
 }
 _TOP: Final = """\
 # Settings

@@ -197,7 +197,9 @@ class DraftThread:
         if link is None:
             self._retry(request_id, session)
             return
-        choice = SpeculationChoice(session.num_speculative_tokens, lookahead=self._settings.lookahead)
+        num, lookahead = session.num_speculative_tokens, self._settings.lookahead
+        # vLLM verifies chains: branches are of use only where they are drafted ahead of its tokens.
+        choice = SpeculationChoice(num, max_nodes=0 if lookahead else num, lookahead=lookahead)
 
         async def tokens_from(start: int) -> tuple[int, ...]:
             return tuple(session.token_ids[start:])

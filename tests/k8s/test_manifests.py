@@ -16,6 +16,7 @@ from pydantic_settings import BaseSettings
 
 from k8s import configure
 from outrider.cli.main import main
+from outrider.discovery.endpoints import DnsPlace, parse_place
 from outrider.serving.settings import PREFIX
 from tests.k8s.rendering import (
     COMPONENT,
@@ -69,6 +70,18 @@ def validate(objects: list[Manifest]) -> None:
 @every_overlay
 def test_every_object_is_valid(name: str) -> None:
     validate(overlay(name))
+
+
+def test_a_vllm_server_and_its_drafts_are_all_there_is() -> None:
+    objects = kustomize(K8S / "vllm-drafts")
+    validate(objects)
+    assert set(workloads(objects)) == {"vllm", "draft"}
+    assert set(of(objects, "Service")) == {"vllm", "draft"}
+    variables = {item["name"]: item.get("value") for item in container(workloads(objects)["vllm"])["env"]}
+    place = parse_place(variables["OUTRIDER_DRAFTS"], "drafts")
+    assert isinstance(place, DnsPlace)
+    draft = of(objects, "Service")["draft"]
+    assert place.host == "draft" and place.port in {port["port"] for port in draft["spec"]["ports"]}
 
 
 @pytest.mark.parametrize("component", COMPONENTS)

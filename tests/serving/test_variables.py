@@ -9,6 +9,7 @@ from orchestrator.settings import OrchestratorSettings
 from outrider.cli.main import main
 from outrider.serving.settings import ServingSettings, load_settings
 from outrider.serving.variables import NAMES, PREFIX, RETIRED, complaints
+from outrider.vllm.settings import DraftingSettings
 from target_service.settings import TargetSettings
 
 SERVICES = (TargetSettings, DraftSettings, OrchestratorSettings)
@@ -23,7 +24,7 @@ def read_by_commands(command: click.Command) -> set[str]:
 
 def test_the_names_are_those_of_all_settings_and_of_the_command_line() -> None:
     read = {name.removeprefix(PREFIX).lower() for name in read_by_commands(main)}
-    read.update(name for kind in SERVICES for name in kind.model_fields)
+    read.update(name for kind in (*SERVICES, DraftingSettings) for name in kind.model_fields)
     assert list(NAMES) == sorted(read)
 
 

@@ -17,6 +17,8 @@ pytestmark = [pytest.mark.vllm, pytest.mark.embedded, pytest.mark.timeout(900)]
 NEAR_TIE = 1e-3
 """Gap of the two highest log-probabilities, in float32, below which the batch decides which of them is higher."""
 NUM_TOKENS = 48
+NUM_LAYERS = 24
+"""Of the model's 30: a draft that is right often enough, and needs no training."""
 
 
 @pytest.fixture(scope="module")
@@ -40,7 +42,7 @@ async def drafted(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Vll
     log = tmp_path_factory.mktemp("drafted") / "log"
     variables = {"OUTRIDER_ADAPTIVE_SPECULATION": "false", "OUTRIDER_DRAFT_MAX_WAIT_S": "2"}
     async with (
-        remote_draft("embedded", "layers") as draft,
+        remote_draft("embedded", "layers", num_layers=NUM_LAYERS) as draft,
         engine(ensure_embedded(), log, draft.address, options={"engine": REAL}, **variables) as running,
     ):
         yield running
@@ -80,7 +82,7 @@ async def test_preempted_requests_go_on_with_their_drafts(
     sampling = {"temperature": 0.0, "max_tokens": 2 * NUM_TOKENS, "ignore_eos": True}
     small = {**REAL, "num_gpu_blocks_override": 6, "block_size": 128, "max_model_len": 512}
     async with (
-        remote_draft("embedded", "layers") as draft,
+        remote_draft("embedded", "layers", num_layers=NUM_LAYERS) as draft,
         engine(ensure_embedded(), tmp_path / "log", draft.address, options={"engine": small}) as running,
     ):
         result = await running.run(prompts[:12], dict(sampling), together=True)
