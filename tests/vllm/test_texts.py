@@ -16,7 +16,7 @@ pytestmark = [pytest.mark.vllm, pytest.mark.embedded, pytest.mark.timeout(900)]
 
 NEAR_TIE = 1e-3
 """Gap of the two highest log-probabilities, in float32, below which the batch decides which of them is higher."""
-NUM_TOKENS = 48
+NUM_TOKENS = 32
 NUM_LAYERS = 24
 """Of the model's 30: a draft that is right often enough, and needs no training."""
 
@@ -52,7 +52,7 @@ async def test_greedy_texts_are_vllms_own(prompts: list[list[int]], plain: VllmE
     sampling = {"temperature": 0.0, "max_tokens": NUM_TOKENS, "ignore_eos": True}
     own = await plain.run(prompts, sampling | {"logprobs": 2}, together=True)
     found = await drafted.run(prompts, dict(sampling), together=True)
-    assert found["counts"]["num_accepted"] > 100
+    assert found["counts"]["num_accepted"] > 50
     for expected, tokens, gaps in zip(own["token_ids"], found["token_ids"], own["gaps"], strict=True):
         place = next((at for at, (one, two) in enumerate(zip(expected, tokens, strict=True)) if one != two), None)
         assert place is None or gaps[place] < NEAR_TIE, (place, expected, tokens)
@@ -79,14 +79,14 @@ async def test_preempted_requests_go_on_with_their_drafts(
     prompts: list[list[int]], plain: VllmEngine, tmp_path: Path
 ) -> None:
     """A KV cache for a few of them: vLLM preempts, and computes again."""
-    sampling = {"temperature": 0.0, "max_tokens": 2 * NUM_TOKENS, "ignore_eos": True}
-    small = {**REAL, "num_gpu_blocks_override": 6, "block_size": 128, "max_model_len": 512}
+    sampling = {"temperature": 0.0, "max_tokens": 3 * NUM_TOKENS, "ignore_eos": True}
+    small = {**REAL, "num_gpu_blocks_override": 20, "block_size": 32, "max_model_len": 512}
     async with (
         remote_draft("embedded", "layers", num_layers=NUM_LAYERS) as draft,
         engine(ensure_embedded(), tmp_path / "log", draft.address, options={"engine": small}) as running,
     ):
-        result = await running.run(prompts[:12], dict(sampling), together=True)
-    own = await plain.run(prompts[:12], sampling | {"logprobs": 2}, together=True)
+        result = await running.run(prompts[:8], dict(sampling), together=True)
+    own = await plain.run(prompts[:8], sampling | {"logprobs": 2}, together=True)
     assert result["num_preemptions"] > 0
     assert result["counts"]["num_accepted"] > 0
     for expected, tokens, gaps in zip(own["token_ids"], result["token_ids"], own["gaps"], strict=True):
