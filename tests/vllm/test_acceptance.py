@@ -45,7 +45,7 @@ def accepted_lengths(origins: Iterable[TokenOrigin]) -> list[int]:
 
 async def own_lengths(prompts: Sequence[Sequence[int]]) -> list[int]:
     """Returns the accepted tokens of each round of our own stack."""
-    draft = DraftOptions(drafter="layers", num_layers=NUM_LAYERS, environment={"OUTRIDER_DTYPE": "float32"})
+    draft = DraftOptions(drafter="layers", num_layers=NUM_LAYERS, environment={"OUTRIDER_DTYPE": "auto"})
     options = StackOptions(
         drafts=(draft,),
         dtype="float32",
@@ -72,7 +72,7 @@ async def test_a_draft_is_accepted_as_often_as_by_our_own_target(tmp_path: Path)
     prompts = [tokenizer.encode(f"Question: {text}\nAnswer:") for text in VARIED]
     sampling = {"temperature": 0.0, "max_tokens": NUM_TOKENS, "ignore_eos": True}
     async with (
-        remote_draft("embedded", "layers", num_layers=NUM_LAYERS, dtype="float32") as draft,
+        remote_draft("embedded", "layers", num_layers=NUM_LAYERS) as draft,
         engine(
             ensure_embedded(),
             tmp_path / "log",
