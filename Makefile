@@ -134,6 +134,8 @@ $(VLLM_STAMP): Makefile pyproject.toml hatch_build.py
 	@$(VLLM)/bin/python -m pip check > $(VLLM)/check-after.txt || true
 	@diff $(VLLM)/check-before.txt $(VLLM)/check-after.txt
 	@! grep -vxFf $(VLLM)/after.txt $(VLLM)/before.txt || { echo "install: outrider[vllm] changed these packages" >&2; exit 1; }
+	@echo "install: outrider[serving], which a target on vLLM has besides"
+	@$(VLLM)/bin/python -m pip --disable-pip-version-check --quiet install --editable '.[serving]'
 	@touch $@
 
 # Their pins are at odds with ours, and the load generator's with those of the others.

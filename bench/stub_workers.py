@@ -11,7 +11,7 @@ from typing import Any, Final
 
 import grpc
 
-from outrider.parameters import AcceptanceRule
+from outrider.parameters import REPLAYABLE_RULES
 from outrider.serving.frames import FrameOutbox
 from outrider.v1 import draft_pb2, draft_pb2_grpc, target_pb2, target_pb2_grpc, tokens_pb2, worker_pb2, worker_pb2_grpc
 
@@ -42,7 +42,7 @@ class StubWorker(worker_pb2_grpc.WorkerServiceServicer):
             numerics="none invariant",
             vocabulary_size=VOCABULARY_SIZE,
             max_session_len=_MAX_SESSION_LEN,
-            acceptance_rules=[rule.value for rule in AcceptanceRule],
+            acceptance_rules=[rule.value for rule in REPLAYABLE_RULES],
             drafter="model" if role == worker_pb2.WORKER_ROLE_DRAFT else "",
         )
 

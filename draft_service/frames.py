@@ -94,7 +94,7 @@ def _open(message: draft_pb2.DraftOpen, handle: Handle, info: DrafterInfo) -> Op
     _check_token_ids(stop_token_ids, info.vocabulary_size, "stop_token_ids")
     terms = DraftTerms(
         parameters=parameters,
-        acceptance_rule=rule_from_number(message.acceptance_rule) or AcceptanceRule.COUPLED,
+        acceptance_rule=(rule_from_number(message.acceptance_rule) or AcceptanceRule.COUPLED).for_drafts,
         prompt_len=message.prompt_len,
         stop_token_ids=frozenset(stop_token_ids),
         cache_salt=message.cache_salt,

@@ -10,7 +10,7 @@ import grpc
 import outrider
 from draft_service.engine.engine import Engine
 from outrider.drafters.drafter import DrafterInfo
-from outrider.parameters import AcceptanceRule
+from outrider.parameters import REPLAYABLE_RULES
 from outrider.tokens import MAX_PROPOSAL_NODES
 from outrider.v1 import worker_pb2, worker_pb2_grpc
 
@@ -47,7 +47,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
             eos_token_ids=info.eos_token_ids,
             drafter=info.drafter,
             version=outrider.__version__,
-            acceptance_rules=[rule.value for rule in AcceptanceRule],
+            acceptance_rules=[rule.value for rule in REPLAYABLE_RULES],
             feature_layers=info.feature_layers,
             hidden_size=info.hidden_size,
             target_fingerprint=info.target_fingerprint,

@@ -14,6 +14,7 @@ from prometheus_client import CollectorRegistry, Counter, Histogram
 
 from outrider import wire
 from outrider.errors import OutriderError
+from outrider.parameters import AcceptanceRule
 from outrider.serving.metrics import LATENCY_BUCKETS_S, PREFIX, STEP_BUCKETS_S
 from outrider.serving.spans import fail
 from outrider.statistics import SpeculationStatistics
@@ -179,10 +180,12 @@ class RequestStatistics:
 
     Args:
         metrics: of the process, which also count fallbacks.
+        rule: its acceptance rule.
     """
 
-    def __init__(self, metrics: OrchestratorMetrics) -> None:
+    def __init__(self, metrics: OrchestratorMetrics, rule: AcceptanceRule) -> None:
         self._metrics = metrics
+        self._rule = rule
         self._started = time.monotonic()
         self._first_token_s: float | None = None
         self._target_time_s = 0.0
@@ -260,6 +263,7 @@ class RequestStatistics:
             num_expected_tokens=self._num_expected_tokens,
             expected_time_s=self._expected_time_s,
             num_cached_prompt_tokens=self._num_cached_prompt_tokens or 0,
+            acceptance_rule=wire.rule_to_number(self._rule),
         )
 
 

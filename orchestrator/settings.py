@@ -83,7 +83,9 @@ class OrchestratorSettings(ServingSettings):
         "does not.",
     )
     acceptance_rule: AcceptanceRule = Field(
-        AcceptanceRule.COUPLED, description="Acceptance rule of requests that name none."
+        AcceptanceRule.COUPLED,
+        description="Acceptance rule of requests that name none, where the targets serve it; targets that embed a "
+        "serving engine serve `engine` only.",
     )
     draft_max_wait_s: float = Field(
         0.1,

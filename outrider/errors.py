@@ -16,6 +16,7 @@
     ├── TokenizerMismatch    draft and target (or session and target) do not share a tokenizer
     ├── ModelMismatch        the session was made with another model
     ├── ModelUnsupported     the model's cache cannot roll back, or its attention cannot be replaced
+    ├── RuleUnsupported      the targets do not serve the acceptance rule that the request names
     ├── RequestFailed        the request itself makes a healthy worker fail; a retry may not help
     ├── Unavailable          a required process cannot be reached within its timeout
     └── DeadlineExceeded     the client's deadline passed
@@ -193,6 +194,12 @@ class ModelUnsupported(OutriderError):
     reason = "MODEL_UNSUPPORTED"
 
 
+class RuleUnsupported(OutriderError):
+    """The targets do not serve the acceptance rule that the request names."""
+
+    reason = "RULE_UNSUPPORTED"
+
+
 class RequestFailed(OutriderError):
     """The request itself makes a healthy worker fail; a retry is likely to fail again."""
 
@@ -227,6 +234,7 @@ _KINDS: tuple[type[OutriderError], ...] = (
     TokenizerMismatch,
     ModelMismatch,
     ModelUnsupported,
+    RuleUnsupported,
     RequestFailed,
     Unavailable,
     DeadlineExceeded,

@@ -27,10 +27,23 @@ _KINDS: Mapping[type, str] = {str: "strings", Integral: "token ids"}
 
 
 class AcceptanceRule(Enum):
-    """The rules that decide whether a drafted token is accepted; both are lossless (see `verification`)."""
+    """The rules that decide whether a drafted token is accepted; all are lossless (see `verification`).
+
+    `ENGINE` is the own sampling of a serving engine that a target embeds: its noise is not keyed by the request.
+    """
 
     COUPLED = "coupled"
     REJECTION = "rejection"
+    ENGINE = "engine"
+
+    @property
+    def for_drafts(self) -> "AcceptanceRule":
+        """The rule by which drafts propose for this one: they share no noise with an engine's own sampling."""
+        return AcceptanceRule.COUPLED if self is AcceptanceRule.ENGINE else self
+
+
+REPLAYABLE_RULES = (AcceptanceRule.COUPLED, AcceptanceRule.REJECTION)
+"""The rules whose noise is keyed by the request and the position; Outrider's own engine serves these."""
 
 
 class FinishReason(Enum):

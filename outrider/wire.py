@@ -26,6 +26,7 @@ from outrider.v1 import draft_pb2, tokens_pb2
 _RULES: Final = {
     tokens_pb2.ACCEPTANCE_RULE_COUPLED: AcceptanceRule.COUPLED,
     tokens_pb2.ACCEPTANCE_RULE_REJECTION: AcceptanceRule.REJECTION,
+    tokens_pb2.ACCEPTANCE_RULE_ENGINE: AcceptanceRule.ENGINE,
 }
 _KINDS: Final = {
     tokens_pb2.NODE_KIND_DRAFTED: NodeKind.DRAFTED,

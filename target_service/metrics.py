@@ -5,59 +5,57 @@ from collections.abc import Iterable, Iterator
 from prometheus_client import CollectorRegistry, Histogram, Metric
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
-from outrider.lm.model import LanguageModel
+from outrider.lm.pages import KVUsage
 from outrider.serving.metrics import PREFIX, STEP_BUCKETS_S, Readings, counter, gauge, labelled
-from target_service.engine.engine import Engine
+from target_service.engine.counters import EngineLoad
+from target_service.engine.identity import EngineUsage
 from target_service.kv_blocks.counters import BlockCounters
-from target_service.settings import TargetSettings
 
 
-def watch(registry: CollectorRegistry, engine: Engine, model: LanguageModel, settings: TargetSettings) -> None:
+def watch(registry: CollectorRegistry, engine: EngineUsage, max_sessions: int) -> None:
     """Register the metrics of an engine, before it starts.
 
     Args:
         registry: exposes them.
         engine: a target's.
-        model: the model that it runs.
-        settings: its limits.
+        max_sessions: requests that it runs at once, at most.
     """
     passes = Histogram(f"{PREFIX}target_pass_seconds", "Seconds of a pass.", buckets=STEP_BUCKETS_S, registry=registry)
     engine.watch(passes.observe)
-    registry.register(Readings(lambda: _present(engine, model, settings)))
+    registry.register(Readings(lambda: _present(engine, max_sessions)))
 
 
-def _present(engine: Engine, model: LanguageModel, settings: TargetSettings) -> Iterable[Metric]:
-    yield from _queue(engine, settings)
-    yield from _rounds(engine)
-    yield from _speculation(engine)
-    yield from _kv_cache(model)
+def _present(engine: EngineUsage, max_sessions: int) -> Iterable[Metric]:
     load = engine.load
+    yield from _queue(engine, max_sessions)
+    yield from _rounds(load)
+    yield from _speculation(load)
+    yield from _kv_cache(engine.kv_usage)
     yield counter("target_stale_messages", "Messages whose base or fencing token was old.", load.num_stale_messages)
     yield counter("target_invalid_proposals", "Proposals that were not a valid tree.", load.num_invalid_proposals)
     yield counter("target_preemptions", "Sessions whose KV cache was released for older ones.", load.num_preemptions)
     yield counter("target_feature_bytes", "Bytes of features that drafts were sent.", load.feature_bytes)
-    if engine.blocks is not None:
-        outcomes = _outcomes(engine.blocks.counters)
+    if (blocks := engine.block_usage) is not None:
+        outcomes = _outcomes(blocks.counters)
         yield labelled(CounterMetricFamily, "kv_blocks", "KV blocks, by outcome.", "outcome", outcomes)
 
 
-def _queue(engine: Engine, settings: TargetSettings) -> Iterator[Metric]:
+def _queue(engine: EngineUsage, max_sessions: int) -> Iterator[Metric]:
     load = engine.load
     yield gauge("target_sessions_running", "Requests that are open.", engine.num_requests)
     yield gauge(
         "target_session_usage_ratio",
         "Open requests as a share of the limit.",
-        engine.num_requests / settings.max_sessions,
+        engine.num_requests / max_sessions,
     )
     yield gauge(
         "target_sessions_waiting", "Open requests whose prompt has not been run yet.", load.num_waiting_sessions
     )
-    yield gauge("target_max_sessions", "Requests that may be open at once.", settings.max_sessions)
+    yield gauge("target_max_sessions", "Requests that may be open at once.", max_sessions)
     yield gauge("target_queued_tokens", "Tokens of prompts that wait to be run.", load.num_queued_tokens)
 
 
-def _rounds(engine: Engine) -> Iterator[Metric]:
-    load = engine.load
+def _rounds(load: EngineLoad) -> Iterator[Metric]:
     yield counter("target_rows", "Rows of all passes: tokens of prompts, of texts and of proposals.", load.num_tokens)
     yield counter("target_rounds", "Rounds: passes times the sessions that got output from them.", load.num_rounds)
     yield labelled(
@@ -76,8 +74,7 @@ def _rounds(engine: Engine) -> Iterator[Metric]:
     )
 
 
-def _speculation(engine: Engine) -> Iterator[Metric]:
-    load = engine.load
+def _speculation(load: EngineLoad) -> Iterator[Metric]:
     found = load.speculation
     yield counter("spec_decode_num_drafts", "Rounds that verified a proposal.", found.num_drafts)
     yield counter("spec_decode_num_draft_tokens", "Tokens of verified main lines.", found.num_draft_tokens)
@@ -104,8 +101,7 @@ def _speculation(engine: Engine) -> Iterator[Metric]:
     yield counter("spec_decode_num_verified_nodes", "Nodes that were verified.", load.num_verified_nodes)
 
 
-def _kv_cache(model: LanguageModel) -> Iterator[Metric]:
-    usage = model.kv_usage
+def _kv_cache(usage: KVUsage) -> Iterator[Metric]:
     states = (
         ("held", usage.num_held),
         ("reusable", usage.num_reusable),

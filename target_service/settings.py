@@ -2,9 +2,9 @@
 
 from enum import Enum
 from pathlib import Path
-from typing import Final
+from typing import Any, Final, Self
 
-from pydantic import Field
+from pydantic import Field, Json, model_validator
 
 from outrider.drafters.options import DrafterOptions, ModelOptions
 from outrider.serving.settings import WorkerSettings
@@ -12,6 +12,13 @@ from outrider.serving.settings import WorkerSettings
 # Of the target's budget, and in addition to it: a model that drafts has a fraction of the target's layers.
 _DRAFT_KV_SHARE: Final = 4
 _LEAST_DRAFT_KV_BYTES: Final = 1 << 16
+
+
+class EngineKind(Enum):
+    """The engines of a target."""
+
+    OWN = "own"
+    VLLM = "vllm"
 
 
 class BlockUse(Enum):
@@ -25,6 +32,13 @@ class BlockUse(Enum):
 class TargetSettings(WorkerSettings, ModelOptions):
     """The target service: hosts the large model, verifies proposals, decodes plainly where none has come."""
 
+    engine: EngineKind = Field(
+        EngineKind.OWN,
+        description="Engine that runs the model: own, or vllm, which must be installed; docs/engines.md compares them.",
+    )
+    engine_args: Json[dict[str, Any]] | None = Field(
+        None, description='Arguments of vLLM\'s EngineArgs as JSON, such as {"tensor_parallel_size": 2}.'
+    )
     kv_budget_bytes: int = Field(4 << 30, ge=1 << 12, description="Bytes of KV cache, at most.")
     max_decode_slowdown: float = Field(
         1.3, gt=1, le=100, description="While sessions decode, a prompt may stretch a pass to so many times its length."
@@ -58,6 +72,16 @@ class TargetSettings(WorkerSettings, ModelOptions):
     adaptive_speculation: bool = Field(
         True, description="Stop waiting for proposals, per session, where waiting is measured not to pay."
     )
+
+    @model_validator(mode="after")
+    def _check_engine(self) -> Self:
+        if self.engine is EngineKind.OWN and self.engine_args is not None:
+            raise ValueError("engine_args needs engine vllm")
+        if self.engine is EngineKind.VLLM:
+            for name in ("kv_blocks_url", "colocated_drafter", "quantization"):
+                if getattr(self, name):
+                    raise ValueError(f"{name} has no meaning with engine vllm")
+        return self
 
     @property
     def drafter_options(self) -> DrafterOptions | None:

@@ -8,33 +8,39 @@ from typing import Any, Final
 import grpc
 
 import outrider
-from outrider.lm.load_options import LoadedModel
-from outrider.parameters import AcceptanceRule
 from outrider.tokens import MAX_PROPOSAL_NODES
 from outrider.v1 import tokens_pb2, worker_pb2, worker_pb2_grpc
-from target_service.engine.engine import Engine
+from target_service.engine.identity import EngineUsage, TargetIdentity
 from target_service.frontend import Frontend
-from target_service.settings import TargetSettings
 
 _CHUNK_BYTES: Final = 1 << 20
 
 
 class TargetWorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
-    """Serves identity, load and tokenizer of this process."""
+    """Serves identity, load and tokenizer of this process.
+
+    Args:
+        engine: its engine.
+        frontend: of the engine.
+        identity: of its model.
+        max_sessions: requests that it runs at once, at most.
+        replica: name of this replica.
+        incarnation: id of this process.
+    """
 
     def __init__(
         self,
-        engine: Engine,
+        engine: EngineUsage,
         frontend: Frontend[Any],
-        loaded: LoadedModel,
-        settings: TargetSettings,
+        identity: TargetIdentity,
+        max_sessions: int,
         replica: str,
         incarnation: str,
     ) -> None:
         self._engine = engine
         self._frontend = frontend
-        self._loaded = loaded
-        self._settings = settings
+        self._identity = identity
+        self._max_sessions = max_sessions
         self._replica = replica
         self._incarnation = incarnation
 
@@ -44,33 +50,33 @@ class TargetWorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
         context: grpc.aio.ServicerContext[worker_pb2.GetInfoRequest, worker_pb2.GetInfoResponse],
     ) -> worker_pb2.GetInfoResponse:
         """Return identity and limits."""
-        info, settings = self._loaded.model.info, self._settings
+        identity = self._identity
         return worker_pb2.GetInfoResponse(
             role=worker_pb2.WORKER_ROLE_TARGET,
             replica=self._replica,
             incarnation=self._incarnation,
-            model=info.name,
-            model_fingerprint=info.fingerprint,
-            tokenizer_fingerprint=info.tokenizer_fingerprint,
-            numerics=info.numerics,
-            vocabulary_size=info.vocabulary_size,
-            max_session_len=self._engine.max_len,
-            max_sessions=settings.max_sessions,
+            model=identity.model,
+            model_fingerprint=identity.model_fingerprint,
+            tokenizer_fingerprint=identity.tokenizer_fingerprint,
+            numerics=identity.numerics,
+            vocabulary_size=identity.vocabulary_size,
+            max_session_len=identity.max_session_len,
+            max_sessions=self._max_sessions,
             max_proposal_nodes=MAX_PROPOSAL_NODES,
-            kv_budget_bytes=settings.kv_budget_bytes,
-            eos_token_ids=info.eos_token_ids,
+            kv_budget_bytes=identity.kv_budget_bytes,
+            eos_token_ids=identity.eos_token_ids,
             version=outrider.__version__,
-            acceptance_rules=[rule.value for rule in AcceptanceRule],
-            num_layers=info.num_layers,
-            hidden_size=info.hidden_size,
-            weights_fingerprint=info.weights_fingerprint,
-            drafter=self._engine.drafter,
+            acceptance_rules=[rule.value for rule in identity.acceptance_rules],
+            num_layers=identity.num_layers,
+            hidden_size=identity.hidden_size,
+            weights_fingerprint=identity.weights_fingerprint,
+            drafter=identity.drafter,
             default_parameters=self._default_parameters(),
         )
 
     def _default_parameters(self) -> tokens_pb2.SamplingParameters:
         message = tokens_pb2.SamplingParameters()
-        for name, value in self._loaded.default_parameters.items():
+        for name, value in self._identity.default_parameters.items():
             setattr(message, name, value)
         return message
 
@@ -80,7 +86,7 @@ class TargetWorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
         context: grpc.aio.ServicerContext[worker_pb2.GetLoadRequest, worker_pb2.GetLoadResponse],
     ) -> worker_pb2.GetLoadResponse:
         """Return the load of the engine."""
-        load, usage = self._engine.load, self._loaded.model.kv_usage
+        load, usage = self._engine.load, self._engine.kv_usage
         return worker_pb2.GetLoadResponse(
             num_active_sessions=self._frontend.num_sessions,
             num_cached_sessions=load.num_cached_sessions,
@@ -100,7 +106,7 @@ class TargetWorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
         )
 
     def _kv_blocks(self) -> worker_pb2.KVBlockLoad | None:
-        if (blocks := self._engine.blocks) is None:
+        if (blocks := self._engine.block_usage) is None:
             return None
         counters = blocks.counters
         return worker_pb2.KVBlockLoad(
@@ -109,7 +115,7 @@ class TargetWorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
             num_restored=counters.num_restored,
             num_refused=counters.num_refused,
             num_failures=counters.num_failures,
-            restore_bytes_per_s=blocks.costs.bytes_per_s,
+            restore_bytes_per_s=blocks.restore_bytes_per_s,
             block_len=blocks.block_len,
         )
 
@@ -119,8 +125,8 @@ class TargetWorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
         context: grpc.aio.ServicerContext[worker_pb2.GetTokenizerRequest, worker_pb2.GetTokenizerResponse],
     ) -> AsyncIterator[worker_pb2.GetTokenizerResponse]:
         """Stream the tokenizer's files in parts; end with UNIMPLEMENTED where the model has none."""
-        if self._loaded.tokenizer is None:
+        if not self._identity.tokenizer_files:
             await context.abort(grpc.StatusCode.UNIMPLEMENTED, "the model has no tokenizer")
-        for name, content in self._loaded.tokenizer.files.items():
+        for name, content in self._identity.tokenizer_files.items():
             for start in range(0, len(content), _CHUNK_BYTES):
                 yield worker_pb2.GetTokenizerResponse(name=name, content=content[start : start + _CHUNK_BYTES])

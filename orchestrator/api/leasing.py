@@ -74,6 +74,7 @@ class Leasing:
 
         Raises:
             InvalidArgument: a parameter or the prompt does not fit the model or the session.
+            RuleUnsupported: the targets do not serve the acceptance rule that it names.
             Unavailable: no target is in rotation in time, or Redis does not answer within the bound.
             OutriderError: as `SessionStore.read_end`, `EncodingThreads.run` and `SessionStore.begin` raise.
         """
@@ -91,7 +92,7 @@ class Leasing:
             model=model.fingerprint,
             tokenizer=model.tokenizer_fingerprint,
             parameters=parameters,
-            rule=checked.rule,
+            rule=model.rule(checked.rule, parameters),
             prompt=prompt,
             expected_len=session.length,
             takes_over=is_resumed,

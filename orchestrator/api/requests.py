@@ -28,7 +28,7 @@ class CheckedRequest:
         session_id: the client's, else derived from the request id.
         fingerprint: hash of all fields of the client's request.
         seed: the client's, else drawn.
-        rule: acceptance rule.
+        rule: acceptance rule that it names; None for none.
         speculation: how it speculates.
         reports: whether its stream has notices and statistics.
         resume_offset: output tokens that the client has; None for a new request or a repetition.
@@ -39,7 +39,7 @@ class CheckedRequest:
     session_id: str
     fingerprint: str
     seed: int
-    rule: AcceptanceRule
+    rule: AcceptanceRule | None
     speculation: SpeculationChoice
     reports: bool
     resume_offset: int | None
@@ -62,7 +62,7 @@ def check_request(
         session_id=session_id,
         fingerprint=_fingerprint(message),
         seed=message.parameters.seed if message.parameters.HasField("seed") else secrets.randbits(64),
-        rule=wire.rule_from_number(message.speculation.acceptance_rule) or settings.acceptance_rule,
+        rule=wire.rule_from_number(message.speculation.acceptance_rule),
         speculation=_speculation(message.speculation, settings),
         reports=message.speculation.report,
         resume_offset=message.resume_offset if message.HasField("resume_offset") else None,

@@ -48,7 +48,7 @@ class Generation:
         self._record = request.record
         self._reports = request.reports
         self._output = output
-        self._statistics = RequestStatistics(services.metrics)
+        self._statistics = RequestStatistics(services.metrics, request.record.rule)
         self._workers = WorkerPair(services, request, self._statistics)
         self._lease = HeldLease(services, request, self._statistics, self.cancel, self._on_lease_lost)
         self._lease_error: OutriderError | None = None

@@ -143,11 +143,15 @@ class RunningRequest:
 
     def draft_open(self, target: worker_pb2.GetInfoResponse | None) -> draft_pb2.DraftOpen:
         """Return the message that opens it on a draft; `target` is the target that verifies."""
+        rule, parameters = self.record.rule, self.record.parameters
+        if rule is not rule.for_drafts:
+            # The target accepts a token with its probability, whatever the noise of a draft: likeliest tokens fit best.
+            parameters = parameters.replace(temperature=0)
         return draft_pb2.DraftOpen(
             session_id=self.record.worker_key,
             fencing_token=self.lease.fencing_token,
-            parameters=wire.parameters_to_message(self.record.parameters),
-            acceptance_rule=wire.rule_to_number(self.record.rule),
+            parameters=wire.parameters_to_message(parameters),
+            acceptance_rule=wire.rule_to_number(rule.for_drafts),
             prompt_len=self.record.prompt_len,
             tokenizer_fingerprint=target.tokenizer_fingerprint if target else "",
             target_fingerprint=target.weights_fingerprint if target else "",

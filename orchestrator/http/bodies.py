@@ -38,7 +38,7 @@ class SpeculationOptions(Body):
 
     disabled: bool | None = None
     num_speculative_tokens: Count | None = None
-    acceptance_rule: Literal["coupled", "rejection"] | None = None
+    acceptance_rule: Literal["coupled", "rejection", "engine"] | None = None
     drafter: str | None = None
     max_nodes: Count | None = None
     lookahead: Count | None = None

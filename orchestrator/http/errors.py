@@ -13,6 +13,7 @@ _LOG: Final = logging.getLogger(__name__)
 
 _KINDS: Final[Mapping[str, tuple[int, str]]] = {
     errors.InvalidArgument.reason: (400, "BadRequestError"),
+    errors.RuleUnsupported.reason: (400, "BadRequestError"),
     errors.Unauthenticated.reason: (401, "AuthenticationError"),
     errors.SessionNotFound.reason: (404, "NotFoundError"),
     errors.RequestNotFound.reason: (404, "NotFoundError"),
@@ -38,6 +39,7 @@ _PARAMETERS: Final[Mapping[str, str]] = {
     errors.Fenced.reason: "session_id",
     errors.RequestNotFound.reason: "request_id",
     errors.DuplicateRequest.reason: "request_id",
+    errors.RuleUnsupported.reason: "acceptance_rule",
 }
 _RETRY_S: Final = 1.0
 

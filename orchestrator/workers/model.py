@@ -12,8 +12,8 @@ import grpc
 from orchestrator.text.output import check_stop_strings
 from orchestrator.text.tokenizer import Tokenizer
 from outrider import wire
-from outrider.errors import InvalidArgument, Unavailable
-from outrider.parameters import SamplingParameters
+from outrider.errors import InvalidArgument, RuleUnsupported, Unavailable
+from outrider.parameters import REPLAYABLE_RULES, AcceptanceRule, SamplingParameters
 from outrider.serving.status import peer_errors
 from outrider.v1 import tokens_pb2, worker_pb2
 from outrider.v1.worker_pb2_grpc import WorkerServiceStub
@@ -37,6 +37,8 @@ class Model:
         max_session_len: tokens of the longest session that each of the targets takes, so that any may take over.
         eos_token_ids: token ids that end a text.
         defaults: sampling parameters in place of those that a request does not give.
+        rules: acceptance rules that each of the targets serves.
+        default_rule: rule of requests that name none, where the targets serve it.
     """
 
     name: str
@@ -47,6 +49,8 @@ class Model:
     max_session_len: int
     eos_token_ids: tuple[int, ...]
     defaults: tokens_pb2.SamplingParameters
+    rules: frozenset[AcceptanceRule] = frozenset(REPLAYABLE_RULES)
+    default_rule: AcceptanceRule = AcceptanceRule.COUPLED
 
     def parameters(self, message: tokens_pb2.SamplingParameters, seed: int) -> SamplingParameters:
         """Return the parameters of a request, complete with this model's defaults.
@@ -73,6 +77,28 @@ class Model:
         parameters.check_vocabulary(self.vocabulary_size)
         check_stop_strings(self.tokenizer, parameters)
         return parameters
+
+    def rule(self, named: AcceptanceRule | None, parameters: SamplingParameters) -> AcceptanceRule:
+        """Return the acceptance rule of a request.
+
+        Args:
+            named: the rule that the request names; None for none.
+            parameters: of the request.
+
+        Raises:
+            RuleUnsupported: the targets do not serve that rule.
+        """
+        rule = self.default_rule if named is None else named
+        if rule in self.rules:
+            return rule
+        serve_engine_only = self.rules == {AcceptanceRule.ENGINE}
+        if serve_engine_only and (named is None or parameters.is_greedy):
+            return AcceptanceRule.ENGINE
+        served = ", ".join(sorted(item.value for item in self.rules)) or "no common rule"
+        problem = f"the targets serve {served}, not {rule.value}"
+        if serve_engine_only:
+            problem += ": they draw tokens with noise of their own, so that no text can be repeated"
+        raise RuleUnsupported(problem)
 
     def stop_token_ids(self, parameters: SamplingParameters) -> tuple[int, ...]:
         """Return the token ids at which a request ends, in order."""

@@ -16,7 +16,7 @@ from outrider.v1 import generation_pb2, tokens_pb2, worker_pb2
 from outrider.workers.breaker import Breaker
 from outrider.workers.links import DRAFT, TARGET, WorkerLink
 from outrider.workers.pool import LinkPool
-from outrider.workers.rotation import fits, is_ready, leaving, load_of
+from outrider.workers.rotation import fits, is_ready, leaving, load_of, rules_of
 
 _CHECK_INTERVAL_S: Final = 0.5
 """Seconds after which a request without a target checks the loads again, which polling changes."""
@@ -128,6 +128,8 @@ class Replicas:
             max_session_len=min(known.max_session_len for known in infos),
             eos_token_ids=tuple(info.eos_token_ids),
             defaults=defaults or tokens_pb2.SamplingParameters(),
+            rules=frozenset.intersection(*(rules_of(known) for known in infos)),
+            default_rule=self._settings.acceptance_rule,
         )
         return self._last_model
 
@@ -160,7 +162,7 @@ class Replicas:
 
         Args:
             drafter: the required drafter; empty for any.
-            rule: the acceptance rule for its proposals.
+            rule: the acceptance rule of the request.
         """
         ready = [link for link in self.drafts if not self.draft_problem(link) and fits(link, drafter, rule)]
         permitted = [link for link in ready if self._breaker(link).permits]

@@ -137,7 +137,8 @@ speculation_options = stacked(
     click.option(
         "--acceptance-rule",
         type=click.Choice(_RULES),
-        help="Which rule verifies proposals; both are exact. [default: the service's, coupled]",
+        help="Which rule verifies proposals; all are exact. Targets on vLLM serve engine only, others the rest. "
+        "[default: the service's]",
     ),
     click.option("--no-speculation", is_flag=True, help="Decodes without a draft."),
 )

@@ -87,6 +87,7 @@ def statistics_as_json(statistics: Statistics) -> dict[str, Any]:
         "tokens_per_second": statistics.tokens_per_second,
         "time_to_first_token_s": statistics.time_to_first_token_s,
         "num_target_passes": statistics.num_target_passes,
+        "acceptance_rule": statistics.acceptance_rule.value if statistics.acceptance_rule else None,
         "varying_numerics": statistics.varying_numerics,
         "feature_bytes": statistics.feature_bytes,
         "num_recomputed_tokens": statistics.num_recomputed_tokens,

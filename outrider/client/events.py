@@ -7,7 +7,7 @@ from enum import Enum
 
 from outrider import wire
 from outrider.errors import DataLoss
-from outrider.parameters import FinishReason
+from outrider.parameters import AcceptanceRule, FinishReason
 from outrider.statistics import SpeculationStatistics
 from outrider.tokens import TokenLogprobs, TokenOrigin
 from outrider.v1 import generation_pb2
@@ -82,6 +82,7 @@ class Statistics:
         num_expected_tokens: output tokens of the rounds whose time the target's controller had predicted.
         expected_time_s: seconds that it predicted for them, of a target that runs nothing else.
         num_cached_prompt_tokens: tokens of session and prompt that were in the first target's KV cache.
+        acceptance_rule: the rule that tokens were drawn by; None where the service does not report it.
     """
 
     num_drafts: int = 0
@@ -104,6 +105,7 @@ class Statistics:
     num_expected_tokens: int = 0
     expected_time_s: float = 0.0
     num_cached_prompt_tokens: int = 0
+    acceptance_rule: AcceptanceRule | None = None
 
     @property
     def predicted_tokens_per_second(self) -> float:
@@ -307,4 +309,5 @@ def _statistics(message: generation_pb2.GenerationStatistics) -> Statistics:
         num_expected_tokens=message.num_expected_tokens,
         expected_time_s=message.expected_time_s,
         num_cached_prompt_tokens=message.num_cached_prompt_tokens,
+        acceptance_rule=wire.rule_from_number(message.acceptance_rule),
     )

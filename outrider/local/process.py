@@ -39,6 +39,7 @@ class ProcessSpec:
         drain_budget_s: seconds from SIGTERM to SIGKILL.
         cores: that it runs on, by number; empty for those of this process.
         num_ranks: processes that run one model together, by torchrun; 1 for none but this.
+        interpreter: Python that runs it; empty for that of this process.
     """
 
     name: str
@@ -47,6 +48,7 @@ class ProcessSpec:
     drain_budget_s: float = 10.0
     cores: frozenset[int] = frozenset()
     num_ranks: int = 1
+    interpreter: str = ""
 
     @property
     def arguments(self) -> tuple[str, ...]:
@@ -115,7 +117,7 @@ class ServiceProcess:
         with self.log.open("ab") as log, _on_cores(self.spec.cores):
             # A session of its own: Ctrl-C in the terminal reaches this process alone, which then drains the others.
             self._process = subprocess.Popen(
-                [sys.executable, *self.spec.arguments],
+                [self.spec.interpreter or sys.executable, *self.spec.arguments],
                 env=environment,
                 stdin=subprocess.PIPE,
                 stdout=log,

@@ -27,6 +27,8 @@ NAMES: Final[tuple[str, ...]] = (
     "drain_budget_s",
     "dtype",
     "durability",
+    "engine",
+    "engine_args",
     "failover_timeout_s",
     "generation_config",
     "health_address",

@@ -116,7 +116,7 @@ class ReceivedTree:
             max_depth: longest path.
             wants_draft: whether the round uses a proposal; under `rejection` nothing is verified otherwise.
         """
-        if self._rule is AcceptanceRule.COUPLED:
+        if self._rule is not AcceptanceRule.REJECTION:
             return [], self._lookahead.candidates(max_depth)
         if not wants_draft:
             return [], self._lookahead.candidates(0)

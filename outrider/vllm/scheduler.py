@@ -34,9 +34,13 @@ class DraftingScheduler(Scheduler):  # type: ignore[misc]
             InvalidArgument: vLLM's configuration, or a setting, does not allow proposals; one line says what does.
         """
         # First, since it checks the configuration.
-        self.source = make_source(vllm_config)
+        self.source = self.make_source(vllm_config)
         super().__init__(vllm_config, *args, **kwargs)
         self._scheduled_at = monotonic()
+
+    def make_source(self, vllm_config: Any) -> ProposalSource:
+        """Return where proposals come from; called once, before vLLM's own scheduler is made."""
+        return make_source(vllm_config)
 
     def schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
         """Schedule the requests that may run; begin to draft for those that are new."""

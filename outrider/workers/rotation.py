@@ -1,6 +1,7 @@
 """Which of several workers gets the next session."""
 
-from outrider.parameters import AcceptanceRule
+from outrider.parameters import REPLAYABLE_RULES, AcceptanceRule
+from outrider.v1 import worker_pb2
 from outrider.workers.links import WorkerLink
 
 
@@ -20,7 +21,14 @@ def fits(link: WorkerLink, drafter: str, rule: AcceptanceRule) -> bool:
     info = link.info
     if info is None or (drafter and info.drafter != drafter):
         return False
-    return not info.acceptance_rules or rule.value in info.acceptance_rules
+    return rule.for_drafts in rules_of(info)
+
+
+def rules_of(info: worker_pb2.GetInfoResponse) -> frozenset[AcceptanceRule]:
+    """Return the rules that a worker serves, as far as this version has them; one that names none serves the oldest."""
+    if not info.acceptance_rules:
+        return frozenset(REPLAYABLE_RULES)
+    return frozenset(rule for rule in AcceptanceRule if rule.value in info.acceptance_rules)
 
 
 def load_of(link: WorkerLink) -> tuple[bool, int, int]:

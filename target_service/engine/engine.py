@@ -16,11 +16,13 @@ from outrider.control.pass_times import PassTimes
 from outrider.control.policy import WorkerStatistics
 from outrider.errors import OutriderError
 from outrider.lm.model import LanguageModel
+from outrider.lm.pages import KVUsage
 from outrider.serving.unexpected import UnexpectedErrors
 from target_service.engine.colocated import ColocatedDraft
 from target_service.engine.commands import Open, RequestCommand
 from target_service.engine.counters import EngineLoad
 from target_service.engine.features import FeatureSender
+from target_service.engine.identity import KVBlockUsage
 from target_service.engine.interface import EngineHost
 from target_service.engine.pass_budget import PassBudget
 from target_service.engine.passes import Passes
@@ -119,6 +121,18 @@ class Engine:
     def num_requests(self) -> int:
         """Requests that are open now. From any thread."""
         return len(self.requests)
+
+    @property
+    def kv_usage(self) -> KVUsage:
+        """Occupancy of the KV cache."""
+        return self._model.kv_usage
+
+    @property
+    def block_usage(self) -> KVBlockUsage | None:
+        """KV blocks in Redis; None where there are none."""
+        if (blocks := self.blocks) is None:
+            return None
+        return KVBlockUsage(blocks.counters, blocks.costs.bytes_per_s, blocks.block_len)
 
     def flush(self) -> None:
         """Return when all KV blocks that wait are written, or after a second or two. From any thread."""

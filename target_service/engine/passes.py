@@ -13,13 +13,14 @@ import torch
 from outrider.control.pass_times import PassTimes
 from outrider.lm.model import LanguageModel
 from outrider.serving.unexpected import UnexpectedErrors
+from target_service.engine.conclusion import RoundTimes, conclude
 from target_service.engine.counters import EngineLoad
 from target_service.engine.features import FeatureSender
 from target_service.engine.interface import EngineHost
 from target_service.engine.request import Request
 from target_service.engine.requests import Requests
 from target_service.engine.restoring import Restoring
-from target_service.engine.results import Progress, RoundMetrics, RoundResult, Verdict
+from target_service.engine.results import Progress, RoundResult
 from target_service.engine.rounds import Round, decide_all
 from target_service.engine.scheduling import Scheduler, Share, prepared_again
 
@@ -156,40 +157,13 @@ class Passes:
 
     def _conclude(self, share: Share, result: RoundResult, duration_s: float, expected_s: float) -> None:
         """Apply a round's result to the session, and hold the verdict for its stream."""
-        request, resident = share.request, share.request.resident
-        base = request.base
-        resident.cache.keep(result.kept_path)
-        resident.token_ids += result.token_ids
-        request.finished = result.finish_reason is not None
-        speculation = request.speculation
-        waited = speculation.waits
-        now = time.monotonic()
-        if not share.is_prefill:
-            rest_s = speculation.lasted_s(now) - share.wait_s - share.queue_s - duration_s
-            speculation.observe(result.num_accepted, result.num_draft_tokens, result.num_nodes, share.wait_s, rest_s)
-        expected_s += speculation.expected_wait_s if expected_s else 0.0
-        hit = speculation.advance(result.token_ids)
-        request.begin_round(now)
-        speculation.record_verdict(len(resident.token_ids), now)
+        request = share.request
+        request.resident.cache.keep(result.kept_path)
+        times = RoundTimes(duration_s, share.wait_s, share.queue_s, expected_s, share.is_prefill)
+        verdict = conclude(request, result, times, self._load)
         # Before the verdict, so that the next proposal need not wait for them.
         self._features.send(request)
-        metrics = RoundMetrics(
-            model_time_s=duration_s,
-            wait_time_s=share.wait_s,
-            queue_time_s=share.queue_s,
-            expected_time_s=expected_s,
-            num_recomputed=request.num_recomputed,
-            hit=hit,
-            num_proposed=speculation.num_proposed,
-            num_wanted=speculation.num_wanted,
-            lookahead=speculation.terms.lookahead if speculation.wants_draft else 0,
-        )
-        self._load.record_round(result, metrics, waited=waited, does_without=speculation.does_without)
-        if not request.sums.num_rounds:
-            request.span.add_event("first_token")
-        request.sums.add(result, metrics)
-        request.num_recomputed = speculation.num_proposed = 0
-        request.handle.stream.hold(Verdict(request.handle.number, base, result, metrics))
+        request.handle.stream.hold(verdict)
 
     def _account(self, shares: list[Share], duration_s: float) -> None:
         load = self._load

@@ -8,11 +8,12 @@ from typing import Final
 
 from outrider.control.policy import WorkerStatistics
 from outrider.errors import InvalidArgument, ModelUnsupported
-from outrider.lm.model import LanguageModel
+from outrider.lm.model import KVCache, LanguageModel
+from outrider.parameters import REPLAYABLE_RULES
 from outrider.serving.spans import TRACER, context_of
 from outrider.serving.unexpected import UnexpectedErrors
 from outrider.speculation.randomness import KeyedSource
-from outrider.tokens import ProposalNode, TokenSpan
+from outrider.tokens import TokenSpan
 from target_service.engine.commands import (
     Open,
     Propose,
@@ -29,6 +30,7 @@ from target_service.engine.request import Request
 from target_service.engine.results import Opened
 from target_service.engine.sessions import Resident, Residents
 from target_service.engine.speculation import Speculation
+from target_service.engine.vocabulary import check_node, check_vocabulary
 from target_service.settings import TargetSettings
 
 _LOG: Final = logging.getLogger(__name__)
@@ -64,7 +66,7 @@ class Requests:
         self._features = features
         self._restore = restore
         self._max_len = max_len
-        self._residents = Residents(settings.max_cached_sessions, settings.idle_ttl_s)
+        self._residents: Residents[KVCache] = Residents(settings.max_cached_sessions, settings.idle_ttl_s)
         self._requests: dict[int, Request] = {}
         self._num_opened = 0
         self._unexpected = UnexpectedErrors()
@@ -89,11 +91,9 @@ class Requests:
 
     def check(self, command: Open) -> None:
         """Raise `InvalidArgument` if a request cannot be opened as requested."""
-        size = self._model.info.vocabulary_size
-        command.parameters.check_vocabulary(size)
-        largest = max(command.stop_token_ids, default=0)
-        if largest >= size:
-            raise InvalidArgument(f"stop_token_ids has token id {largest}, the vocabulary has {size}", "stop_token_ids")
+        if command.rule not in REPLAYABLE_RULES:
+            raise InvalidArgument(f"is {command.rule.value}, which this engine does not serve", "acceptance_rule")
+        check_vocabulary(command, self._model.info.vocabulary_size)
 
     def open(self, command: Open) -> Request:
         """Begin a request, and post `Opened`."""
@@ -167,7 +167,7 @@ class Requests:
         is_current = part.base.len >= request.prompt_len and not request.speculation.terms.own_draft
         if is_current:
             for node in part.nodes:
-                self._check_node(node)
+                check_node(node, self._model.info.vocabulary_size)
             is_current = request.speculation.receive(part, request.resident.token_ids, command.arrived)
         self._load.num_stale_messages += not is_current
 
@@ -235,9 +235,3 @@ class Requests:
     def next_expiry_s(self) -> float | None:
         """Return the seconds until there is a session to forget; None where none is idle."""
         return self._residents.next_expiry_s()
-
-    def _check_node(self, node: ProposalNode) -> None:
-        drafted = node.draft_distribution
-        token_ids = (node.token_id, *(drafted.token_ids if drafted else ()))
-        if max(token_ids) >= self._model.info.vocabulary_size:
-            raise InvalidArgument("token_id is outside the vocabulary", "proposal")

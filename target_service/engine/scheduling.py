@@ -5,19 +5,15 @@ from dataclasses import dataclass, field, replace
 from typing import Final
 
 from outrider.control.allocation import allocate
-from outrider.control.batching_delay import batching_delay_s
 from outrider.control.pass_times import PassTimes
 from outrider.lm.model import SessionStep
 from outrider.tokens import ProposalTree, TokenSpan
+from target_service.engine.batch_delay import BatchDelay
 from target_service.engine.pass_budget import PassBudget
 from target_service.engine.request import Request
 
 _NO_TREE: Final = ProposalTree()
 _MIN_ROWS: Final = 4
-_DELAY_FACTOR: Final = 1.5
-_DELAY_S: Final = 0.001
-"""The batch deadline: so many times the batching delay, and so many seconds more; then the pass runs without those that
-are not ready."""
 
 
 @dataclass(slots=True)
@@ -80,7 +76,7 @@ class Scheduler:
         self._times = times
         self._budget = budget
         self.num_preemptions = 0
-        self._batch_deadline: float | None = None
+        self._delay = BatchDelay(times)
 
     def shares(self, requests: Collection[Request], now: float) -> list[Share]:
         """Return the shares of the next pass; none where no session is ready at the time `now` (monotonic, seconds).
@@ -92,9 +88,10 @@ class Scheduler:
         num_rows = 0
         decoding = [item for item in runnable if item.num_uncached == 1]
         rounds = [item for item in decoding if item.is_ready(now)][: self._max_rows]
-        if len(decoding) == len(runnable) and self._delays_batch(decoding, rounds, now):
+        waits = len(decoding) == len(runnable) and len(rounds) < self._max_rows
+        if waits and self._delay.holds(decoding, rounds, now):
             return []
-        self._batch_deadline = None
+        self._delay.end()
         for request, tree in zip(rounds, self._trees(rounds, now), strict=True):
             # Its memory may have been taken for one before it.
             if request.num_uncached == 1:
@@ -109,23 +106,7 @@ class Scheduler:
             requests: of which none takes part in a pass now.
             now: monotonic time.
         """
-        deadline = now if self._batch_deadline is None else self._batch_deadline
-        runnable = (item for item in requests if item.can_run)
-        times = (deadline if item.is_ready(now) else item.speculation.wait_until for item in runnable)
-        return min(times, default=None)
-
-    def _delays_batch(self, decoding: Sequence[Request], rounds: Sequence[Request], now: float) -> bool:
-        """Return whether the pass over these rounds waits for more, which ends at the batch deadline."""
-        if not rounds or len(rounds) in (len(decoding), self._max_rows):
-            return False
-        ready = {item.number for item in rounds}
-        coming = [item.speculation.batch_candidate(now) for item in decoding if item.number not in ready]
-        delay_s = batching_delay_s([item.speculation.batch_candidate(now) for item in rounds], coming, self._times)
-        if delay_s is None:
-            return False
-        if self._batch_deadline is None:
-            self._batch_deadline = now + _DELAY_FACTOR * delay_s + _DELAY_S
-        return now < self._batch_deadline
+        return self._delay.next_time((item for item in requests if item.can_run), now)
 
     def _add_prefill(
         self, prompts: Collection[Request], num_rows: int, requests: Collection[Request], shares: list[Share]

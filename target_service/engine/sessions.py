@@ -2,15 +2,32 @@
 
 import contextlib
 from dataclasses import dataclass, field
+from typing import Generic, Protocol, TypeVar
 
 from outrider.errors import InvalidArgument, KVCacheMiss
-from outrider.lm.model import KVCache
 from outrider.serving.idle_sessions import IdleSessions
 from outrider.tokens import TokenSpan
 
 
+class SessionCache(Protocol):
+    """The KV cache of a session, as far as the session's tokens decide about it; see `outrider.lm.model.KVCache`."""
+
+    @property
+    def cached_len(self) -> int:
+        """Number of cached tokens."""
+
+    def truncate(self, length: int) -> None:
+        """Drop the positions from `length` on; no-op if fewer are cached."""
+
+    def release(self) -> None:
+        """Drop all positions."""
+
+
+CacheT = TypeVar("CacheT", bound=SessionCache)
+
+
 @dataclass(slots=True, eq=False)
-class Resident:
+class Resident(Generic[CacheT]):
     """A session whose tokens this target holds, whether a request runs on it or not.
 
     Invariant: `cache.cached_len <= len(token_ids)`; the tokens beyond `cached_len` are still to be run. Tokens beyond
@@ -18,7 +35,7 @@ class Resident:
     """
 
     session_id: str
-    cache: KVCache
+    cache: CacheT
     token_ids: list[int] = field(default_factory=list)
     committed_len: int = 0
     is_gone: bool = False
@@ -60,7 +77,7 @@ class Resident:
         self.cache.release()
 
 
-class Residents:
+class Residents(Generic[CacheT]):
     """All resident sessions: those that a request runs on, and idle ones up to a number and an age.
 
     Args:
@@ -70,25 +87,25 @@ class Residents:
 
     def __init__(self, max_residents: int, idle_ttl_s: float) -> None:
         self._max_residents = max_residents
-        self._busy: dict[str, Resident] = {}
-        self._idle: IdleSessions[Resident] = IdleSessions(idle_ttl_s)
+        self._busy: dict[str, Resident[CacheT]] = {}
+        self._idle: IdleSessions[Resident[CacheT]] = IdleSessions(idle_ttl_s)
 
     def __len__(self) -> int:
         return len(self._busy) + len(self._idle)
 
-    def take(self, session_id: str) -> Resident | None:
+    def take(self, session_id: str) -> Resident[CacheT] | None:
         """Return an idle session for a request, if it is here."""
         resident = self._idle.pop(session_id)
         if resident is not None:
             self._busy[session_id] = resident
         return resident
 
-    def add(self, resident: Resident) -> None:
+    def add(self, resident: Resident[CacheT]) -> None:
         """Add a new session for a request."""
         self._busy[resident.session_id] = resident
         self.expire()
 
-    def suspend(self, resident: Resident, length: int) -> None:
+    def suspend(self, resident: Resident[CacheT], length: int) -> None:
         """End a request's use of a session; keep its tokens up to position `length` unless it is to be forgotten."""
         resident.suspend(length)
         if self._busy.get(resident.session_id) is not resident:
@@ -98,7 +115,7 @@ class Residents:
             self._idle.add(resident.session_id, resident)
             self.expire()
 
-    def drop(self, resident: Resident) -> None:
+    def drop(self, resident: Resident[CacheT]) -> None:
         """Forget a session that a request runs on and that failed.
 
         The end of its KV cache may be wrong, and `KVCache.release` would publish it to the prefix cache. Pages that

@@ -216,6 +216,17 @@ class Speculation:
             return [], iter(())
         return self._received.offer(max_depth, wants_draft=self._plan.wants_draft)
 
+    def line(self, room: int) -> tuple[list[float], list[int]]:
+        """Return the likeliest line that a round may verify: the value of each token on it, and the tokens.
+
+        Args:
+            room: tokens that the round may output.
+        """
+        max_depth = self._max_depth(room)
+        if self._received.depth < min(self.terms.draft_min, max_depth):
+            return [], []
+        return self._received.best_line(max_depth)
+
     def tree(self, numbers: Sequence[int]) -> ProposalTree:
         """Return the tree of these nodes, to be verified."""
         return self._received.tree(numbers)

@@ -55,6 +55,7 @@ def test_generate_json_prints_exactly_one_object(service: ScriptedService) -> No
             "tokens_per_second": 20.0,
             "time_to_first_token_s": 0.5,
             "num_target_passes": 4,
+            "acceptance_rule": None,
             "varying_numerics": False,
             "feature_bytes": 0,
             "num_recomputed_tokens": 0,

@@ -12,7 +12,7 @@ from outrider.drafters.shares import share_rows
 from outrider.errors import ModelUnsupported, Overloaded
 from outrider.lm.heads.checkpoint import DraftManifest, save_eagle3, save_vocabulary
 from outrider.lm.heads.vocabulary import DraftVocabulary
-from outrider.parameters import AcceptanceRule, SamplingParameters
+from outrider.parameters import REPLAYABLE_RULES, AcceptanceRule, SamplingParameters
 from outrider.speculation.randomness import KeyedSource
 from outrider.speculation.verification import verify_rejection
 from outrider.tokens import NodeKind, ProposalTree
@@ -101,7 +101,7 @@ def test_a_replay_finds_what_differs() -> None:
 
 def test_asking_again_gives_the_same() -> None:
     drafter = model_drafter()
-    for rule in AcceptanceRule:
+    for rule in REPLAYABLE_RULES:
         first = proposal([1, 2], given=terms(rule=rule))
         again = proposal([1, 2], given=terms(rule=rule))
         assert draft(drafter, first) == draft(drafter, again)
@@ -150,7 +150,7 @@ def test_under_rejection_guesses_stand_beside_the_sampled_chain() -> None:
 
 
 def test_trees_of_many_sessions_grow_as_one_at_a_time() -> None:
-    for rule in AcceptanceRule:
+    for rule in REPLAYABLE_RULES:
         given = terms(SamplingParameters(seed=11, presence_penalty=0.5), rule)
         batched = [proposal([number, 3] * (1 + number % 4), 3, str(number), given) for number in range(6)]
         alone = [proposal([number, 3] * (1 + number % 4), 3, "alone", given) for number in range(6)]
@@ -164,7 +164,7 @@ def test_trees_of_many_sessions_grow_as_one_at_a_time() -> None:
             assert rule is AcceptanceRule.COUPLED or one.nodes == other.nodes
 
 
-@pytest.mark.parametrize("rule", AcceptanceRule)
+@pytest.mark.parametrize("rule", REPLAYABLE_RULES)
 @pytest.mark.parametrize(
     "parameters",
     [
@@ -186,7 +186,7 @@ def test_many_sessions_at_once_draft_as_one_at_a_time(rule: AcceptanceRule, para
         assert alone.nodes == batched[number].nodes
 
 
-@pytest.mark.parametrize("rule", AcceptanceRule)
+@pytest.mark.parametrize("rule", REPLAYABLE_RULES)
 def test_a_draft_that_is_the_target_is_always_accepted(rule: AcceptanceRule) -> None:
     model, drafter, base = markov(), model_drafter(), [3, 1, 4]
     verify = coupled if rule is AcceptanceRule.COUPLED else verify_rejection

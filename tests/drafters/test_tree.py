@@ -14,7 +14,7 @@ from outrider.drafters.model import ModelDrafter
 from outrider.drafters.node_values import NodeValues, least_value
 from outrider.drafters.tree import DraftTree
 from outrider.drafters.tree_order import URGENCY
-from outrider.parameters import AcceptanceRule, SamplingParameters
+from outrider.parameters import REPLAYABLE_RULES, AcceptanceRule, SamplingParameters
 from outrider.speculation.proposal_tree import Lookahead
 from outrider.speculation.randomness import Counter, KeyedSource, Purpose
 from outrider.tokens import NodeKind
@@ -156,7 +156,7 @@ def test_an_awaited_line_grows_in_every_step_beside_sessions_with_better_nodes()
 
 
 @pytest.mark.parametrize("budget", [4, 8, 12, 24, 64])
-@pytest.mark.parametrize("rule", AcceptanceRule)
+@pytest.mark.parametrize("rule", REPLAYABLE_RULES)
 def test_no_more_nodes_are_live_than_are_allowed(rule: AcceptanceRule, budget: int) -> None:
     draw = random.Random(0)
     drafter, proposal = model_drafter(), _proposal([4, 7, 1], SAMPLED, rule)

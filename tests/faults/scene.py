@@ -15,16 +15,19 @@ from tests.faults.stack import FaultStack
 
 NUM_TOKENS = 120
 _PLAIN: dict[tuple[object, ...], list[int]] = {}
+SAMPLING: dict[str, float] = {}
+"""Sampling parameters of all requests; greedy ones for targets whose noise no seed determines."""
 
 
 def asking(seed: int = 9, num_tokens: int = NUM_TOKENS, **more: object) -> GenerationRequest:
     """A request whose text depends on its seed."""
-    parameters = SamplingParameters(seed=seed, max_tokens=num_tokens)
+    parameters = SamplingParameters(seed=seed, max_tokens=num_tokens, **SAMPLING)  # type: ignore[arg-type]
     return GenerationRequest(token_ids=(1, 2, 3), parameters=parameters, **more)  # type: ignore[arg-type]
 
 
 def _key(request: GenerationRequest) -> tuple[object, ...]:
-    return (tuple(request.token_ids or ()), request.parameters.seed, request.parameters.max_tokens)
+    parameters = request.parameters
+    return (tuple(request.token_ids or ()), parameters.seed, parameters.max_tokens, parameters.temperature)
 
 
 def plain(request: GenerationRequest) -> Sequence[int]:

@@ -16,7 +16,6 @@ from outrider.local.valkey import EmbeddedValkey
 
 TARGET = "markov:vocabulary=16,order=2,seed=5,step_s=0.004"
 DRAFT = f"{TARGET},noise=0.2,step_s=0.0005"
-_READY_S = 60.0
 _HEALED_S = 40.0
 _BLOCK_STORE_BYTES = 256 << 20
 
@@ -52,6 +51,9 @@ class FaultOptions:
         draft: model of the drafts.
         drafter: what runs it.
         keeps_kv_blocks: whether targets keep blocks of their KV cache in a Redis of their own.
+        target_interpreter: Python that runs the targets; empty for that of this process.
+        target_module: that the targets run; empty for the target service.
+        ready_s: seconds in which each process must serve.
     """
 
     num_targets: int = 2
@@ -64,6 +66,9 @@ class FaultOptions:
     draft: str = DRAFT
     drafter: str = "model"
     keeps_kv_blocks: bool = False
+    target_interpreter: str = ""
+    target_module: str = ""
+    ready_s: float = 60.0
 
 
 class FaultStack:
@@ -128,7 +133,10 @@ class FaultStack:
             redis_url=self.redis.url,
             target_environment={**environment, **_WORKER, **options.target_environment},
         )
-        self.targets = await self.launch(specs.target_specs(self._start_block_store()))
+        self.targets = await self.launch(
+            replace(spec, interpreter=options.target_interpreter, module=options.target_module or spec.module)
+            for spec in specs.target_specs(self._start_block_store())
+        )
         self.drafts = await self.launch(specs.draft_specs())
         self.to_targets = [await self.proxy(process) for process in self.targets]
         self.to_drafts = [await self.proxy(process) for process in self.drafts]
@@ -159,7 +167,7 @@ class FaultStack:
             process.start()
             self._exits.callback(process.kill)
         for process in processes:
-            await process.wait_ready(_READY_S)
+            await process.wait_ready(self.options.ready_s)
         return processes
 
     async def proxy(self, process: ServiceProcess) -> Proxy:
@@ -211,7 +219,7 @@ class FaultStack:
         for process in ended:
             process.restart()
         for process in ended:
-            await process.wait_ready(_READY_S)
+            await process.wait_ready(self.options.ready_s)
         await self.healed()
 
     async def healed(self) -> None:

@@ -239,7 +239,9 @@ def check_references(objects: list[Manifest]) -> None:
         for volume in volumes.values():
             if "secret" in volume:
                 assert volume["secret"]["secretName"] in given
-    assert num_references >= 4, "both URLs of Redis, and the hub's token"
+    # Targets on vLLM keep no KV blocks in Redis.
+    keeps_blocks = environment(objects, workloads(objects)["target"]).get("OUTRIDER_ENGINE") != "vllm"
+    assert num_references >= 3 + keeps_blocks, "both URLs of Redis, and the hub's token"
     namespaces = set(of(objects, "Namespace"))
     for binding in of(objects, "RoleBinding").values():
         assert all({subject.get("namespace")} == namespaces for subject in binding["subjects"] if namespaces)

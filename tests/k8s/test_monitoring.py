@@ -45,7 +45,7 @@ async def orchestrator_registry() -> CollectorRegistry:
 def target_registry() -> CollectorRegistry:
     registry, settings = new_registry("target"), TargetSettings(model="markov:vocabulary=5,order=1")
     model = load_model(settings.model, LoadOptions()).model
-    target_metrics.watch(registry, TargetEngine(model, settings), model, settings)
+    target_metrics.watch(registry, TargetEngine(model, settings), settings.max_sessions)
     return registry
 
 

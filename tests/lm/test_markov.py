@@ -46,7 +46,7 @@ def test_wrong_options_are_named(name: str) -> None:
 
 def test_workers_with_a_markov_model_import_no_transformers() -> None:
     """Importing it takes seconds, and fault tests restart such workers often."""
-    modules = "target_service.__main__, draft_service.__main__, outrider.drafters.model"
+    modules = "target_service.__main__, target_service.own_engine, draft_service.__main__, outrider.drafters.model"
     load = "from outrider.lm.loading import load_model; load_model('markov:vocabulary=8')"
     code = f"import sys, {modules}; {load}; sys.exit('transformers' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], timeout=60, check=False).returncode == 0

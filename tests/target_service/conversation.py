@@ -15,10 +15,10 @@ from outrider.serving.interceptor import CallInterceptor, CallsInFlight
 from outrider.tokens import Base, ProposalNode
 from outrider.v1 import target_pb2 as pb
 from outrider.v1 import target_pb2_grpc, tokens_pb2
-from target_service.__main__ import remote_blocks
 from target_service.engine.colocated import ColocatedDraft
 from target_service.engine.engine import Engine
 from target_service.frontend import Frontend
+from target_service.own_engine import remote_blocks
 from target_service.servicer import TargetServicer
 from target_service.settings import TargetSettings
 
@@ -33,6 +33,7 @@ class Caller:
         self._call = target_pb2_grpc.TargetServiceStub(channel).Verify()
         self._queues: dict[int, asyncio.Queue[pb.VerifyResponseFrame]] = {}
         self._writing = asyncio.Lock()
+        self.progress: dict[int, list[int]] = {}
         self.position_bytes = 0
         """Of features, which whoever asks for them knows."""
         self._reader = asyncio.create_task(self._read())
@@ -41,7 +42,8 @@ class Caller:
         async for message in self._call:
             for frame in message.frames:
                 if frame.WhichOneof("frame") == "progress":
-                    # As many as passes a prompt took, which is not what these tests are about.
+                    # As many as passes a prompt took, which is not what most tests are about.
+                    self.progress.setdefault(frame.handle, []).append(frame.progress.cached_len)
                     continue
                 self._queues.setdefault(frame.handle, asyncio.Queue()).put_nowait(frame)
 

@@ -389,3 +389,9 @@ async def test_rejection_accepts_a_draft_that_reports_the_law_it_sampled_from() 
     assert len(tokens) == len(PROMPT) + 60
     assert num_drafted > 0
     assert num_accepted >= num_drafted - num
+
+
+async def test_the_rule_of_another_engine_is_refused_by_name() -> None:
+    async with target() as (_, caller):
+        refused = (await caller.open(1, PROMPT, GREEDY, rule=AcceptanceRule.ENGINE)).refusal
+        assert (refused.reason, refused.metadata["field"]) == ("INVALID_ARGUMENT", "acceptance_rule")

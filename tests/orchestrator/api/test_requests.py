@@ -14,7 +14,7 @@ SETTINGS = OrchestratorSettings(num_speculative_tokens=4)
 def test_what_is_left_open_is_filled_in() -> None:
     checked = check_request(asking(), "default", SETTINGS)
     assert checked.speculation.num_speculative_tokens == 4
-    assert checked.rule is AcceptanceRule.COUPLED
+    assert checked.rule is None
     assert checked.seed >= 0
     assert checked.request_id
     assert checked.session_id

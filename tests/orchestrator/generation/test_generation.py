@@ -16,6 +16,7 @@ from outrider.errors import (
     InvalidArgument,
     KVCacheMiss,
     Overloaded,
+    RuleUnsupported,
     SessionNotFound,
     Unavailable,
 )
@@ -165,6 +166,24 @@ async def test_a_result_says_whether_numerics_vary(
     async with orchestrating(session_store_url, (target,)) as orchestrator:
         events = await orchestrator.events(asking())
     assert events[-1].finished.statistics.varying_numerics == numerics.endswith("varying")
+
+
+async def test_targets_that_embed_an_engine_get_its_rule_and_their_drafts_propose_likeliest_tokens(
+    session_store_url: str, target: ScriptedTarget, draft: ScriptedDraft
+) -> None:
+    target.info.acceptance_rules[:] = ["engine"]
+    async with orchestrating(session_store_url, (target,), (draft,)) as orchestrator:
+        events = await orchestrator.events(asking(temperature=0.7, min_p=0.1))
+        refused = asking(temperature=0.7)
+        refused.speculation.acceptance_rule = tokens_pb2.ACCEPTANCE_RULE_COUPLED
+        with pytest.raises(RuleUnsupported, match="noise of their own"):
+            await orchestrator.events(refused)
+    assert events[-1].finished.statistics.acceptance_rule == tokens_pb2.ACCEPTANCE_RULE_ENGINE
+    (opened,) = target.of("open")
+    assert (opened.acceptance_rule, opened.parameters.temperature) == (tokens_pb2.ACCEPTANCE_RULE_ENGINE, 0.7)
+    (drafting,) = draft.of("open")
+    assert (drafting.acceptance_rule, drafting.parameters.temperature) == (tokens_pb2.ACCEPTANCE_RULE_COUPLED, 0)
+    assert drafting.parameters.min_p == 0.1
 
 
 async def test_a_result_says_whether_targets_of_other_numerics_took_part(session_store_url: str) -> None:

@@ -1,9 +1,12 @@
 """A request's parameters, complete with its model's defaults."""
 
+from dataclasses import replace
+
 import pytest
 
 from orchestrator.workers.model import Model
-from outrider.errors import InvalidArgument
+from outrider.errors import InvalidArgument, RuleUnsupported
+from outrider.parameters import AcceptanceRule, SamplingParameters
 from outrider.v1 import tokens_pb2
 
 PARAMETERS = tokens_pb2.SamplingParameters
@@ -50,3 +53,47 @@ def test_what_the_model_cannot_follow_is_refused_by_name(given: tokens_pb2.Sampl
     with pytest.raises(InvalidArgument) as caught:
         model().parameters(given, 7)
     assert caught.value.field == field
+
+
+COUPLED, REJECTION, ENGINE = AcceptanceRule.COUPLED, AcceptanceRule.REJECTION, AcceptanceRule.ENGINE
+KEYED, EMBEDDED = {COUPLED, REJECTION}, {ENGINE}
+
+
+@pytest.mark.parametrize(
+    ("served", "default", "named", "temperature", "expected"),
+    [
+        (KEYED, COUPLED, None, 1.0, COUPLED),
+        (KEYED, REJECTION, None, 1.0, REJECTION),
+        (KEYED, REJECTION, COUPLED, 1.0, COUPLED),
+        (EMBEDDED, COUPLED, None, 1.0, ENGINE),
+        (EMBEDDED, REJECTION, None, 1.0, ENGINE),
+        (EMBEDDED, COUPLED, ENGINE, 1.0, ENGINE),
+        (EMBEDDED, COUPLED, COUPLED, 0.0, ENGINE),
+        (EMBEDDED, COUPLED, REJECTION, 0.0, ENGINE),
+    ],
+)
+def test_the_rule_is_one_that_the_targets_serve(
+    served: set[AcceptanceRule],
+    default: AcceptanceRule,
+    named: AcceptanceRule | None,
+    temperature: float,
+    expected: AcceptanceRule,
+) -> None:
+    found = replace(model(), rules=frozenset(served), default_rule=default)
+    assert found.rule(named, SamplingParameters(temperature=temperature)) is expected
+
+
+@pytest.mark.parametrize(
+    ("served", "named", "temperature", "reason"),
+    [
+        (EMBEDDED, COUPLED, 0.5, "serve engine, not coupled: they draw tokens with noise of their own"),
+        (EMBEDDED, REJECTION, 1.0, "serve engine, not rejection: they draw tokens with noise of their own"),
+        (KEYED, ENGINE, 1.0, "serve coupled, rejection, not engine$"),
+        (KEYED, ENGINE, 0.0, "serve coupled, rejection, not engine$"),
+    ],
+)
+def test_a_named_rule_that_no_target_serves_is_refused_with_the_reason(
+    served: set[AcceptanceRule], named: AcceptanceRule, temperature: float, reason: str
+) -> None:
+    with pytest.raises(RuleUnsupported, match=reason):
+        replace(model(), rules=frozenset(served)).rule(named, SamplingParameters(temperature=temperature))

@@ -102,6 +102,7 @@ async def test_drafts_are_chosen_by_drafter_rule_and_load() -> None:
     assert replicas.draft("model", COUPLED) is one
     assert replicas.draft("layers", COUPLED) is None
     assert replicas.draft("", AcceptanceRule.REJECTION) is one
+    assert replicas.draft("ngram", AcceptanceRule.ENGINE) is other, "drafts for an engine propose by coupled"
 
 
 async def test_a_draft_with_another_tokenizer_is_out_and_both_fingerprints_are_named() -> None:

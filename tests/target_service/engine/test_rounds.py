@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from outrider.parameters import AcceptanceRule, SamplingParameters
+from outrider.parameters import REPLAYABLE_RULES, AcceptanceRule, SamplingParameters
 from outrider.tokens import ROOT, NodeKind, ProposalNode, ProposalTree, TokenOrigin
 from target_service.engine.request import Request
 from target_service.engine.rounds import Round, decide_all
@@ -26,7 +26,7 @@ PARAMETERS: list[dict[str, Any]] = [
 
 def random_request(draw: random.Random) -> Request:
     parameters = SamplingParameters(**draw.choice(PARAMETERS), seed=draw.getrandbits(64))
-    rule = draw.choice(list(AcceptanceRule))
+    rule = draw.choice(list(REPLAYABLE_RULES))
     token_ids, window_end = [draw.randrange(V) for _ in range(10)], draw.choice([12, MAX_LEN])
     return request_of(token_ids, parameters, rule, prompt_len=5, stop_token_ids={V - 1}, window_end=window_end)
 

@@ -11,7 +11,7 @@ from outrider.control.policy import WorkerStatistics
 from outrider.drafters.drafter import OpenProposal
 from outrider.drafters.loading import load_drafter
 from outrider.drafters.options import DrafterKind, DrafterOptions
-from outrider.parameters import AcceptanceRule, SamplingParameters
+from outrider.parameters import REPLAYABLE_RULES, AcceptanceRule, SamplingParameters
 from outrider.tokens import MAX_PROPOSAL_NODES, Base, NodeKind, ProposalNode, ProposalPart, SparseDistribution
 from outrider.v1 import target_pb2 as pb
 from target_service.engine.colocated import ColocatedDraft
@@ -163,7 +163,7 @@ async def test_under_rejection_a_line_is_verified_as_far_as_it_has_come() -> Non
 
 
 async def test_a_target_that_drafts_for_itself_gives_the_same_text_in_fewer_passes() -> None:
-    for rule in AcceptanceRule:
+    for rule in REPLAYABLE_RULES:
         drafter = load_drafter(DrafterOptions(drafter=DrafterKind.MODEL, model=MODEL))
         async with target(draft=ColocatedDraft(drafter), adaptive_speculation=False) as (engine, caller):
             assert engine.drafter == "model"

@@ -21,11 +21,11 @@ from outrider.lm.model import BlockSource
 from outrider.local.valkey import EmbeddedValkey
 from outrider.parameters import SamplingParameters
 from outrider.v1 import target_pb2 as pb
-from target_service.__main__ import kv_blocks_secret
 from target_service.engine.engine import Engine
 from target_service.kv_blocks.format import HEADER_BYTES
 from target_service.kv_blocks.remote_blocks import RemoteBlocks
 from target_service.kv_blocks.store import BlockStore
+from target_service.own_engine import kv_blocks_secret
 from target_service.settings import BlockUse, TargetSettings
 from tests.lm.models import CONFIGS, save_model
 from tests.target_service.conversation import Caller, target
