@@ -163,7 +163,9 @@ def environment_settings(kind: type[SettingsT]) -> SettingsT:
         return kind()
     except ValidationError as error:
         problems = error.errors(include_url=False, include_input=False)
-        lines = [f"{PREFIX}{'_'.join(map(str, item['loc'])).upper()}: {item['msg']}" for item in problems]
+        lines = [
+            f"{PREFIX}{str(item['loc'][0]).upper()}: {item['msg']}" if item["loc"] else item["msg"] for item in problems
+        ]
         raise InvalidArgument("; ".join(lines), "environment") from None
 
 

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from outrider.discovery.endpoints import parse_place
@@ -18,7 +18,9 @@ class DraftingSettings(BaseSettings):
     model_config = SettingsConfigDict(env_prefix=PREFIX, frozen=True, extra="forbid", env_ignore_empty=True)
 
     drafts: Listed = Field(
-        (), description="Places of the drafts, with commas between several: host:port or dns:///host:port."
+        (),
+        description="Places of the drafts, with commas between several: host:port or dns:///host:port.",
+        validate_default=True,
     )
     lookahead: int = Field(
         64, ge=0, le=1024, description="Maximum number of nodes that a draft proposes ahead of vLLM's tokens."
@@ -47,15 +49,20 @@ class DraftingSettings(BaseSettings):
         "", description="Plain HTTP address that exposes the plug-in's Prometheus metrics, at /metrics; empty: none."
     )
 
-    @model_validator(mode="after")
-    def _check(self) -> "DraftingSettings":
-        if not self.drafts:
+    @field_validator("drafts")
+    @classmethod
+    def _check_drafts(cls, places: tuple[str, ...]) -> tuple[str, ...]:
+        if not places:
             raise ValueError("must name a draft at least, such as host:port")
-        for place in self.drafts:
+        for place in places:
             try:
                 parse_place(place, "drafts")
             except InvalidArgument as error:
                 raise ValueError(error.message) from None
+        return places
+
+    @model_validator(mode="after")
+    def _check(self) -> "DraftingSettings":
         if (self.tls_certificate is None) != (self.tls_key is None):
             raise ValueError("tls_certificate and tls_key go together")
         return self
