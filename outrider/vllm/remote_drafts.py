@@ -2,7 +2,6 @@
 
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from time import monotonic
 from typing import Final
 
@@ -13,6 +12,7 @@ from outrider.parameters import AcceptanceRule
 from outrider.speculation.acceptance import AcceptanceRates
 from outrider.speculation.received_tree import ReceivedTree
 from outrider.vllm.draft_thread import Advance, Arrived, Begin, Command, DraftThread, End
+from outrider.vllm.drafted import Drafted, SourceCounts
 from outrider.vllm.source import EngineRequest, Step
 from outrider.vllm.step_plan import Line, best_wait_s, verified
 from outrider.vllm.terms import is_draftable, open_message
@@ -26,53 +26,6 @@ _TRIAL_CYCLE: Final = 256
 _MAX_SILENT_WAITS: Final = 2
 """Waits in a row in which nothing arrived, of any request, after which no step waits until something does."""
 _NUM_OVERHEADS: Final = 8192
-
-
-@dataclass(slots=True)
-class SourceCounts:
-    """Counts since the start.
-
-    Attributes:
-        num_steps: steps of vLLM.
-        num_proposed: tokens that arrived.
-        num_verified: of these, those that vLLM verified.
-        num_accepted: of these, those that it accepted.
-        verified_at: of the verified tokens, how many were the first, second, ... of their proposal.
-        accepted_at: of the accepted ones, likewise.
-        wait_s: seconds that steps waited for proposals.
-        num_waits: steps that waited.
-        num_silent_waits: of these, those in which nothing arrived.
-    """
-
-    num_steps: int = 0
-    num_proposed: int = 0
-    num_verified: int = 0
-    num_accepted: int = 0
-    verified_at: list[int] = field(default_factory=list)
-    accepted_at: list[int] = field(default_factory=list)
-    wait_s: float = 0.0
-    num_waits: int = 0
-    num_silent_waits: int = 0
-
-
-@dataclass(slots=True, eq=False)
-class _Drafted:
-    """A request that is drafted for."""
-
-    request: EngineRequest
-    received: ReceivedTree
-    rates: AcceptanceRates
-    times: DraftTimes
-    num_tokens: int
-    asked_at: float
-    arrived_at: float = 0.0
-    is_answering: bool = False
-    num_rounds: int = 0
-    verified: tuple[int, ...] = ()
-    open_len: int = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.open_len = self.num_tokens
 
 
 class RemoteDrafts:
@@ -116,7 +69,7 @@ class RemoteDrafts:
         self._max_wait_s = max_wait_s
         self._adapts = adapts
         self._clock = clock
-        self._requests: dict[str, _Drafted] = {}
+        self._requests: dict[str, Drafted] = {}
         self._times = PassTimes()
         self._rates = AcceptanceRates(decay=_DECAY, prior_weight=_PRIOR_WEIGHT)
         self._answers = AnswerTimes()
@@ -140,7 +93,7 @@ class RemoteDrafts:
         received = ReceivedTree(AcceptanceRule.COUPLED, rates)
         received.restart(request.num_tokens)
         times = DraftTimes(self._answers)
-        self._requests[request.request_id] = _Drafted(request, received, rates, times, request.num_tokens, begun)
+        self._requests[request.request_id] = Drafted(request, received, rates, times, request.num_tokens, begun)
         self._num_sessions += 1
         name = f"{self._prefix}-{self._num_sessions}"
         message = open_message(request, name, self._vocabulary_size, self._fingerprint)
@@ -171,14 +124,8 @@ class RemoteDrafts:
         self._receive()
         drafted = [item for request in requests if (item := self._requests.get(request.request_id)) is not None]
         num_others = len(requests) - len(drafted)
-        waited_s = self._wait(drafted, max_rows - num_others, begun)
-        lines = [self._line(item) for item in drafted]
-        chosen: dict[str, Sequence[int]] = {}
-        depths = self._verified([line for line, _ in lines], max_rows - num_others)
-        for item, (_, token_ids), num in zip(drafted, lines, depths, strict=True):
-            item.verified = tuple(token_ids[:num])
-            if num:
-                chosen[item.request.request_id] = item.verified
+        waited_s = self._choose(drafted, max_rows - num_others, begun)
+        chosen: dict[str, Sequence[int]] = {item.request.request_id: item.verified for item in drafted if item.verified}
         self.overheads_s.append(self._spent_s + self._clock() - begun - waited_s)
         self._spent_s = 0.0
         return chosen
@@ -197,7 +144,7 @@ class RemoteDrafts:
         """See `ProposalSource`."""
         self._thread.close()
 
-    def _follow(self, item: _Drafted, now: float) -> None:
+    def _follow(self, item: Drafted, now: float) -> None:
         """Take the tokens that a step gave a request, and ask for those after them."""
         request, known = item.request, item.num_tokens
         new = tuple(request.all_token_ids[known:])
@@ -211,7 +158,7 @@ class RemoteDrafts:
         item.times.record_verdict(item.num_tokens, now)
         self._commands.append(Advance(request.request_id, new, self._num_wanted(item)))
 
-    def _count(self, item: _Drafted, new: Sequence[int]) -> None:
+    def _count(self, item: Drafted, new: Sequence[int]) -> None:
         """Count what a step verified of a request's proposal, and accepted."""
         if not new:
             return
@@ -222,7 +169,7 @@ class RemoteDrafts:
             self.counts.accepted_at[place] += place < num_accepted
         item.verified = ()
 
-    def _num_wanted(self, item: _Drafted) -> int:
+    def _num_wanted(self, item: Drafted) -> int:
         if self._adapts and item.rates.value(1, 1) < _LEAST_VALUE and item.num_rounds % _TRIAL_CYCLE >= _TRIAL_ROUNDS:
             return 0
         return self._num
@@ -241,7 +188,7 @@ class RemoteDrafts:
             self._num_silent = 0
         return bool(items)
 
-    def _add(self, item: _Drafted, arrived: Arrived) -> None:
+    def _add(self, item: Drafted, arrived: Arrived) -> None:
         part, token_ids = arrived.part, item.request.all_token_ids
         if not item.received.fits(part, token_ids):
             return
@@ -259,44 +206,48 @@ class RemoteDrafts:
         item.arrived_at = arrived.at
         item.is_answering = item.is_answering or part.known_len == item.num_tokens
 
-    def _verified(self, lines: Sequence[Line], max_rows: int) -> Sequence[int]:
+    def _choose(self, drafted: Sequence[Drafted], max_rows: int, begun: float) -> float:
+        """Set what a step verifies of each request, after a wait where that pays; return the seconds of the wait."""
+        num_arrived, waited_s = 0, 0.0
+        while True:
+            lines = [self._line(item) for item in drafted]
+            depths = self._depths([line for line, _ in lines], max_rows)
+            left_s = begun + self._max_wait_s - self._clock()
+            wait_s = self._wait_s([line for line, _ in lines], depths, left_s)
+            if wait_s <= 0:
+                break
+            self._thread.arrived.wait(min(wait_s, left_s))
+            num_arrived += self._receive()
+            waited_s = self._clock() - begun
+        for item, (_, token_ids), num in zip(drafted, lines, depths, strict=True):
+            item.verified = tuple(token_ids[:num])
+        if waited_s:
+            self.counts.wait_s += waited_s
+            self.counts.num_waits += 1
+            self.counts.num_silent_waits += not num_arrived
+            self._num_silent += not num_arrived
+        return waited_s
+
+    def _depths(self, lines: Sequence[Line], max_rows: int) -> Sequence[int]:
+        """Return how many tokens of each line a step verifies."""
         if self._adapts:
             return verified(lines, max_rows, self._times)
         return [min(len(line.values), max(0, max_rows // max(1, len(lines)) - 1)) for line in lines]
 
-    def _wait_s(self, lines: Sequence[Line], max_rows: int, left_s: float) -> float:
+    def _wait_s(self, lines: Sequence[Line], depths: Sequence[int], left_s: float) -> float:
         """Return the seconds to wait before a step; 0 to begin it."""
+        if left_s <= 0 or not lines:
+            return 0.0
         if self._adapts:
-            return best_wait_s(lines, verified(lines, max_rows, self._times), left_s, self._times)
+            if self._num_silent >= _MAX_SILENT_WAITS:
+                return 0.0
+            return best_wait_s(lines, depths, left_s, self._times)
         is_waited_for = self._thread.num_connected > 0 and any(
             line.may_grow and len(line.values) < line.max_depth for line in lines
         )
         return left_s if is_waited_for else 0.0
 
-    def _wait(self, drafted: Sequence[_Drafted], max_rows: int, begun: float) -> float:
-        """Wait while that is expected to pay; return the seconds."""
-        if not drafted or (self._adapts and self._num_silent >= _MAX_SILENT_WAITS):
-            return 0.0
-        num_arrived, waited = 0, False
-        while (left_s := begun + self._max_wait_s - self._clock()) > 0:
-            lines = [self._line(item)[0] for item in drafted]
-            wait_s = self._wait_s(lines, max_rows, left_s)
-            if wait_s <= 0:
-                break
-            waited = True
-            self._thread.arrived.wait(min(wait_s, left_s))
-            num_arrived += self._receive()
-        if not waited:
-            return 0.0
-        waited_s = self._clock() - begun
-        self.counts.wait_s += waited_s
-        self.counts.num_waits += 1
-        if not num_arrived:
-            self.counts.num_silent_waits += 1
-            self._num_silent += 1
-        return waited_s
-
-    def _line(self, item: _Drafted) -> tuple[Line, list[int]]:
+    def _line(self, item: Drafted) -> tuple[Line, list[int]]:
         """Return a request's line, and its tokens."""
         most = min(self._num, item.request.num_prompt_tokens + item.request.max_tokens - item.num_tokens - 1)
         values, token_ids = item.received.best_line(most)
