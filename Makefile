@@ -116,7 +116,7 @@ playground-pictures: install ## Takes the pictures of docs/playground.md; ARGS=n
 clients: install $(CLIENTS_STAMP) ## Runs unchanged clients of OpenAI and Ollama, in Python and Node, against the HTTP API. Takes 2 minutes.
 	@$(BIN)/python -m tests.clients $(ARGS)
 
-vllm: install $(VLLM_STAMP) ## Runs a vLLM server with remote drafts, and the target on vLLM, in an environment of its own. Takes 10 minutes.
+vllm: install $(VLLM_STAMP) ## Runs a vLLM server with remote drafts, and the target on vLLM, in an environment of its own. Takes an hour.
 	@OUTRIDER_TEST_VLLM=$(CURDIR)/$(VLLM)/bin/python $(BIN)/python -m pytest -q tests/vllm -m 'vllm or not vllm' $(ARGS)
 
 # What vLLM brings for images and sound is taken away: it loads libraries that are not everywhere. Then the plug-in must
