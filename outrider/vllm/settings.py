@@ -5,7 +5,7 @@ from pathlib import Path
 from pydantic import Field, field_validator, model_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
-from outrider.discovery.endpoints import parse_place
+from outrider.discovery.endpoints import KubernetesPlace, parse_place
 from outrider.errors import InvalidArgument
 from outrider.serving.settings import Listed
 from outrider.serving.tls import TlsFiles
@@ -56,9 +56,12 @@ class DraftingSettings(BaseSettings):
             raise ValueError("must name a draft at least, such as host:port")
         for place in places:
             try:
-                parse_place(place, "drafts")
+                parsed = parse_place(place, "drafts")
             except InvalidArgument as error:
                 raise ValueError(error.message) from None
+            # vLLM's environment has no client of Kubernetes; a headless service has a name with all addresses.
+            if isinstance(parsed, KubernetesPlace):
+                raise ValueError(f"{place!r} must be host:port or dns:///host:port here")
         return places
 
     @model_validator(mode="after")

@@ -16,11 +16,12 @@ from outrider.vllm.settings import DraftingSettings
     [
         ({}, "OUTRIDER_DRAFTS: "),
         ({"OUTRIDER_DRAFTS": "http://drafts"}, "OUTRIDER_DRAFTS: "),
+        ({"OUTRIDER_DRAFTS": "kubernetes:///draft:grpc"}, "dns:///host:port here"),
         ({"OUTRIDER_DRAFTS": "a:1", "OUTRIDER_DRAFT_MAX_WAIT_S": "-1"}, "OUTRIDER_DRAFT_MAX_WAIT_S: "),
         ({"OUTRIDER_DRAFTS": "a:1", "OUTRIDER_TLS_KEY": "/key"}, "tls_certificate and tls_key go together"),
         ({"OUTRIDER_DRAFTS": "a:1", "OUTRIDER_LOKAHEAD": "3"}, "OUTRIDER_LOOKAHEAD"),
     ],
-    ids=["no drafts", "no place", "a negative wait", "a key alone", "a misspelt name"],
+    ids=["no drafts", "no place", "a cluster", "a negative wait", "a key alone", "a misspelt name"],
 )
 def test_a_wrong_variable_is_named(variables: dict[str, str], problem: str, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in variables.items():
