@@ -1,7 +1,7 @@
 """A draft process outside of a local stack, which connects to it through a proxy."""
 
 import tempfile
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterable
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Final
@@ -12,12 +12,15 @@ _TIMEOUT_S: Final = 900.0
 
 
 @asynccontextmanager
-async def remote_draft(model: str, drafter: str = "model", **settings: object) -> AsyncIterator[ServiceProcess]:
+async def remote_draft(
+    model: str, drafter: str = "model", *, cores: Iterable[int] = (), **settings: object
+) -> AsyncIterator[ServiceProcess]:
     """Start a draft with one thread; kill it at the end of the context.
 
     Args:
         model: model of the draft; empty for the drafter's default.
         drafter: kind of drafter.
+        cores: that it runs on, by number; none for those of this process.
         settings: of the draft service, besides.
     """
     with tempfile.TemporaryDirectory() as folder:
@@ -29,7 +32,9 @@ async def remote_draft(model: str, drafter: str = "model", **settings: object) -
             "OUTRIDER_LOG_FORMAT": "text",
             **{f"OUTRIDER_{name.upper()}": str(value) for name, value in settings.items()},
         }
-        process = ServiceProcess(ProcessSpec("draft-0", "draft_service", variables), Path(folder))
+        process = ServiceProcess(
+            ProcessSpec("draft-0", "draft_service", variables, cores=frozenset(cores)), Path(folder)
+        )
         process.start()
         try:
             await process.wait_ready(_TIMEOUT_S)

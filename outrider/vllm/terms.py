@@ -66,7 +66,9 @@ def _parameters(request: EngineRequest) -> SamplingParameters:
 
 
 def _stop_token_ids(sampling: Any, vocabulary_size: int) -> set[int]:
-    return {token_id for token_id in sampling.all_stop_token_ids if 0 <= token_id < vocabulary_size}
+    """Return the tokens that end the text; vLLM's `all_stop_token_ids` has the model's even where they end none."""
+    given = sampling.stop_token_ids or () if sampling.ignore_eos else sampling.all_stop_token_ids
+    return {token_id for token_id in given if 0 <= token_id < vocabulary_size}
 
 
 def _salt(salt: str | None) -> bytes:

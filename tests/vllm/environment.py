@@ -1,6 +1,5 @@
 """Targets on vLLM: the Python that has it, the model that they run, and their settings."""
 
-import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -12,8 +11,6 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 from tests.lm.models import SMALL, save_model
 from tests.vllm.real import PYTHON
 
-# After `PYTHON` is read: services that inherit this environment refuse variables of their prefix that they do not know.
-os.environ.pop("OUTRIDER_TEST_VLLM", None)
 needs_vllm = [pytest.mark.vllm, pytest.mark.skipif(not Path(PYTHON).exists(), reason="needs `make vllm`")]
 
 ENGINE_ARGS = (

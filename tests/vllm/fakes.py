@@ -17,6 +17,7 @@ def sampling(**changes: Any) -> SimpleNamespace:
         "frequency_penalty": 0.0,
         "min_tokens": 0,
         "ignore_eos": False,
+        "stop_token_ids": [],
         "all_stop_token_ids": {2},
     }
     return SimpleNamespace(**values | changes)

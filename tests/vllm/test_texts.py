@@ -10,15 +10,13 @@ from transformers import AutoTokenizer
 from bench.prompts import VARIED
 from bench.vllm_engine import VllmEngine
 from outrider.lm.embedded import ensure_embedded
-from tests.vllm.real import REAL, engine, remote_draft
+from tests.vllm.real import DISTILLED, REAL, engine, remote_draft
 
 pytestmark = [pytest.mark.vllm, pytest.mark.embedded, pytest.mark.timeout(900)]
 
 NEAR_TIE = 1e-3
 """Gap of the two highest log-probabilities, in float32, below which the batch decides which of them is higher."""
 NUM_TOKENS = 32
-NUM_LAYERS = 24
-"""Of the model's 30: a draft that is right often enough, and needs no training."""
 
 
 @pytest.fixture(scope="module")
@@ -38,11 +36,11 @@ async def plain(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[VllmE
 
 @pytest.fixture(scope="module")
 async def drafted(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[VllmEngine]:
-    """vLLM with a draft of ours, the first layers of its model; every step waits for the whole proposal."""
+    """vLLM with a draft distilled for it; every step waits for the whole proposal."""
     log = tmp_path_factory.mktemp("drafted") / "log"
     variables = {"OUTRIDER_ADAPTIVE_SPECULATION": "false", "OUTRIDER_DRAFT_MAX_WAIT_S": "2"}
     async with (
-        remote_draft("embedded", "layers", num_layers=NUM_LAYERS) as draft,
+        remote_draft(DISTILLED) as draft,
         engine(ensure_embedded(), log, draft.address, options={"engine": REAL}, **variables) as running,
     ):
         yield running
@@ -82,7 +80,7 @@ async def test_preempted_requests_go_on_with_their_drafts(
     sampling = {"temperature": 0.0, "max_tokens": 3 * NUM_TOKENS, "ignore_eos": True}
     small = {**REAL, "num_gpu_blocks_override": 20, "block_size": 32, "max_model_len": 512}
     async with (
-        remote_draft("embedded", "layers", num_layers=NUM_LAYERS) as draft,
+        remote_draft(DISTILLED) as draft,
         engine(ensure_embedded(), tmp_path / "log", draft.address, options={"engine": small}) as running,
     ):
         result = await running.run(prompts[:8], dict(sampling), together=True)
