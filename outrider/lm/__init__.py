@@ -10,14 +10,15 @@ The target's engine and the drafters that have a model use it (`LanguageModel` i
 - **Token trees** (`kv_cache`). The main line of a proposal is written behind the span as if it were committed; every
   other branch has a page table of its own that shares the pages before the branching. In every table a token stands
   at its position, so masks are by position alone and accepting a branch means taking over its table.
-- **Rows.** The rows of all sessions are packed without padding, but for a multiple of 4 (or 2; see `attention`).
-  `ModelInfo.padded_sizes` lists padded batch sizes that cost no more than smaller ones.
+- **Rows.** The rows of all sessions are packed without padding, but for the sizes of `ModelInfo.padded_sizes`: a
+  multiple of 4, or an even number where all weights are packed (see `attention`).
 - **Memory.** A step reserves its pages before the pass. KV memory uses 2 MiB pages of the system where it has them:
   with pages of 4 KiB, 16 prompt rows at position 1,000 beside 4 sessions took 42 ms instead of 33.
 - **Compiled layers** (`compilation`). Where there is a C++ compiler, PyTorch compiles one layer; all layers and all
   numbers of rows share that code, which is kept in the user's cache directory. Attention is then PyTorch's flex
-  attention over the pages, otherwise plain operations over blocks of 256 positions. bfloat16 linear layers are packed
-  once for oneDNN (`packed_linear`).
+  attention over the pages, otherwise plain operations over blocks of 256 positions.
+- **Linear layers** in bfloat16 on a CPU are packed once (`packed_linear`) for the native product (`native`), which is
+  built once where there is a C++ compiler; else for oneDNN's.
 - **Ranks** (`ranks`, `pass_plan`). `torchrun` starts several processes for one target, and transformers' plan splits
   the weights. The first rank serves and plans each pass; the others receive the plan, a few hundred integers, and run
   it on their share. Page numbers are the same on all ranks, so only the first keeps books. A rank that fails ends

@@ -22,27 +22,27 @@ _MIN_CHUNK: Final = 16384
 _CODE: Final = 3
 """Version of this module in the cache folder's name; increased by changes that the compiler's cache key lacks."""
 
-
+_PRODUCTS: Final = ("outrider.packed_product.default", "outrider.packed_linear.default")
 _REARRANGED: Final = ("key_reorder_ptr", "value_reorder_ptr")
 
 
 class _MergeEqualProducts(CustomGraphPass):
-    """A graph pass that merges equal calls of `packed_linear`, which the compiler does not recognise as equal."""
+    """A graph pass that merges equal products of packed weights, which the compiler does not recognise as equal."""
 
     def __call__(self, graph: fx.Graph) -> None:
         """Merge equal calls in place."""
         kept: dict[tuple[object, ...], fx.Node] = {}
         for node in list(graph.nodes):
-            if node.target is not torch.ops.outrider.packed_linear.default:
+            if str(node.target) not in _PRODUCTS:
                 continue
-            same = kept.setdefault(node.args, node)
+            same = kept.setdefault((node.target, node.args), node)
             if same is not node:
                 node.replace_all_uses_with(same)
                 graph.erase_node(node)
 
     def uuid(self) -> str:
         """Return the identity of this pass for the key of the compiler's disk cache."""
-        return "outrider-one-product-each-1"
+        return "outrider-one-product-each-2"
 
 
 def find_layers(model: nn.Module, num_layers: int) -> list[nn.Module]:

@@ -1,22 +1,17 @@
-"""bfloat16 linear layers for CPUs, with weights stored in oneDNN's block layout.
+"""bfloat16 linear layers for CPUs, with weights that are laid out once for the kernel that reads them.
 
-`nn.Linear` stores its weights row by row and reorders them on every call. With weights that are reordered once, a call
-reads about 1.5 times as many bytes per second (2 cores, 4 rows: 38 against 26 GB/s for a 1536 x 576 layer) and has the
-same bits.
+The kernel is the native product (`outrider.lm.native`) where that can be had, else oneDNN's.
 """
 
 import itertools
 import weakref
-from typing import Final
+from typing import ClassVar, Final, TypeAlias
 
 import torch
 from torch import nn
 
-ROW_BLOCK: Final = 6
-"""Rows per block of oneDNN's bfloat16 kernel with AVX-512: 4 to 6 rows cost the same, 7 take 1.3 times as long.
+from outrider.lm import native
 
-Measured on one core, a 16,384 x 2,048 layer: 3.0 ms for 4, 5 and 6 rows, 3.9 for 7, 4.2 for 8, 4.9 for 12, 6.0 for 16.
-"""
 _ROWS_HINT: Final = 8
 _SIBLINGS: Final = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 """Names of layers that transformers' models apply to the same input."""
@@ -47,17 +42,44 @@ _library.impl("packed_linear", _run, "CPU")  # type: ignore[no-untyped-call]
 torch.library.register_fake("outrider::packed_linear", _shape, lib=_library)
 
 
-_packed_linear: Final = torch.ops.outrider.packed_linear.default
+class NativeLinear(nn.Module):
+    """One or several bfloat16 linear layers with the same input, as one layer that runs the native product.
 
-
-class PackedLinear(nn.Module):
-    """One or several bfloat16 linear layers with the same input, packed as one layer in oneDNN's layout, for CPUs.
-
-    Without a bias the bits are those of `nn.Linear`; a bias is added before the product is rounded to bfloat16.
+    A bias is added before the product is rounded to bfloat16.
 
     Args:
         linears: layers with the same number of inputs, all with a bias or none with a bias; usually one.
     """
+
+    kind: ClassVar = "native"
+
+    def __init__(self, *linears: nn.Linear) -> None:
+        super().__init__()
+        variant = native.best_variant()
+        if variant is None:
+            raise RuntimeError("no native operators here: `packed_kind` says so")
+        self.out_features = sum(linear.out_features for linear in linears)
+        # Attributes, not buffers: whoever looks for weights that are not packed must not find them.
+        self._weight = native.pack(torch.cat([linear.weight.detach() for linear in linears]))
+        self._bias = _joined_bias(linears)
+        self._variant = int(variant)
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        """Return the outputs, bfloat16 [..., out_features], of rows, bfloat16 [..., in_features]."""
+        product = torch.ops.outrider.packed_product.default
+        output: torch.Tensor = product(rows, self._weight, self._bias, self.out_features, self._variant)
+        return output
+
+
+class OneDnnLinear(nn.Module):
+    """As `NativeLinear`, in oneDNN's block layout.
+
+    `nn.Linear` reorders its weights on every call. With weights that are reordered once, a call reads about 1.5 times
+    as many bytes per second (2 cores, 4 rows: 38 against 26 GB/s for a 1536 x 576 layer). Without a bias the bits are
+    those of `nn.Linear`.
+    """
+
+    kind: ClassVar = "packed"
 
     def __init__(self, *linears: nn.Linear) -> None:
         super().__init__()
@@ -67,13 +89,17 @@ class PackedLinear(nn.Module):
         weight = torch.cat([linear.weight.detach() for linear in linears])
         self._weight = torch.ops.mkldnn._reorder_linear_weight(weight, _ROWS_HINT)
         _weights[number] = self._weight
-        biases = [linear.bias.detach() for linear in linears if linear.bias is not None]
-        self._bias = torch.cat(biases) if biases else None
+        self._bias = _joined_bias(linears)
 
     def forward(self, rows: torch.Tensor) -> torch.Tensor:
         """Return the outputs, bfloat16 [..., out_features], of rows, bfloat16 [..., in_features]."""
-        output: torch.Tensor = _packed_linear(rows, self._number, self._bias, self.out_features)
+        output: torch.Tensor = torch.ops.outrider.packed_linear.default(
+            rows, self._number, self._bias, self.out_features
+        )
         return output
+
+
+PackedLinear: TypeAlias = NativeLinear | OneDnnLinear
 
 
 class PackedPart(nn.Module):
@@ -95,30 +121,37 @@ class PackedPart(nn.Module):
         return whole[..., self._first : self._last]
 
 
-def is_supported() -> bool:
-    """Return whether this build of PyTorch can pack bfloat16 weights on this CPU."""
+def packed_kind() -> type[PackedLinear] | None:
+    """Return the kind of packed layer that bfloat16 layers become on this CPU; None if they cannot be packed."""
+    if native.best_variant() is not None:
+        return NativeLinear
     # The second condition is also False if PyTorch was built without oneDNN.
-    return hasattr(torch.ops.mkldnn, "_linear_pointwise") and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+    supported = hasattr(torch.ops.mkldnn, "_linear_pointwise") and torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    return OneDnnLinear if supported else None
 
 
-def pack_linears(model: nn.Module, *, joins: bool) -> int:
-    """Replace every bfloat16 `nn.Linear` (exactly that class) on the CPU by its packed form; return their number.
+def pack_linears(model: nn.Module, *, joins: bool) -> str:
+    """Replace every bfloat16 `nn.Linear` (exactly that class) on the CPU by its packed form.
 
     Args:
         model: changed in place.
         joins: whether layers that are known to have the same input become one, which only helps compiled layers.
+
+    Returns:
+        The kind of the packed layers; empty if there are none.
     """
-    if not is_supported():
-        return 0
-    parents = [(parent, _linears(parent)) for parent in model.modules()]
+    parents = [(parent, linears) for parent in model.modules() if (linears := _linears(parent))]
+    kind = packed_kind() if parents else None
+    if kind is None:
+        return ""
     for parent, linears in parents:
         for names in _SIBLINGS if joins else ():
             if len(siblings := [linears[name] for name in names if name in linears]) == len(names):
-                _join(parent, names, siblings)
+                _join(kind, parent, names, siblings)
         for name, linear in linears.items():
             if getattr(parent, name) is linear:
-                setattr(parent, name, PackedLinear(linear))
-    return sum(len(linears) for _, linears in parents)
+                setattr(parent, name, kind(linear))
+    return kind.kind
 
 
 def are_all_packed(model: nn.Module) -> bool:
@@ -141,11 +174,16 @@ def _linears(parent: nn.Module) -> dict[str, nn.Linear]:
     }
 
 
-def _join(parent: nn.Module, names: tuple[str, ...], linears: list[nn.Linear]) -> None:
+def _join(kind: type[PackedLinear], parent: nn.Module, names: tuple[str, ...], linears: list[nn.Linear]) -> None:
     if len({(linear.in_features, linear.bias is None) for linear in linears}) > 1:
         return
-    whole = PackedLinear(*linears)
+    whole = kind(*linears)
     first = 0
     for name, linear in zip(names, linears, strict=True):
         setattr(parent, name, PackedPart(whole, first, linear.out_features))
         first += linear.out_features
+
+
+def _joined_bias(linears: tuple[nn.Linear, ...]) -> torch.Tensor | None:
+    biases = [linear.bias.detach() for linear in linears if linear.bias is not None]
+    return torch.cat(biases) if biases else None

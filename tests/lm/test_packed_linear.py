@@ -1,4 +1,4 @@
-"""Packed linear layers: the same bits as the layers they replace, alone or joined."""
+"""Packed linear layers of both kinds: the values of the layers they replace, alone or joined."""
 
 import gc
 
@@ -6,11 +6,28 @@ import pytest
 import torch
 from torch import nn
 
-from outrider.lm.packed_linear import PackedLinear, PackedPart, are_all_packed, is_supported, pack_linears
+from outrider.lm import native, packed_linear
+from outrider.lm.packed_linear import (
+    NativeLinear,
+    OneDnnLinear,
+    PackedLinear,
+    PackedPart,
+    are_all_packed,
+    pack_linears,
+    packed_kind,
+)
 
 pytestmark = pytest.mark.usefixtures("two_threads")
 
-pytestmark = pytest.mark.skipif(not is_supported(), reason="this CPU has no bfloat16 in oneDNN")
+
+@pytest.fixture(params=[NativeLinear, OneDnnLinear], autouse=True)
+def kind(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> type[PackedLinear]:
+    """The kind of packed layers."""
+    if request.param is OneDnnLinear:
+        monkeypatch.setattr(native, "best_variant", lambda: None)
+    if packed_kind() is not request.param:
+        pytest.skip("this CPU cannot run it")
+    return request.param
 
 
 class Attention(nn.Module):
@@ -28,25 +45,27 @@ class Attention(nn.Module):
 
 @pytest.mark.parametrize("joins", [False, True])
 @torch.no_grad()
-def test_packing_changes_no_bit(joins: bool) -> None:
+def test_packing_changes_at_most_the_order_of_a_sum(kind: type[PackedLinear], joins: bool) -> None:
     torch.manual_seed(1)
     module = Attention(bias=False)
     rows = torch.randn(2, 8, 64).bfloat16()
     expected = module(rows)
-    assert pack_linears(module, joins=joins) == 4
-    assert isinstance(module.q_proj, PackedPart if joins else PackedLinear)
-    assert isinstance(module.o_proj, PackedLinear)
-    assert torch.equal(module(rows), expected)
+    assert pack_linears(module, joins=joins) == kind.kind
+    assert isinstance(module.q_proj, PackedPart if joins else kind)
+    assert isinstance(module.o_proj, kind)
+    assert torch.equal(module(rows), expected) or (
+        kind is NativeLinear and torch.allclose(module(rows).float(), expected.float(), atol=0.02)
+    )
 
 
 @pytest.mark.parametrize(("num_in", "num_out"), [(2048, 3072), (576, 1536), (1536, 576), (64, 192), (48, 20)])
 @torch.no_grad()
-def test_bits_do_not_depend_on_the_number_of_rows(num_in: int, num_out: int) -> None:
+def test_bits_do_not_depend_on_the_number_of_rows(kind: type[PackedLinear], num_in: int, num_out: int) -> None:
     torch.manual_seed(3)
-    module = PackedLinear(nn.Linear(num_in, num_out, bias=False, dtype=torch.bfloat16))
+    module = kind(nn.Linear(num_in, num_out, bias=False, dtype=torch.bfloat16))
     rows = torch.randn(64, num_in).bfloat16()
     expected = module(rows)
-    for num in range(4, 64):
+    for num in range(4 if kind is OneDnnLinear else 1, 64):
         assert torch.equal(module(rows[:num]), expected[:num]), num
 
 
@@ -64,19 +83,19 @@ def test_a_bias_is_rounded_together_with_the_product_joined_or_not() -> None:
 
 
 @torch.no_grad()
-def test_layers_that_do_not_match_stay_apart() -> None:
+def test_layers_that_do_not_match_stay_apart(kind: type[PackedLinear]) -> None:
     module = Attention(bias=True, odd=True)
     rows = torch.randn(1, 4, 64).bfloat16()
     expected = module(rows)
     pack_linears(module, joins=True)
-    assert isinstance(module.k_proj, PackedLinear)
+    assert isinstance(module.k_proj, kind)
     assert torch.allclose(module(rows).float(), expected.float(), atol=0.02)
 
 
 @torch.no_grad()
-def test_packed_weights_go_with_their_layers() -> None:
+def test_packed_weights_go_with_their_layers(kind: type[PackedLinear]) -> None:
     """Packed weights are freed with their model."""
-    kept = PackedLinear(nn.Linear(64, 64, bias=False, dtype=torch.bfloat16))
+    kept = kind(nn.Linear(64, 64, bias=False, dtype=torch.bfloat16))
     rows = torch.randn(4, 64).bfloat16()
     expected = kept(rows)
     before = num_packed()
@@ -91,12 +110,13 @@ def test_packed_weights_go_with_their_layers() -> None:
 
 def num_packed() -> int:
     gc.collect()
-    return sum(type(item) is torch.Tensor and item.is_mkldnn for item in gc.get_objects())
+    tensors = [item for item in gc.get_objects() if type(item) is torch.Tensor]
+    return sum(item.is_mkldnn or (item.ndim == 4 and item.shape[2:] == (16, 2)) for item in tensors)
 
 
 def test_other_layers_are_left_alone() -> None:
     module = nn.Sequential(nn.Linear(4, 4), nn.ReLU())
-    assert pack_linears(module, joins=True) == 0
+    assert pack_linears(module, joins=True) == ""
     assert type(module[0]) is nn.Linear
 
 
@@ -119,9 +139,16 @@ def test_knows_whether_a_weight_is_left(other: nn.Module, expected: bool) -> Non
     assert are_all_packed(module) == expected
 
 
-def test_a_weight_that_is_an_embedding_too_is_packed_with_its_layer() -> None:
+def test_a_weight_that_is_an_embedding_too_is_packed_with_its_layer(kind: type[PackedLinear]) -> None:
     module = nn.ModuleDict({"embed": nn.Embedding(8, 4, dtype=torch.bfloat16), "head": nn.Linear(4, 8, bias=False)})
     module["head"].weight = module["embed"].weight
     pack_linears(module, joins=False)
-    assert isinstance(module["head"], PackedLinear)
+    assert isinstance(module["head"], kind)
     assert are_all_packed(module)
+
+
+def test_what_cannot_be_packed_stays_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(packed_linear, "packed_kind", lambda: None)
+    module = nn.Sequential(nn.Linear(4, 4, dtype=torch.bfloat16))
+    assert pack_linears(module, joins=True) == ""
+    assert type(module[0]) is nn.Linear

@@ -11,12 +11,12 @@ from transformers import AutoModelForCausalLM, TorchAoConfig
 
 from outrider.control.pass_times import MULTIPLES_OF_FOUR, PaddedSizes
 from outrider.errors import InvalidArgument, ModelUnsupported
-from outrider.lm import attention
+from outrider.lm import attention, native
 from outrider.lm.attention import BLOCK_LEN
 from outrider.lm.load_options import LoadOptions
 from outrider.lm.loading import load_model
 from outrider.lm.model import LanguageModel, SessionStep
-from outrider.lm.packed_linear import is_supported
+from outrider.lm.packed_linear import OneDnnLinear, packed_kind
 from outrider.lm.transformer import TransformersModel
 from outrider.tokens import NodeKind, ProposalNode, ProposalTree, TokenSpan
 from tests.lm.models import CONFIGS, RECURRENT, save_model
@@ -167,15 +167,21 @@ class FloatGated(nn.Module):
         return gated
 
 
-@pytest.mark.skipif(not is_supported(), reason="this CPU has no bfloat16 in oneDNN")
-def test_a_weight_that_is_left_float32_keeps_rows_in_fours(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("kind", "first"), [("native", 2), ("packed", 6)])
+def test_a_weight_that_is_left_float32_keeps_rows_in_fours(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, first: int
+) -> None:
+    if kind == OneDnnLinear.kind:
+        monkeypatch.setattr(native, "best_variant", lambda: None)
+    if (found := packed_kind()) is None or found.kind != kind:
+        pytest.skip("this CPU cannot run it")
     folder = save_model(CONFIGS["llama"], tmp_path, dtype=torch.bfloat16)
-    assert load_model(folder).model.info.padded_sizes == PaddedSizes(6, 2)
+    assert load_model(folder).model.info.padded_sizes == PaddedSizes(first, 2)
     loaded = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16, attn_implementation=attention.NAME)
     for layer in loaded.model.layers:
         layer.mlp = FloatGated(layer.mlp, 32)
     model = TransformersModel("gated", loaded.eval(), "")
-    assert "linear-packed" in model.info.numerics
+    assert f"linear-{kind}" in model.info.numerics
     assert model.info.padded_sizes == MULTIPLES_OF_FOUR
     test_numerics_are_invariant(model)
     test_bits_do_not_depend_on_the_number_of_rows(model)

@@ -16,11 +16,12 @@ Measured with PyTorch 2.13 on a CPU with AVX-512:
   shapes.
 - float32 linear layers on 2 threads gave other bits for 1 to 3, 5 to 7 and 9 to 11 rows (threads get fewer than 4
   rows each); with a multiple of 4 rows they are equal. So passes are padded to multiples of 4 rows; those of models
-  all of whose weights are packed to an even number, 4 at least. A float32 router keeps multiples of 4.
+  all of whose weights are packed to an even number. A float32 router keeps multiples of 4.
 - Flex attention gave equal bits for 1 to 64 rows a unit in float32 and float16; in bfloat16 it did not from 2 rows
   on, and took two to three times as long. So pages hold float32 on a CPU: twice the memory of bfloat16, 46 KB a token
   of SmolLM2-135M.
 - float32 attention products over blocks gave equal bits from 4 rows on, for any number of blocks.
+- The native product (`native`) has equal bits for any number of rows, by construction.
 - Weights laid out once for oneDNN (`packed_linear`) give the bits of PyTorch's own bfloat16 linear layers. The kernel
   takes 6 rows at once: 4, 5 and 6 rows of a 16,384 x 2,048 layer take 3.0 ms, 7 take 3.9, 8 take 4.2, 16 take 6.0
   (one core). So the `padded_sizes` of such a model begin at 6 rows.
@@ -38,7 +39,7 @@ from transformers import AttentionInterface
 from outrider.errors import ModelUnsupported
 from outrider.lm.attention.blocks import BLOCK_LEN, BlockPass
 from outrider.lm.attention.flex import FlexPass, flex_attend
-from outrider.lm.attention.rows import MIN_ROWS, PassRows, lay_out_rows, padded_rows
+from outrider.lm.attention.rows import MIN_ROWS, PassRows, lay_out_rows
 from outrider.lm.attention.sdpa import SdpaPass
 from outrider.lm.attention.shapes import ShapePass
 
@@ -52,7 +53,6 @@ __all__ = [
     "SdpaPass",
     "ShapePass",
     "lay_out_rows",
-    "padded_rows",
 ]
 
 NAME = "outrider"

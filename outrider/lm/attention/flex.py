@@ -12,7 +12,8 @@ import torch
 import torch._dynamo
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
-from outrider.lm.attention.rows import PassRows, padded_rows
+from outrider.control.pass_times import MULTIPLES_OF_FOUR, PaddedSizes
+from outrider.lm.attention.rows import PassRows
 from outrider.lm.kv_storage import KVStorage, lazy_zeros
 from outrider.lm.pages import SCRATCH_PAGE
 
@@ -46,19 +47,19 @@ class FlexPasses:
 
     Args:
         storage: memory of keys and values.
-        row_step: passes are padded to a multiple of this number of rows.
+        sizes: numbers of rows that passes are padded to.
     """
 
-    def __init__(self, storage: KVStorage, row_step: int) -> None:
+    def __init__(self, storage: KVStorage, sizes: PaddedSizes) -> None:
         self._storage = storage
-        self._row_step = row_step
+        self._sizes = sizes
         self._make_room(_NUM_ROWS)
         for tensor in (storage.positions, *storage.tensors):
             _mark_static(tensor)
 
     def make(self, rows: PassRows) -> FlexPass:
         """Return the pass over these rows; it overwrites the tensors of the previous pass."""
-        num_rows = padded_rows(rows.num_rows, self._row_step)
+        num_rows = self._sizes.padded(rows.num_rows)
         if num_rows > len(self._positions):
             self._make_room(2 * num_rows)
         # A row's page list is not read beyond its number of pages, so that old entries need not be cleared.
@@ -91,7 +92,7 @@ class FlexPasses:
 
 def _padded(values: list[int]) -> torch.Tensor:
     # A repeated write has no effect, and a size of 1 would be compiled separately.
-    return torch.tensor(values + [values[-1]] * (padded_rows(len(values)) - len(values)))
+    return torch.tensor(values + [values[-1]] * (MULTIPLES_OF_FOUR.padded(len(values)) - len(values)))
 
 
 def _mark_static(tensor: torch.Tensor) -> None:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from outrider.lm.step_layout import Branch, StepLayout
 
 MIN_ROWS = 4
-"""Minimum rows of a pass, and the default multiple that passes are padded to: other numbers select other kernels.
+"""Least rows of a product whose weights are not packed: other numbers select other kernels.
 
 Measured with float32 linear layers on 2 threads: 1 to 3, 5 to 7 and 9 to 11 rows have other bits than 4, 8 and 12,
 because rows are split between threads into parts of fewer than 4; bfloat16 differed for 1 row only.
@@ -37,11 +37,6 @@ class PassRows:
     branches: list[PassBranch]
     write_rows: list[int]
     write_slots: list[int]
-
-
-def padded_rows(num_rows: int, step: int = MIN_ROWS) -> int:
-    """Return the number of rows after padding: a multiple of `step`, at least `MIN_ROWS`."""
-    return max(MIN_ROWS, -(-num_rows // step) * step)
 
 
 def lay_out_rows(layouts: Sequence[StepLayout], page_len: int) -> PassRows:

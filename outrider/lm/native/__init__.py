@@ -1,0 +1,72 @@
+"""Native operators for CPUs, built once from the C++ sources beside this file.
+
+`packed_product` multiplies bfloat16 rows with packed bfloat16 weights in float32. Each output is one chain of additions
+in order of the inputs, so its bits depend on its row and its weights only: not on the number of rows, on threads, or on
+the variant. Which variant runs follows from the CPU's features (`Variant`); all have equal bits.
+"""
+
+import functools
+import logging
+from enum import IntEnum
+from pathlib import Path
+from typing import Final
+
+import torch
+
+from outrider.lm.native.build import ensure_library
+
+_LOG: Final = logging.getLogger(__name__)
+_COLUMNS: Final = 16
+
+
+class Variant(IntEnum):
+    """The instruction set of an operator; a CPU that has one has those before it too."""
+
+    AVX2 = 0
+    AVX512 = 1
+    AVX512_BF16 = 2
+
+
+@functools.cache
+def best_variant() -> Variant | None:
+    """Return the fastest variant that this CPU can run; None where the operators cannot be had here.
+
+    The first call builds the library, where that has not been done (some seconds, with a line on standard error), and
+    loads it.
+    """
+    try:
+        library = ensure_library()
+    except OSError as error:
+        _LOG.warning("no native operators, products take up to twice as long: %s", error)
+        return None
+    return None if library is None else _loaded(library)
+
+
+def pack(weight: torch.Tensor) -> torch.Tensor:
+    """Return a weight, bfloat16 [out_features, in_features], as `packed_product` reads it.
+
+    Returns:
+        bfloat16 [blocks, pairs, 16, 2]: blocks of 16 outputs; of each, pair by pair of inputs, the weights of all
+        outputs. What is missing in the last block or pair is zero.
+    """
+    num_out, num_in = weight.shape
+    blocks, pairs = -(-num_out // _COLUMNS), -(-num_in // 2)
+    padded = weight.new_zeros(blocks * _COLUMNS, 2 * pairs)
+    padded[:num_out, :num_in] = weight
+    return padded.view(blocks, _COLUMNS, pairs, 2).permute(0, 2, 1, 3).contiguous()
+
+
+def _loaded(library: Path) -> Variant | None:
+    torch.ops.load_library(library)  # type: ignore[no-untyped-call]
+    number = torch.ops.outrider.best_variant()
+    if number < 0:
+        _LOG.warning("no native operators: this CPU has no AVX2")
+        return None
+    torch.library.register_fake("outrider::packed_product", _shape)
+    return Variant(number)
+
+
+def _shape(
+    rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, out_features: int, variant: int
+) -> torch.Tensor:
+    return rows.new_empty(*rows.shape[:-1], out_features)

@@ -1,0 +1,131 @@
+"""Builds the library of native operators; `python -m outrider.lm.native.build` builds it into the package.
+
+The compiler is the one that torch.compile uses. Sources, compiler and PyTorch's version name the file, so that each is
+built once for a user. PyTorch's stable ABI lets a library that was built into the package run with later versions.
+"""
+
+import fcntl
+import hashlib
+import platform
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Final
+
+import torch
+
+from outrider.lm.embedded import cache_dir
+
+_FOLDER: Final = Path(__file__).parent
+_IN_PACKAGE: Final = _FOLDER / "operators.so"
+_COMMON: Final = ("-std=c++20", "-O3", "-fPIC", "-ffp-contract=off", "-Wall", "-Wextra")
+_AVX512: Final = ("-mfma", "-mavx512f", "-mavx512bw", "-mavx512vl")
+_FLAGS: Final = {
+    "library.cpp": ("-DTORCH_TARGET_VERSION=0x020a000000000000",),
+    "product_avx2.cpp": ("-mfma", "-mavx2"),
+    "product_avx512.cpp": _AVX512,
+    "product_avx512_bf16.cpp": (*_AVX512, "-mavx512bf16"),
+}
+"""Flags of each source: no code but a variant's own may use its instructions."""
+_TIMEOUT_S: Final = 300.0
+
+
+def is_supported() -> bool:
+    """Return whether there are operators for this machine: Linux on x86-64."""
+    return sys.platform.startswith("linux") and platform.machine().lower() in ("x86_64", "amd64")
+
+
+def ensure_library() -> Path | None:
+    """Return the library: the package's own, else the user's, which is built first if need be.
+
+    Returns:
+        None where there is no compiler, or no operators for this machine.
+
+    Raises:
+        OSError: it cannot be built, or the cache folder not be written.
+    """
+    if not is_supported():
+        return None
+    if _IN_PACKAGE.exists():
+        return _IN_PACKAGE
+    compiler = _compiler()
+    if compiler is None:
+        return None
+    path = cache_dir() / "native" / f"operators-{_digest(compiler)}.so"
+    if not path.exists():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with path.with_suffix(".lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if not path.exists():
+                print("compiling the native operators (once)", file=sys.stderr, flush=True)
+                build(path, compiler)
+    return path
+
+
+def build(path: Path, compiler: str) -> None:
+    """Compile the sources and put the library there at once; raise `OSError`, with the compiler's error, if it fails.
+
+    Args:
+        path: of the library.
+        compiler: a command; `g++ -fsanitize=address -g` builds one that checks its memory accesses.
+    """
+    torch_folder = Path(torch.__file__).parent
+    command = compiler.split()
+    with tempfile.TemporaryDirectory(dir=path.parent) as name:
+        scratch = Path(name)
+        objects = []
+        for source, flags in _FLAGS.items():
+            objects.append(str(scratch / f"{source}.o"))
+            includes = ["-isystem", str(torch_folder / "include")]
+            _run([*command, *_COMMON, *flags, *includes, "-c", str(_FOLDER / source), "-o", objects[-1]])
+        linked = scratch / path.name
+        _run([*command, "-shared", *objects, f"-L{torch_folder / 'lib'}", "-ltorch_cpu", "-o", str(linked)])
+        # A rename is atomic: other processes see the whole library or none.
+        linked.rename(path)
+
+
+def _compiler() -> str | None:
+    from torch._inductor import cpp_builder, exc
+
+    try:
+        return str(cpp_builder.get_cpp_compiler())
+    except exc.InvalidCxxCompiler:
+        return None
+
+
+def _digest(compiler: str) -> str:
+    version = _run([compiler, "--version"])
+    parts = [version, torch.__version__, repr((_COMMON, _FLAGS))]
+    parts += [file.read_text() for file in sorted(_FOLDER.iterdir()) if file.suffix in (".cpp", ".h")]
+    return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
+
+
+def _run(command: list[str]) -> str:
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=_TIMEOUT_S, check=False)
+    except subprocess.TimeoutExpired as error:
+        raise OSError(f"{command[0]} did not end within {_TIMEOUT_S:g} s") from error
+    if done.returncode:
+        lines = [line for line in done.stderr.splitlines() if "error" in line] or done.stderr.splitlines()
+        raise OSError(f"{command[0]} failed: {lines[0] if lines else f'exit code {done.returncode}'}")
+    return done.stdout
+
+
+def main() -> None:
+    """Build the library into the package; end with an error in one line if that fails."""
+    if not is_supported():
+        print(f"there are no native operators for {sys.platform} on {platform.machine()}")
+        return
+    compiler = _compiler()
+    if compiler is None:
+        sys.exit("outrider: error: no C++ compiler was found")
+    try:
+        build(_IN_PACKAGE, compiler)
+    except OSError as error:
+        sys.exit(f"outrider: error: {error}")
+    print(_IN_PACKAGE)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,30 @@
+// A product of rows with packed weights, in bfloat16 with float32 sums, for CPUs.
+
+#pragma once
+
+#include <cstdint>
+
+namespace outrider {
+
+// Outputs that one block of weights has; the weights of a block lie pair by pair of inputs, column by column.
+constexpr int64_t kColumns = 16;
+
+// All numbers are bfloat16; a uint32_t holds those of inputs k (low half) and k + 1.
+struct Product {
+  const uint32_t* rows;     // [num_rows, num_pairs]
+  const uint32_t* weights;  // [blocks, num_pairs, kColumns]
+  const uint16_t* bias;     // [num_columns], or null
+  uint16_t* output;         // [num_rows, num_columns]
+  int64_t num_rows;
+  int64_t num_pairs;
+  int64_t num_columns;
+};
+
+// Computes the columns of blocks [begin, end) for all rows.
+using ProductKernel = void (*)(const Product& product, int64_t begin, int64_t end);
+
+void product_avx2(const Product& product, int64_t begin, int64_t end);
+void product_avx512(const Product& product, int64_t begin, int64_t end);
+void product_avx512_bf16(const Product& product, int64_t begin, int64_t end);
+
+}  // namespace outrider

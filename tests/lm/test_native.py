@@ -1,0 +1,171 @@
+"""The native product: bits by definition, whatever the rows, threads and variant; errors; and how it is built."""
+
+import os
+import stat
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from outrider.lm import native
+from outrider.lm.native import Variant, build, pack
+
+BEST = native.best_variant()
+SHAPES = [(576, 960), (1536, 576), (64, 33), (63, 20), (7, 16), (1, 1)]
+
+pytestmark = pytest.mark.skipif(BEST is None, reason="no native operators here")
+Product = Callable[..., torch.Tensor]
+
+
+@pytest.fixture(params=[item for item in Variant if BEST is not None and item <= BEST], ids=lambda item: item.name)
+def product(request: pytest.FixtureRequest) -> Product:
+    """The product by one variant, with weights that are not packed yet."""
+
+    def run(rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        operator = torch.ops.outrider.packed_product.default
+        output: torch.Tensor = operator(rows, pack(weight), bias, len(weight), int(request.param))
+        return output
+
+    return run
+
+
+def given(num_rows: int, num_in: int, num_out: int, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    rows, weight = (torch.randn(num, num_in, generator=generator) for num in (num_rows, num_out))
+    return rows.bfloat16(), weight.bfloat16()
+
+
+def chained(rows: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """Adds the products in their order, one rounding each: odd inputs of a pair before even ones."""
+    left, right = rows.double().numpy(), weight.double().numpy()
+    num = left.shape[1]
+    sums = np.zeros((len(left), len(right)), np.float32)
+    for pair in range(0, num, 2):
+        for at in (pair + 1, pair):
+            if at < num:
+                # Exact in float64: a product has 16 bits, and the sum's exponents are near each other.
+                sums = (sums + np.outer(left[:, at], right[:, at])).astype(np.float32)
+    return torch.from_numpy(sums).bfloat16()
+
+
+@pytest.mark.parametrize(("num_in", "num_out"), SHAPES)
+def test_an_output_is_one_chain_of_additions(product: Product, num_in: int, num_out: int) -> None:
+    rows, weight = given(9, num_in, num_out)
+    assert torch.equal(product(rows, weight), chained(rows, weight))
+
+
+@pytest.mark.parametrize("num_threads", [1, 2])
+@pytest.mark.parametrize(("num_in", "num_out"), SHAPES)
+def test_bits_depend_on_nothing_but_the_row(product: Product, num_in: int, num_out: int, num_threads: int) -> None:
+    rows, weight = given(40, num_in, num_out)
+    expected = product(rows, weight)
+    before = torch.get_num_threads()
+    torch.set_num_threads(num_threads)
+    try:
+        for num in (*range(1, 20), 24, 25, 31, 39):
+            assert torch.equal(product(rows[:num], weight), expected[:num]), num
+            assert torch.equal(product(rows[-num:], weight), expected[-num:]), num
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_a_bias_is_added_before_the_sum_is_rounded(product: Product) -> None:
+    rows, weight = given(3, 64, 33)
+    bias = torch.randn(33).bfloat16()
+    expected = (rows.double() @ weight.double().T + bias.double()).bfloat16()
+    assert torch.allclose(product(rows, weight, bias).float(), expected.float(), rtol=1 / 128)
+
+
+def test_rows_of_any_layout(product: Product) -> None:
+    rows, weight = given(6, 64, 33)
+    expected = product(rows, weight)
+    wide = torch.randn(6, 101).bfloat16()
+    wide[:, 3:67] = rows
+    assert torch.equal(product(wide[:, 3:67], weight), expected)
+    shifted = torch.empty(6 * 64 + 1, dtype=torch.bfloat16)[1:].view(6, 64)
+    assert torch.equal(product(shifted.copy_(rows), weight), expected)
+    assert torch.equal(product(rows.view(2, 3, 64), weight), expected.view(2, 3, 33))
+    assert product(rows[:0], weight).shape == (0, 33)
+
+
+def test_numbers_that_are_no_ordinary_ones(product: Product) -> None:
+    rows, weight = given(4, 32, 16)
+    rows[0, 0], rows[1, 0], rows[2, 0] = float("inf"), float("nan"), 1e-39
+    output = product(rows, weight)
+    assert torch.equal(output[0], (weight[:, 0] * float("inf")))
+    assert output[1].isnan().all()
+    rows[2, 0] = 0
+    assert torch.equal(product(rows, weight)[2:], output[2:])  # subnormal numbers count as zero
+    tiny = product((rows[3:].float() * 1e-30).bfloat16(), (weight.float() * 1e-9).bfloat16())
+    assert not tiny.any()
+
+
+def test_the_largest_sums_round_to_infinity(product: Product) -> None:
+    rows = torch.full((1, 2), 3e38).bfloat16()
+    assert product(rows, torch.ones(1, 2).bfloat16()).isinf().all()
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"rows": torch.zeros(2, 8)}, "must be bfloat16"),
+        ({"rows": torch.zeros(2, 10).bfloat16()}, "number of inputs"),
+        ({"weight": torch.zeros(1, 4, 16, 2)}, "must be bfloat16"),
+        ({"weight": torch.zeros(2, 4, 16, 2).bfloat16()}, "not packed"),
+        ({"bias": torch.zeros(3).bfloat16()}, "bias"),
+        ({"variant": 3}, "variant 3"),
+        ({"variant": -1}, "variant -1"),
+    ],
+)
+def test_what_does_not_fit_is_an_error(change: dict[str, object], message: str) -> None:
+    arguments = {
+        "rows": torch.zeros(2, 8).bfloat16(),
+        "weight": torch.zeros(1, 4, 16, 2).bfloat16(),
+        "bias": None,
+        "out_features": 9,
+        "variant": 0,
+    }
+    with pytest.raises(RuntimeError, match=message):
+        torch.ops.outrider.packed_product.default(**arguments | change)
+
+
+def test_it_is_built_once_for_a_user(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(build, "_compiler", lambda: compiler(tmp_path, 'echo x > "$last"'))
+    first = build.ensure_library()
+    assert first is not None
+    assert first.read_text() == "x\n"
+    assert build.ensure_library() == first
+    assert capfd.readouterr().err.count("compiling the native operators (once)") == 1
+    assert {path.suffix for path in first.parent.iterdir()} == {".so", ".lock"}
+
+
+def test_a_compiler_that_fails_costs_speed_only(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(
+        build, "_compiler", lambda: compiler(tmp_path, "echo 'x.cpp:1: error: no such thing' >&2; exit 1")
+    )
+    assert native.best_variant.__wrapped__() is None
+    assert "no native operators" in caplog.text
+    assert "x.cpp:1: error: no such thing" in caplog.text
+    assert not list(tmp_path.rglob("*.so"))
+
+
+def test_without_a_compiler_there_are_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(build, "_compiler", lambda: None)
+    assert native.best_variant.__wrapped__() is None
+
+
+def compiler(folder: Path, command: str) -> str:
+    """Writes a program that answers `--version`, and else runs the command with its last argument in `last`."""
+    path = folder / "compiler"
+    path.write_text(f'#!/bin/sh\n[ "$1" = --version ] && exit 0\nfor last; do :; done\n{command}\n')
+    path.chmod(path.stat().st_mode | stat.S_IXUSR)
+    return os.fspath(path)
