@@ -46,24 +46,24 @@ class ReceivedTree:
         self._lookahead = Lookahead(length, self._rates)
         self.complete_len = -1
 
-    def fits(self, part: ProposalPart, token_ids: Sequence[int]) -> bool:
+    def fits(self, part: ProposalPart, length: int) -> bool:
         """Return whether a part continues the tree or replaces it: it is not of an older tree, and leaves no gap.
 
         Args:
             part: of the proposal.
-            token_ids: the session's.
+            length: of the session, in tokens.
         """
         rooted_len = part.base.len
-        if rooted_len > len(token_ids) or part.known_len > len(token_ids):
+        if rooted_len > length or part.known_len > length:
             return False
         if part.first_node == 1:
             return rooted_len >= self._lookahead.base_len
         return rooted_len == self._lookahead.base_len and part.first_node == self._lookahead.num_numbered + 1
 
     def replace(self, rooted_len: int, token_ids: Sequence[int]) -> None:
-        """Begin a new tree under a committed length, and follow the text from there."""
+        """Begin a new tree under a committed length, and follow the tokens after it."""
         self._lookahead = Lookahead(rooted_len, self._rates)
-        self._lookahead.follow(token_ids[rooted_len:])
+        self._lookahead.follow(token_ids)
 
     def add(self, part: ProposalPart) -> None:
         """Add the nodes of a part that fits.

@@ -1,15 +1,14 @@
 """The streams to the drafts, in an event loop of a thread beside vLLM's: it opens, feeds and ends sessions on drafts.
 
-vLLM's thread posts commands once a step, and reads what arrives from a mailbox; it waits for neither. A request whose
-draft fails goes on without one, and gets another one later.
+vLLM's thread posts commands once a step, without waiting; what arrives is handed over in the thread of the streams. A
+request whose draft fails goes on without one, and gets another one later.
 """
 
 import asyncio
 import logging
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from time import monotonic
 from typing import Final, TypeAlias
 from weakref import WeakKeyDictionary
 
@@ -20,7 +19,6 @@ from outrider.parameters import AcceptanceRule
 from outrider.serving.unexpected import UnexpectedErrors
 from outrider.tokens import ProposalPart, TokenSpan
 from outrider.v1 import draft_pb2, tokens_pb2
-from outrider.vllm.mailbox import Mailbox
 from outrider.vllm.settings import DraftingSettings
 from outrider.workers.breaker import Breaker
 from outrider.workers.draft_session import DraftSession, SpeculationChoice
@@ -62,15 +60,6 @@ class End:
 Command: TypeAlias = Begin | Advance | End
 
 
-@dataclass(frozen=True, slots=True)
-class Arrived:
-    """A part of a request's proposal has arrived, at a monotonic time."""
-
-    request_id: str
-    part: ProposalPart
-    at: float
-
-
 @dataclass(slots=True, eq=False)
 class _Session:
     """A request, and its session on a draft."""
@@ -99,13 +88,13 @@ class DraftThread:
         fingerprint: of the target's tokenizer; empty where it is not known, then every draft fits.
 
     Attributes:
-        arrived: what has arrived.
+        deliver: called in the thread with a request's id and each part of its proposal; must not block for long.
         ready: ids of the requests whose draft has opened their session; read by any thread.
         counts: see there.
     """
 
     def __init__(self, settings: DraftingSettings, vocabulary_size: int, fingerprint: str) -> None:
-        self.arrived: Mailbox[Arrived] = Mailbox()
+        self.deliver: Callable[[str, ProposalPart], None] = lambda request_id, part: None
         self.ready: set[str] = set()
         self.counts = ThreadCounts()
         self._settings = settings
@@ -236,7 +225,7 @@ class DraftThread:
             return
         if part.nodes:
             self._breaker(link).succeed()
-        self.arrived.put(Arrived(request_id, part, monotonic()))
+        self.deliver(request_id, part)
 
     def _lose(self, request_id: str, draft: DraftSession, error: OutriderError) -> None:
         self.ready.discard(request_id)

@@ -38,7 +38,6 @@ def make_source(vllm_config: Any) -> ProposalSource:
     vocabulary_size = vllm_config.model_config.get_vocab_size()
     fingerprint = tokenizer_fingerprint(vllm_config.model_config)
     thread = DraftThread(settings, vocabulary_size, fingerprint)
-    thread.start()
     source = RemoteDrafts(
         thread,
         num_speculative_tokens=vllm_config.speculative_config.num_speculative_tokens,
@@ -48,6 +47,7 @@ def make_source(vllm_config: Any) -> ProposalSource:
         max_wait_s=settings.draft_max_wait_s,
         adapts=settings.adaptive_speculation,
     )
+    thread.start()
     if settings.metrics_address:
         _LOG.info("outrider: metrics at http://%s/metrics", expose(settings.metrics_address, source))
     return source

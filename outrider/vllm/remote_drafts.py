@@ -1,5 +1,9 @@
-"""The proposal source of a vLLM server: trees from remote drafts, one for each request."""
+"""The proposal source of a vLLM server: trees from remote drafts, one for each request.
 
+The trees grow in the drafts' thread while vLLM's step runs, and are read in vLLM's; one lock guards them all.
+"""
+
+import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from time import monotonic
@@ -11,7 +15,8 @@ from outrider.errors import InvalidArgument
 from outrider.parameters import AcceptanceRule
 from outrider.speculation.acceptance import AcceptanceRates
 from outrider.speculation.received_tree import ReceivedTree
-from outrider.vllm.draft_thread import Advance, Arrived, Begin, Command, DraftThread, End
+from outrider.tokens import ProposalPart
+from outrider.vllm.draft_thread import Advance, Begin, Command, DraftThread, End
 from outrider.vllm.drafted import Drafted, SourceCounts
 from outrider.vllm.source import EngineRequest, Step
 from outrider.vllm.step_plan import Line, best_wait_s, verified
@@ -32,7 +37,7 @@ class RemoteDrafts:
     """A `ProposalSource` whose tokens come from drafts on other nodes.
 
     Args:
-        thread: the sessions on the drafts; started.
+        thread: the sessions on the drafts.
         num_speculative_tokens: most tokens of a request that a step verifies.
         vocabulary_size: of the target.
         fingerprint: of its tokenizer.
@@ -70,6 +75,9 @@ class RemoteDrafts:
         self._adapts = adapts
         self._clock = clock
         self._requests: dict[str, Drafted] = {}
+        self._changed = threading.Condition()
+        """Guards what follows, and the requests; notified of each part that arrives."""
+        self._num_arrived = 0
         self._times = PassTimes()
         self._rates = AcceptanceRates(decay=_DECAY, prior_weight=_PRIOR_WEIGHT)
         self._answers = AnswerTimes()
@@ -78,6 +86,7 @@ class RemoteDrafts:
         self._num_silent = 0
         self._spent_s = 0.0
         self._advanced_at: float | None = None
+        thread.deliver = self._receive
 
     @property
     def thread(self) -> DraftThread:
@@ -93,7 +102,8 @@ class RemoteDrafts:
         received = ReceivedTree(AcceptanceRule.COUPLED, rates)
         received.restart(request.num_tokens)
         times = DraftTimes(self._answers)
-        self._requests[request.request_id] = Drafted(request, received, rates, times, request.num_tokens, begun)
+        with self._changed:
+            self._requests[request.request_id] = Drafted(request, received, rates, times, request.num_tokens, begun)
         self._num_sessions += 1
         name = f"{self._prefix}-{self._num_sessions}"
         message = open_message(request, name, self._vocabulary_size, self._fingerprint)
@@ -107,11 +117,10 @@ class RemoteDrafts:
         self.counts.num_verified += step.num_verified
         if step.num_rows or step.prompts:
             self._times.observe(max(step.duration_s, 1e-9), step.num_rows, step.prompts)
-        # First what came during the step: it was drafted before its tokens were known.
-        self._receive()
-        for request in requests:
-            if (drafted := self._requests.get(request.request_id)) is not None:
-                self._follow(drafted, begun)
+        with self._changed:
+            for request in requests:
+                if (drafted := self._requests.get(request.request_id)) is not None:
+                    self._follow(drafted, begun)
         self._post()
         self._spent_s += self._clock() - begun
         self._advanced_at = begun
@@ -121,10 +130,10 @@ class RemoteDrafts:
         begun = self._clock()
         if self._advanced_at is not None:
             self._times.observe_rest(begun - self._advanced_at, speculates=True)
-        self._receive()
-        drafted = [item for request in requests if (item := self._requests.get(request.request_id)) is not None]
-        num_others = len(requests) - len(drafted)
-        waited_s = self._choose(drafted, max_rows - num_others, begun)
+        with self._changed:
+            drafted = [item for request in requests if (item := self._requests.get(request.request_id)) is not None]
+            num_others = len(requests) - len(drafted)
+            waited_s = self._choose(drafted, max_rows - num_others, begun)
         chosen: dict[str, Sequence[int]] = {item.request.request_id: item.verified for item in drafted if item.verified}
         self.overheads_s.append(self._spent_s + self._clock() - begun - waited_s)
         self._spent_s = 0.0
@@ -132,7 +141,9 @@ class RemoteDrafts:
 
     def remove(self, request_id: str) -> None:
         """See `ProposalSource`."""
-        if (item := self._requests.pop(request_id, None)) is not None:
+        with self._changed:
+            item = self._requests.pop(request_id, None)
+        if item is not None:
             self._count(item, item.request.all_token_ids[item.num_tokens :])
             self._thread.post([End(request_id)])
 
@@ -178,24 +189,24 @@ class RemoteDrafts:
         commands, self._commands = self._commands, []
         self._thread.post(commands)
 
-    def _receive(self) -> bool:
-        """Add what has arrived to its trees; return whether anything had."""
-        items = self._thread.arrived.take()
-        for arrived in items:
-            if (item := self._requests.get(arrived.request_id)) is not None:
-                self._add(item, arrived)
-        if items:
+    def _receive(self, request_id: str, part: ProposalPart) -> None:
+        """Add a part to its request's tree. In the drafts' thread."""
+        with self._changed:
+            self._num_arrived += 1
             self._num_silent = 0
-        return bool(items)
+            if (item := self._requests.get(request_id)) is not None:
+                self._add(item, part)
+            self._changed.notify()
 
-    def _add(self, item: Drafted, arrived: Arrived) -> None:
-        part, token_ids = arrived.part, item.request.all_token_ids
-        if not item.received.fits(part, token_ids):
+    def _add(self, item: Drafted, part: ProposalPart) -> None:
+        # The request may have tokens already that were not followed yet, nor sent to the draft.
+        if not item.received.fits(part, item.num_tokens):
             return
+        now = self._clock()
         try:
             if part.first_node == 1:
-                item.received.replace(part.base.len, token_ids[: item.num_tokens])
-            item.times.record_answer(part.known_len, arrived.at, len(part.nodes) if part.first_node == 1 else 0)
+                item.received.replace(part.base.len, item.request.all_token_ids[part.base.len : item.num_tokens])
+            item.times.record_answer(part.known_len, now, len(part.nodes) if part.first_node == 1 else 0)
             item.times.step_s = part.step_time_s or item.times.step_s
             item.received.add(part)
         except (InvalidArgument, ValueError):
@@ -203,12 +214,12 @@ class RemoteDrafts:
             item.received.restart(item.num_tokens)
             return
         self.counts.num_proposed += len(part.nodes)
-        item.arrived_at = arrived.at
+        item.arrived_at = now
         item.is_answering = item.is_answering or part.known_len == item.num_tokens
 
     def _choose(self, drafted: Sequence[Drafted], max_rows: int, begun: float) -> float:
         """Set what a step verifies of each request, after a wait where that pays; return the seconds of the wait."""
-        num_arrived, waited_s = 0, 0.0
+        num_arrived, waited_s = self._num_arrived, 0.0
         while True:
             lines = [self._line(item) for item in drafted]
             depths = self._depths([line for line, _ in lines], max_rows)
@@ -216,16 +227,16 @@ class RemoteDrafts:
             wait_s = self._wait_s([line for line, _ in lines], depths, left_s)
             if wait_s <= 0:
                 break
-            self._thread.arrived.wait(min(wait_s, left_s))
-            num_arrived += self._receive()
+            self._changed.wait(min(wait_s, left_s))
             waited_s = self._clock() - begun
         for item, (_, token_ids), num in zip(drafted, lines, depths, strict=True):
             item.verified = tuple(token_ids[:num])
         if waited_s:
             self.counts.wait_s += waited_s
             self.counts.num_waits += 1
-            self.counts.num_silent_waits += not num_arrived
-            self._num_silent += not num_arrived
+            is_silent = self._num_arrived == num_arrived
+            self.counts.num_silent_waits += is_silent
+            self._num_silent += is_silent
         return waited_s
 
     def _depths(self, lines: Sequence[Line], max_rows: int) -> Sequence[int]:

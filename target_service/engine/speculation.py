@@ -112,7 +112,7 @@ class Speculation:
             raise InvalidArgument(
                 f"{len(part.nodes)} nodes at once, at most {MAX_PROPOSAL_NODES} are allowed", "proposal"
             )
-        if not self._received.fits(part, token_ids):
+        if not self._received.fits(part, len(token_ids)):
             return False
         if part.first_node == 1:
             self._replace(part.base.len, token_ids)
@@ -278,7 +278,7 @@ class Speculation:
         if self._is_late:
             self._policy.observe_late(self._received.root_depth, self.terms.num_speculative_tokens)
         self._is_late = self._plan.is_trial or not self._plan.wants_draft
-        self._received.replace(rooted_len, token_ids)
+        self._received.replace(rooted_len, token_ids[rooted_len:])
 
     def _max_depth(self, room: int) -> int:
         """Return the longest main line that can be accepted: a round outputs one token more."""

@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from time import monotonic, sleep
 from typing import Any
 
 import pytest
@@ -46,10 +47,14 @@ async def until(holds: Callable[[], bool]) -> None:
 
 def resting(source: RemoteDrafts) -> Callable[[], None]:
     """Return a pause that lets an answer to the last tokens arrive, as a step of a large model would."""
+    seen = 0
 
     def pause() -> None:
-        if source.thread.ready:
-            source.thread.arrived.wait(0.5)
+        nonlocal seen
+        until = monotonic() + 0.5
+        while source.thread.ready and source.counts.num_proposed == seen and monotonic() < until:
+            sleep(0.001)
+        seen = source.counts.num_proposed
 
     return pause
 
