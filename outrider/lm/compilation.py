@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from importlib import import_module
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, cast
 
 import torch
 from torch import fx, nn
@@ -71,13 +71,16 @@ def compile_layers(layers: list[nn.Module]) -> None:
     numbers of rows. Weights are not copied.
 
     Compiled code checks its guards before each call. If all layers are alike, only arguments and sizes can change, and
-    the other guards, which take a tenth of a pass of a small model, are omitted.
+    these are alike within a pass: only the first layer checks them (`_OneCode`).
     """
     _use_disk_cache()
     # The compiler stores its results with the code object; each model needs one of its own.
     run = types.FunctionType(_run_layer.__code__.replace(), _run_layer.__globals__)
-    options: dict[str, Any] = {"guard_filter_fn": _check_arguments} if _are_alike(layers) else {}
-    compiled = torch.compile(run, fullgraph=True, dynamic=True, options=options)
+    are_alike = _are_alike(layers)
+    options: dict[str, Any] = {"guard_filter_fn": _check_arguments} if are_alike else {}
+    compiled: Callable[..., Any] = torch.compile(run, fullgraph=True, dynamic=True, options=options)
+    if are_alike and hasattr(compiled, "aot_compile"):
+        compiled = _OneCode(compiled, layers[0])
     for layer in layers:
         _set_call(layer, functools.partial(compiled, layer))
 
@@ -86,6 +89,38 @@ def uncompile_layers(layers: list[nn.Module]) -> None:
     """Restore the uncompiled calls of the layers."""
     for layer in layers:
         _set_call(layer, None)
+
+
+class _OneCode:
+    """The compiled code of layers that are alike, which is chosen once for a pass.
+
+    `torch.compile` finds the code for each call: with the checks of its guards 90 us a layer, a seventh of a pass of
+    the embedded model. Here the first layer's call chooses it, and compiles it where there is none that fits.
+
+    Args:
+        compiled: what `torch.compile` returns.
+        first: the layer with which each pass begins.
+    """
+
+    def __init__(self, compiled: Any, first: nn.Module) -> None:
+        self._compiled = compiled
+        self._first = first
+        self._codes: list[Any] = []
+        self._run: Callable[..., Any] = compiled
+
+    def __call__(self, layer: nn.Module, *arguments: Any, **keywords: Any) -> Any:
+        if layer is self._first:
+            self._run = self._chosen(layer, *arguments, **keywords)
+        return self._run(layer, *arguments, **keywords)
+
+    def _chosen(self, *arguments: Any, **keywords: Any) -> Callable[..., Any]:
+        code = next((code for code in self._codes if code.guard_check(*arguments, **keywords)), None)
+        if code is None:
+            if len(self._codes) == _MAX_VARIANTS:
+                return cast("Callable[..., Any]", self._compiled)
+            code = self._compiled.aot_compile((arguments, keywords))
+            self._codes.append(code)
+        return cast("Callable[..., Any]", code.fn)
 
 
 def _run_layer(layer: nn.Module, *arguments: Any, **keywords: Any) -> Any:

@@ -59,8 +59,9 @@ class NativeLinear(nn.Module):
         if variant is None:
             raise RuntimeError("no native operators here: `packed_kind` says so")
         self.out_features = sum(linear.out_features for linear in linears)
-        # Attributes, not buffers: whoever looks for weights that are not packed must not find them.
-        self._weight = native.pack(torch.cat([linear.weight.detach() for linear in linears]))
+        # A parameter: the compiler takes its sizes as constants. As symbols they could be those of numbers of rows too.
+        packed = native.pack(torch.cat([linear.weight.detach() for linear in linears]))
+        self._weight = nn.Parameter(packed, requires_grad=False)
         self._bias = _joined_bias(linears)
         self._variant = int(variant)
 
@@ -160,10 +161,11 @@ def are_all_packed(model: nn.Module) -> bool:
     Every other parameter or buffer of at least two dimensions, except embeddings, counts as such a weight: float32 and
     quantised layers, and routers of mixtures of experts.
     """
-    embeddings = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
+    packed = [module for module in model.modules() if isinstance(module, PackedLinear)]
+    known = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
+    known |= {id(weight) for module in packed for weight in module.parameters()}
     weights = [weight for weight in (*model.parameters(), *model.buffers()) if weight.ndim > 1]
-    has_packed = any(isinstance(module, PackedLinear) for module in model.modules())
-    return has_packed and all(id(weight) in embeddings for weight in weights)
+    return bool(packed) and all(id(weight) in known for weight in weights)
 
 
 def _linears(parent: nn.Module) -> dict[str, nn.Linear]:

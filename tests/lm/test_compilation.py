@@ -4,9 +4,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import nn
 from transformers import AutoModelForCausalLM, LlamaConfig, PretrainedConfig
 
-from outrider.lm.compilation import _are_alike, find_layers
+from outrider.lm.compilation import _are_alike, compile_layers, find_layers
 from outrider.lm.load_options import LoadOptions
 from outrider.lm.loading import load_model
 from outrider.lm.model import LanguageModel, SessionStep
@@ -27,6 +28,30 @@ def test_layers_are_alike_where_only_weights_differ(name: str, alike: bool) -> N
     layers = find_layers(model, config.num_hidden_layers)
     assert len(layers) == config.num_hidden_layers
     assert _are_alike(layers) is alike
+
+
+class Layer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        return torch.relu(self.linear(rows)) + rows
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of the compiler, about its own code
+@torch.no_grad()
+def test_layers_share_code_that_is_chosen_by_the_first_one() -> None:
+    layers: list[nn.Module] = [Layer() for _ in range(3)]
+    inputs = [torch.randn(2, 4), torch.randn(7, 4), torch.randn(2, 3, 4), torch.randn(5, 4)]
+    expected = [layers[2](layers[1](layers[0](rows))) for rows in inputs]
+    compile_layers(layers)
+    numbers = []
+    for rows, value in zip(inputs, expected, strict=True):
+        assert torch.allclose(layers[2](layers[1](layers[0](rows))), value)
+        numbers.append(len(layers[0]._compiled_call_impl.func._codes))  # type: ignore[union-attr]
+    # One code for any number of rows; another one where rows have another dimension.
+    assert numbers == [1, 1, 2, 2]
 
 
 @pytest.mark.slow
