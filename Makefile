@@ -32,7 +32,7 @@ DOCS_STAMP := $(DOCS)/.installed
 MERMAID := docs/javascripts/mermaid.min.js
 MERMAID_VERSION := 12.3.0
 
-.PHONY: help install demo test test-all bench-check lint proto-check proto-release schemas wheel format exactness faults attacks browser playground-pictures clients chaos vllm bench docs docs-pages docs-picture quickstart k8s-config k8s-constraints k8s-check kube-apiserver clean
+.PHONY: help install demo test test-all bench-check lint proto-check proto-release schemas wheel format exactness faults sanitize attacks browser playground-pictures clients chaos vllm bench docs docs-pages docs-picture quickstart k8s-config k8s-constraints k8s-check kube-apiserver clean
 
 help: ## Shows this list.
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / {printf "  make %-16s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -102,6 +102,13 @@ faults: install ## Tries every fault of docs/reliability.md on real processes. T
 	@FAULTS_TABLE=1 $(BIN)/python -m pytest -q tests/faults tests/orchestrator/api/test_authentication.py \
 	  tests/served/test_secured.py tests/target_service/kv_blocks/test_remote_blocks.py \
 	  tests/bench/test_benches.py::test_takeover -m 'slow or not slow' $(ARGS)
+
+# The library of the package is the one that is loaded, where there is one. What Python leaves allocated is no concern here.
+sanitize: install ## Runs the tests of the native operators with each access to memory checked (AddressSanitizer).
+	@$(BIN)/python -m outrider.lm.native "g++ -fsanitize=address -g"
+	@trap 'rm -f outrider/lm/native/operators.so' EXIT; \
+	  LD_PRELOAD="$$(g++ -print-file-name=libasan.so) $$(g++ -print-file-name=libstdc++.so)" ASAN_OPTIONS=detect_leaks=0 \
+	  $(BIN)/python -m pytest -q tests/lm/test_native.py tests/lm/test_packed_linear.py $(ARGS)
 
 attacks: install ## Tries every attack of docs/reliability.md on real servers.
 	@$(BIN)/python -m pytest -q tests/attacks -m 'slow or not slow' $(ARGS)

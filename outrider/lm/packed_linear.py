@@ -141,11 +141,13 @@ def pack_linears(model: nn.Module, *, joins: bool) -> str:
     Returns:
         The kind of the packed layers; empty if there are none.
     """
-    parents = [(parent, linears) for parent in model.modules() if (linears := _linears(parent))]
+    # Without the layers themselves, so that each one's weights are freed once it is packed.
+    parents = [parent for parent in model.modules() if _linears(parent)]
     kind = packed_kind() if parents else None
     if kind is None:
         return ""
-    for parent, linears in parents:
+    for parent in parents:
+        linears = _linears(parent)
         for names in _SIBLINGS if joins else ():
             if len(siblings := [linears[name] for name in names if name in linears]) == len(names):
                 _join(kind, parent, names, siblings)

@@ -131,11 +131,18 @@ def test_what_does_not_fit_is_an_error(change: dict[str, object], message: str) 
         torch.ops.outrider.packed_product.default(**arguments | change)
 
 
+@pytest.fixture
+def unbuilt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """There is no library yet."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(build, "IN_PACKAGE", tmp_path / "none")
+
+
+@pytest.mark.usefixtures("unbuilt")
 def test_it_is_built_once_for_a_user(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(build, "_compiler", lambda: compiler(tmp_path, 'echo x > "$last"'))
+    monkeypatch.setattr(build, "find_compiler", lambda: compiler(tmp_path, 'echo x > "$last"'))
     first = build.ensure_library()
     assert first is not None
     assert first.read_text() == "x\n"
@@ -144,12 +151,12 @@ def test_it_is_built_once_for_a_user(
     assert {path.suffix for path in first.parent.iterdir()} == {".so", ".lock"}
 
 
+@pytest.mark.usefixtures("unbuilt")
 def test_a_compiler_that_fails_costs_speed_only(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(
-        build, "_compiler", lambda: compiler(tmp_path, "echo 'x.cpp:1: error: no such thing' >&2; exit 1")
+        build, "find_compiler", lambda: compiler(tmp_path, "echo 'x.cpp:1: error: no such thing' >&2; exit 1")
     )
     assert native.best_variant.__wrapped__() is None
     assert "no native operators" in caplog.text
@@ -157,9 +164,9 @@ def test_a_compiler_that_fails_costs_speed_only(
     assert not list(tmp_path.rglob("*.so"))
 
 
-def test_without_a_compiler_there_are_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(build, "_compiler", lambda: None)
+@pytest.mark.usefixtures("unbuilt")
+def test_without_a_compiler_there_are_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(build, "find_compiler", lambda: None)
     assert native.best_variant.__wrapped__() is None
 
 

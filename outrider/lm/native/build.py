@@ -1,4 +1,4 @@
-"""Builds the library of native operators; `python -m outrider.lm.native.build` builds it into the package.
+"""Builds the library of native operators; `python -m outrider.lm.native [COMPILER]` builds it into the package.
 
 The compiler is the one that torch.compile uses. Sources, compiler and PyTorch's version name the file, so that each is
 built once for a user. PyTorch's stable ABI lets a library that was built into the package run with later versions.
@@ -18,7 +18,7 @@ import torch
 from outrider.lm.embedded import cache_dir
 
 _FOLDER: Final = Path(__file__).parent
-_IN_PACKAGE: Final = _FOLDER / "operators.so"
+IN_PACKAGE: Final = _FOLDER / "operators.so"
 _COMMON: Final = ("-std=c++20", "-O3", "-fPIC", "-ffp-contract=off", "-Wall", "-Wextra")
 _AVX512: Final = ("-mfma", "-mavx512f", "-mavx512bw", "-mavx512vl")
 _FLAGS: Final = {
@@ -47,9 +47,9 @@ def ensure_library() -> Path | None:
     """
     if not is_supported():
         return None
-    if _IN_PACKAGE.exists():
-        return _IN_PACKAGE
-    compiler = _compiler()
+    if IN_PACKAGE.exists():
+        return IN_PACKAGE
+    compiler = find_compiler()
     if compiler is None:
         return None
     path = cache_dir() / "native" / f"operators-{_digest(compiler)}.so"
@@ -85,7 +85,8 @@ def build(path: Path, compiler: str) -> None:
         linked.rename(path)
 
 
-def _compiler() -> str | None:
+def find_compiler() -> str | None:
+    """Return the C++ compiler that torch.compile uses; None where there is none."""
     from torch._inductor import cpp_builder, exc
 
     try:
@@ -110,22 +111,3 @@ def _run(command: list[str]) -> str:
         lines = [line for line in done.stderr.splitlines() if "error" in line] or done.stderr.splitlines()
         raise OSError(f"{command[0]} failed: {lines[0] if lines else f'exit code {done.returncode}'}")
     return done.stdout
-
-
-def main() -> None:
-    """Build the library into the package; end with an error in one line if that fails."""
-    if not is_supported():
-        print(f"there are no native operators for {sys.platform} on {platform.machine()}")
-        return
-    compiler = _compiler()
-    if compiler is None:
-        sys.exit("outrider: error: no C++ compiler was found")
-    try:
-        build(_IN_PACKAGE, compiler)
-    except OSError as error:
-        sys.exit(f"outrider: error: {error}")
-    print(_IN_PACKAGE)
-
-
-if __name__ == "__main__":
-    main()
