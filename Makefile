@@ -127,7 +127,7 @@ clients: install $(CLIENTS_STAMP) ## Runs unchanged clients of OpenAI and Ollama
 vllm: install $(VLLM_STAMP) $(VLLM_DRAFT) ## Runs a vLLM server with remote drafts, and the target on vLLM, in an environment of its own. Takes an hour.
 	@OUTRIDER_TEST_VLLM=$(CURDIR)/$(VLLM)/bin/python $(BIN)/python -m pytest -q tests/vllm -m 'vllm or not vllm' $(ARGS)
 
-# The draft of its tests: some minutes of training are enough for a third of its tokens to be accepted.
+# The draft of its tests: these minutes of training are enough for a quarter of its first tokens to be accepted.
 $(VLLM_DRAFT): | $(VLLM_STAMP)
 	@$(BIN)/outrider distill embedded $(VLLM)/draft --method layers --num-layers 20 --conversations 200 --budget 6m
 

@@ -100,6 +100,7 @@ def test_numbers_that_are_no_ordinary_ones(product: Product) -> None:
     assert torch.equal(product(rows, weight)[2:], output[2:])  # subnormal numbers count as zero
     tiny = product((rows[3:].float() * 1e-30).bfloat16(), (weight.float() * 1e-9).bfloat16())
     assert not tiny.any()
+    assert not product(torch.zeros_like(rows), weight, torch.full((16,), 1e-39).bfloat16()).any()
 
 
 def test_the_largest_sums_round_to_infinity(product: Product) -> None:

@@ -17,6 +17,8 @@ pytestmark = [pytest.mark.vllm, pytest.mark.embedded, pytest.mark.timeout(900)]
 NEAR_TIE = 1e-3
 """Gap of the two highest log-probabilities, in float32, below which the batch decides which of them is higher."""
 NUM_TOKENS = 32
+PATIENT = {"OUTRIDER_ADAPTIVE_SPECULATION": "false", "OUTRIDER_DRAFT_MAX_WAIT_S": "2"}
+"""Every step waits for whole proposals and verifies all of them, whether or not that pays."""
 
 
 @pytest.fixture(scope="module")
@@ -38,10 +40,9 @@ async def plain(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[VllmE
 async def drafted(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[VllmEngine]:
     """vLLM with a draft distilled for it; every step waits for the whole proposal."""
     log = tmp_path_factory.mktemp("drafted") / "log"
-    variables = {"OUTRIDER_ADAPTIVE_SPECULATION": "false", "OUTRIDER_DRAFT_MAX_WAIT_S": "2"}
     async with (
         remote_draft(DISTILLED) as draft,
-        engine(ensure_embedded(), log, draft.address, options={"engine": REAL}, **variables) as running,
+        engine(ensure_embedded(), log, draft.address, options={"engine": REAL}, **PATIENT) as running,
     ):
         yield running
 
@@ -50,7 +51,7 @@ async def test_greedy_texts_are_vllms_own(prompts: list[list[int]], plain: VllmE
     sampling = {"temperature": 0.0, "max_tokens": NUM_TOKENS, "ignore_eos": True}
     own = await plain.run(prompts, sampling | {"logprobs": 2}, together=True)
     found = await drafted.run(prompts, dict(sampling), together=True)
-    assert found["counts"]["num_accepted"] > 50
+    assert found["counts"]["num_accepted"] > 20
     for expected, tokens, gaps in zip(own["token_ids"], found["token_ids"], own["gaps"], strict=True):
         place = next((at for at, (one, two) in enumerate(zip(expected, tokens, strict=True)) if one != two), None)
         assert place is None or gaps[place] < NEAR_TIE, (place, expected, tokens)
@@ -81,7 +82,7 @@ async def test_preempted_requests_go_on_with_their_drafts(
     small = {**REAL, "num_gpu_blocks_override": 20, "block_size": 32, "max_model_len": 512}
     async with (
         remote_draft(DISTILLED) as draft,
-        engine(ensure_embedded(), tmp_path / "log", draft.address, options={"engine": small}) as running,
+        engine(ensure_embedded(), tmp_path / "log", draft.address, options={"engine": small}, **PATIENT) as running,
     ):
         result = await running.run(prompts[:8], dict(sampling), together=True)
     own = await plain.run(prompts[:8], sampling | {"logprobs": 2}, together=True)

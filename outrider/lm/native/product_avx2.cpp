@@ -72,7 +72,6 @@ struct Avx2 {
 }  // namespace
 
 void product_avx2(const Product& product, int64_t begin, int64_t end) {
-  const NoSubnormals guard;
   product_rows<Avx2>(product, begin, end);
 }
 

@@ -8,8 +8,7 @@
 namespace outrider {
 namespace {
 
-struct Avx512 {
-  using Sum = __m512;
+struct Avx512 : Avx512Sums {
   struct Weights {
     __m512 even, odd;
   };
@@ -18,7 +17,6 @@ struct Avx512 {
   static constexpr int kRegisters = 32, kSumRegisters = 1, kWeightRegisters = 2, kPairRegisters = 2;
   static constexpr int kRows = 8;
 
-  static Sum zero() { return _mm512_setzero_ps(); }
   static Weights split(__m512i pairs) {
     return {_mm512_castsi512_ps(_mm512_slli_epi32(pairs, 16)),
             _mm512_castsi512_ps(_mm512_and_si512(pairs, _mm512_set1_epi32(static_cast<int>(0xffff0000))))};
@@ -29,16 +27,11 @@ struct Avx512 {
     sum = _mm512_fmadd_ps(pair.odd, weights.odd, sum);
     sum = _mm512_fmadd_ps(pair.even, weights.even, sum);
   }
-  static Sum read(const float* values) { return _mm512_load_ps(values); }
-  static Sum plus(Sum sum, const uint16_t* columns) { return plus_512(sum, columns); }
-  static void round(uint16_t* columns, Sum sum) { round_512(columns, sum); }
-  static void store(float* values, Sum sum) { _mm512_store_ps(values, sum); }
 };
 
 }  // namespace
 
 void product_avx512(const Product& product, int64_t begin, int64_t end) {
-  const NoSubnormals guard;
   product_rows<Avx512>(product, begin, end);
 }
 

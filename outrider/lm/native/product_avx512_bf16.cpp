@@ -8,24 +8,18 @@
 namespace outrider {
 namespace {
 
-struct Avx512Bf16 {
-  using Sum = __m512;
+struct Avx512Bf16 : Avx512Sums {
   using Weights = __m512i;
   using Pair = __m512i;
 
   static constexpr int kRegisters = 32, kSumRegisters = 1, kWeightRegisters = 1, kPairRegisters = 1;
   static constexpr int kRows = 8;
 
-  static Sum zero() { return _mm512_setzero_ps(); }
   static Weights load(const uint32_t* weights) { return _mm512_loadu_si512(weights); }
   static Pair spread(uint32_t pair) { return _mm512_set1_epi32(static_cast<int>(pair)); }
   static void add(Sum& sum, Pair pair, Weights weights) {
     sum = _mm512_dpbf16_ps(sum, reinterpret_cast<__m512bh>(pair), reinterpret_cast<__m512bh>(weights));
   }
-  static Sum read(const float* values) { return _mm512_load_ps(values); }
-  static Sum plus(Sum sum, const uint16_t* columns) { return plus_512(sum, columns); }
-  static void round(uint16_t* columns, Sum sum) { round_512(columns, sum); }
-  static void store(float* values, Sum sum) { _mm512_store_ps(values, sum); }
 };
 
 }  // namespace

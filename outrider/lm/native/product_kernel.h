@@ -183,6 +183,7 @@ inline void product_group(const Product& product, int64_t first_row, int64_t las
 
 template <class Isa>
 inline void product_rows(const Product& product, int64_t begin, int64_t end) {
+  const NoSubnormals guard;
   if (product.num_rows <= Isa::kRows) {
     product_few<Isa, Isa::kRows>(product, begin, end);
     return;
