@@ -60,7 +60,7 @@ def can_compile(device: torch.device) -> bool:
 
         cpp_builder.get_cpp_compiler()
         return True
-    _LOG.warning("no C++ compiler found: the model runs uncompiled, at about two thirds of the speed")
+    _LOG.warning("no C++ compiler found: the model runs uncompiled, at half the speed")
     return False
 
 
