@@ -7,42 +7,34 @@ other. Three parts, each with runs that alternate:
   draft's quality is known (`bench.markov_llama`). Modes: plain decoding; remote drafts that run ahead, or wait for
   vLLM's tokens, at each round-trip time; a draft in vLLM's process that proposes the same tokens and takes as long.
 - overhead: seconds that the plug-in adds to a step of these, its waits for proposals not counted.
-- lost drafts: the embedded model, greedily; a draft that was killed, is stopped, is slow, or proposes ids outside the
-  vocabulary, against vLLM without any of this. The texts are compared too.
+- lost drafts (`bench.vllm_lost_drafts`): the embedded model, with a draft that fails. The texts are compared too.
 """
 
 import json
 import os
-import signal
 import tempfile
 from collections import defaultdict
-from collections.abc import AsyncIterator, Mapping
-from contextlib import AsyncExitStack, asynccontextmanager
+from collections.abc import Mapping
+from contextlib import AsyncExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Final
 
-import grpc
-
 from bench.markov_llama import save
 from bench.number_lists import numbers
 from bench.progress import Step, progress
-from bench.prompts import VARIED
 from bench.proxy import Proxy, proxied
 from bench.remote_draft import remote_draft
 from bench.result import BenchResult, machine, median, quantile
-from bench.stub_workers import WrongDraft
-from bench.vllm_engine import PYTHON, VllmEngine
+from bench.vllm_engine import PYTHON, VllmEngine, over_plain, rate
+from bench.vllm_lost_drafts import FAULTS, LostDraft, measure_lost
 from bench.vllm_own_draft import TABLE_VARIABLE
 from outrider.errors import InvalidArgument
-from outrider.lm.embedded import ensure_embedded
-from outrider.v1 import draft_pb2_grpc, worker_pb2_grpc
 
 PLAIN: Final = "plain"
 OWN: Final = "own draft"
 SYNCHRONOUS: Final = "synchronous"
 STREAMING: Final = "streaming"
-FAULTS: Final = ("killed", "stopped", "slow", "wrong ids")
 _REMOTE: Final = {SYNCHRONOUS: "0", STREAMING: "64"}
 _ENGINE: Final = {
     "skip_tokenizer_init": True,
@@ -52,7 +44,6 @@ _ENGINE: Final = {
     "max_num_seqs": 32,
     "enable_prefix_caching": False,
 }
-_SLOW_S: Final = 0.5
 _PROMPT: Final = (1, 2, 3)
 
 
@@ -69,7 +60,8 @@ class Options:
         num_tokens: output tokens of a measurement.
         num_repeats: measurements of each case, of which the median is reported.
         num_requests: requests at once, in the second measurement of the overhead.
-        num_pairs: pairs of runs, with and without a failing draft.
+        num_pairs: pairs of measurements, with and without a failing draft.
+        lost_runs: runs of each measurement; those of a pair alternate.
         lost_tokens: output tokens of such a run.
         faults: failures of the draft, comma-separated; empty for none.
         python: of vLLM's environment.
@@ -84,7 +76,8 @@ class Options:
     num_repeats: int = 5
     num_requests: int = 16
     num_pairs: int = 5
-    lost_tokens: int = 96
+    lost_runs: int = 5
+    lost_tokens: int = 64
     faults: str = ",".join(FAULTS)
     python: str = PYTHON
 
@@ -117,13 +110,20 @@ async def measure(options: Options) -> BenchResult:
             folder = Path(name)
             rows, figures = await _speed(options, folder, cores[0], step)
             for fault in options.fault_names:
-                rows.append(await _lost(options, fault, folder, cores[0], step))
+                lost = LostDraft(
+                    fault,
+                    options.num_speculative_tokens,
+                    options.num_pairs,
+                    options.lost_runs,
+                    options.lost_tokens,
+                    options.python,
+                )
+                rows.append(await measure_lost(lost, folder, cores[0], step))
         finally:
             os.sched_setaffinity(0, set(cores))
-    lost = [row["rate_over_plain"] for row in rows if row["mode"] in FAULTS]
-    if lost:
-        figures["vllm_draft_lost_over_plain_worst"] = min(lost)
-        figures["vllm_draft_lost_same_text"] = float(all(row["same_text"] for row in rows if row["mode"] in FAULTS))
+    if lost_rows := [row for row in rows if row["mode"] in FAULTS]:
+        figures["vllm_draft_lost_over_plain_worst"] = min(row["rate_over_plain"] for row in lost_rows)
+        figures["vllm_draft_lost_same_text"] = float(all(row["same_text"] for row in lost_rows))
     return BenchResult("vllm", {**machine(), **asdict(options)}, rows, figures)
 
 
@@ -163,8 +163,8 @@ async def _speed(
         many = await engines[STREAMING].run(
             prompts, {"temperature": 1.0, "max_tokens": options.num_tokens}, together=True
         )
-    rows = [_speed_row(mode, rtt_ms, results) for (mode, rtt_ms), results in found.items()]
-    return rows, _speed_figures(rows, found, many)
+    rows = [_speed_row(mode, rtt_ms, results, found[PLAIN, None]) for (mode, rtt_ms), results in found.items()]
+    return rows, _speed_figures(found, many)
 
 
 def _engine(options: Options, mode: str, folder: Path, core: int, proxy: Proxy, table: Path) -> VllmEngine:
@@ -183,11 +183,9 @@ def _engine(options: Options, mode: str, folder: Path, core: int, proxy: Proxy, 
     return VllmEngine(settings, python=options.python, variables=variables, cores=[core], log=log)
 
 
-def _rate(result: Mapping[str, Any]) -> float:
-    return sum(map(len, result["token_ids"])) / float(result["duration_s"])
-
-
-def _speed_row(mode: str, rtt_ms: float | None, results: list[dict[str, Any]]) -> dict[str, Any]:
+def _speed_row(
+    mode: str, rtt_ms: float | None, results: list[dict[str, Any]], plain: list[dict[str, Any]]
+) -> dict[str, Any]:
     num_tokens = sum(len(tokens) for result in results for tokens in result["token_ids"])
     num_steps = sum(len(result["steps_s"]) for result in results)
     verified = sum(result["counts"].get("num_verified", 0) for result in results)
@@ -195,26 +193,24 @@ def _speed_row(mode: str, rtt_ms: float | None, results: list[dict[str, Any]]) -
     return {
         "mode": mode,
         "rtt_ms": rtt_ms,
-        "tokens_per_s": median(_rate(result) for result in results),
+        "tokens_per_s": median(rate(result) for result in results),
         "tokens_per_step": num_tokens / num_steps,
         "acceptance_rate": accepted / verified if verified else None,
         "wait_per_step_ms": 1e3 * sum(result["counts"].get("wait_s", 0.0) for result in results) / num_steps,
-        "rate_over_plain": None,
+        **over_plain([rate(one) / rate(other) for one, other in zip(results, plain, strict=True)]),
         "same_text": None,
     }
 
 
 def _speed_figures(
-    rows: list[dict[str, Any]], found: Mapping[tuple[str, float | None], list[dict[str, Any]]], many: dict[str, Any]
+    found: Mapping[tuple[str, float | None], list[dict[str, Any]]], many: dict[str, Any]
 ) -> dict[str, float]:
     """Return the figures; ratios are medians over repeats, of runs that followed each other."""
 
     def ratio(one: tuple[str, float | None], other: tuple[str, float | None]) -> float:
         pairs = zip(found[one], found[other], strict=True)
-        return median(_rate(first) / _rate(second) for first, second in pairs)
+        return median(rate(first) / rate(second) for first, second in pairs)
 
-    for row in rows:
-        row["rate_over_plain"] = ratio((row["mode"], row["rtt_ms"]), (PLAIN, None))
     rtts = sorted(rtt for mode, rtt in found if mode == STREAMING and rtt is not None)
     figures = {
         "vllm_remote_over_plain": ratio((STREAMING, rtts[0]), (PLAIN, None)),
@@ -232,95 +228,3 @@ def _speed_figures(
         "step_overhead_many_p99_s": quantile(many["overheads_s"], 0.99),
     }
     return figures
-
-
-async def _lost(options: Options, fault: str, folder: Path, core: int, step: Step) -> dict[str, Any]:
-    """Measure pairs of runs of the embedded model, without a draft and with one that fails."""
-    target = str(ensure_embedded())
-    engine = {"dtype": "float32", "max_model_len": 1024, "max_num_seqs": 4, "enable_prefix_caching": False}
-    sampling = {"temperature": 0.0, "max_tokens": options.lost_tokens, "ignore_eos": True}
-    log = folder / f"{fault.replace(' ', '-')}.log"
-    async with AsyncExitStack() as stack:
-        address, begin = await stack.enter_async_context(_failing(fault))
-        plain = await stack.enter_async_context(
-            VllmEngine({"model": target, "engine": engine}, python=options.python, cores=[core], log=log)
-        )
-        remote = await stack.enter_async_context(
-            VllmEngine(
-                {
-                    "model": target,
-                    "engine": engine,
-                    "drafts": "remote",
-                    "num_speculative_tokens": options.num_speculative_tokens,
-                },
-                python=options.python,
-                variables={"OUTRIDER_DRAFTS": address},
-                cores=[core],
-                log=log,
-            )
-        )
-        prompts = _token_ids(target)
-        await remote.wait_for_drafts(1)
-        for each in (plain, remote):
-            await each.run(prompts[:1], dict(sampling))
-        begin()
-        ratios, same = [], []
-        for pair in range(options.num_pairs):
-            step(f"draft {fault}")
-            prompt = [prompts[pair % len(prompts)]]
-            ran: dict[str, dict[str, Any]] = {}
-            order = (("plain", plain), ("remote", remote)) if pair % 2 else (("remote", remote), ("plain", plain))
-            for name, each in order:
-                ran[name] = await each.run(prompt, dict(sampling))
-            ratios.append(_rate(ran["remote"]) / _rate(ran["plain"]))
-            same.append(ran["remote"]["token_ids"] == ran["plain"]["token_ids"])
-    return {
-        "mode": fault,
-        "rtt_ms": None,
-        "tokens_per_s": _rate(ran["remote"]),
-        "tokens_per_step": None,
-        "acceptance_rate": None,
-        "wait_per_step_ms": None,
-        "rate_over_plain": median(ratios),
-        "same_text": all(same),
-    }
-
-
-@asynccontextmanager
-async def _failing(fault: str) -> AsyncIterator[tuple[str, Any]]:
-    """Yield the address of a draft that works, and what makes it fail."""
-    if fault == "wrong ids":
-        async with _served(WrongDraft()) as address:
-            yield address, lambda: None
-        return
-    async with remote_draft("", "ngram") as draft, proxied(draft.address) as proxy:
-
-        def slow() -> None:
-            proxy.up.latency_s = proxy.down.latency_s = _SLOW_S
-
-        begin = {
-            "killed": draft.kill,
-            "stopped": lambda: os.kill(draft.pid, signal.SIGSTOP),
-            "slow": slow,
-        }[fault]
-        yield proxy.address, begin
-
-
-@asynccontextmanager
-async def _served(draft: WrongDraft) -> AsyncIterator[str]:
-    server = grpc.aio.server()
-    draft_pb2_grpc.add_DraftServiceServicer_to_server(draft, server)
-    worker_pb2_grpc.add_WorkerServiceServicer_to_server(draft, server)
-    port = server.add_insecure_port("127.0.0.1:0")
-    await server.start()
-    try:
-        yield f"127.0.0.1:{port}"
-    finally:
-        await server.stop(0)
-
-
-def _token_ids(folder: str) -> list[list[int]]:
-    from transformers import AutoTokenizer
-
-    tokenizer = AutoTokenizer.from_pretrained(folder)
-    return [tokenizer.encode(text) for text in VARIED[:5]]

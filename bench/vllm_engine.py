@@ -9,6 +9,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Final, Self
 
+from bench.result import median
 from outrider.errors import InvalidArgument, Unavailable
 
 PYTHON: Final = ".venv-vllm/bin/python"
@@ -109,3 +110,14 @@ class VllmEngine:
             raise Unavailable("the vLLM process ended; its log says why")
         answer: dict[str, Any] = json.loads(line)
         return answer
+
+
+def rate(*results: Mapping[str, Any]) -> float:
+    """Return the tokens per second of some runs' results."""
+    num_tokens = sum(len(token_ids) for result in results for token_ids in result["token_ids"])
+    return num_tokens / sum(float(result["duration_s"]) for result in results)
+
+
+def over_plain(ratios: Sequence[float]) -> dict[str, float]:
+    """Return the fields of a row that state pairs' rates over plain vLLM's."""
+    return {"rate_over_plain": median(ratios), "lowest_over_plain": min(ratios), "highest_over_plain": max(ratios)}

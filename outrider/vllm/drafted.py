@@ -44,11 +44,15 @@ class Drafted:
         received: the proposal, as far as it has arrived.
         rates: acceptance rates of its draft.
         times: of the draft's answers.
-        num_tokens: tokens of the request that the tree has followed, and the draft been sent.
+        num_tokens: tokens of the request that the tree has followed.
+        num_sent: of these, those that the draft was sent.
+        is_paused: whether the draft was told to propose nothing; then it is sent nothing until it is to propose again.
         asked_at: monotonic time at which the last of them were sent.
         arrived_at: monotonic time of the last part of the proposal.
         is_answering: whether the draft's answer to them has begun to arrive.
         num_rounds: steps that gave it tokens.
+        is_open: whether its draft had it open in the last round.
+        num_empty: rounds in a row in which its draft had it open, and nothing that it had proposed could be verified.
         verified: proposed tokens that the step in progress verifies.
     """
 
@@ -57,8 +61,12 @@ class Drafted:
     rates: AcceptanceRates
     times: DraftTimes
     num_tokens: int
+    num_sent: int
     asked_at: float
     arrived_at: float = 0.0
     is_answering: bool = False
+    is_paused: bool = False
     num_rounds: int = 0
+    is_open: bool = False
+    num_empty: int = 0
     verified: tuple[int, ...] = ()

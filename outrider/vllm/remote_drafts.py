@@ -26,6 +26,8 @@ _DECAY: Final = 0.998
 _PRIOR_WEIGHT: Final = 30.0
 _LEAST_VALUE: Final = 0.05
 """Acceptance rate of a first token below which its request is drafted for in some rounds only, to learn of a change."""
+_MAX_EMPTY_ROUNDS: Final = 64
+"""Rounds in a row without a token to verify, because the draft's answers come too late, after which likewise."""
 _TRIAL_ROUNDS: Final = 16
 _TRIAL_CYCLE: Final = 256
 _MAX_SILENT_WAITS: Final = 2
@@ -84,6 +86,8 @@ class RemoteDrafts:
         self._commands: list[Command] = []
         self._num_sessions = 0
         self._num_silent = 0
+        self._num_empty = 0
+        """Of the request that last had a round, with a draft: a new one begins with it."""
         self._spent_s = 0.0
         self._advanced_at: float | None = None
         thread.deliver = self._receive
@@ -103,7 +107,16 @@ class RemoteDrafts:
         received.restart(request.num_tokens)
         times = DraftTimes(self._answers)
         with self._changed:
-            self._requests[request.request_id] = Drafted(request, received, rates, times, request.num_tokens, begun)
+            self._requests[request.request_id] = Drafted(
+                request,
+                received,
+                rates,
+                times,
+                request.num_tokens,
+                request.num_tokens,
+                begun,
+                num_empty=self._num_empty,
+            )
         self._num_sessions += 1
         name = f"{self._prefix}-{self._num_sessions}"
         message = open_message(request, name, self._vocabulary_size, self._fingerprint)
@@ -165,9 +178,14 @@ class RemoteDrafts:
         item.received.follow(new)
         item.num_tokens = known + len(new)
         item.num_rounds += 1
-        item.asked_at, item.is_answering = now, False
+        num_wanted = self._num_wanted(item)
+        if item.is_paused and not num_wanted:
+            return
+        item.asked_at, item.is_answering, item.is_paused = now, False, not num_wanted
         item.times.record_verdict(item.num_tokens, now)
-        self._commands.append(Advance(request.request_id, new, self._num_wanted(item)))
+        unsent = tuple(request.all_token_ids[item.num_sent :])
+        item.num_sent = item.num_tokens
+        self._commands.append(Advance(request.request_id, unsent, num_wanted))
 
     def _count(self, item: Drafted, new: Sequence[int]) -> None:
         """Count what a step verified of a request's proposal, and accepted."""
@@ -181,9 +199,10 @@ class RemoteDrafts:
         item.verified = ()
 
     def _num_wanted(self, item: Drafted) -> int:
-        if self._adapts and item.rates.value(1, 1) < _LEAST_VALUE and item.num_rounds % _TRIAL_CYCLE >= _TRIAL_ROUNDS:
-            return 0
-        return self._num
+        is_of_use = item.rates.value(1, 1) >= _LEAST_VALUE and item.num_empty < _MAX_EMPTY_ROUNDS
+        if is_of_use or not self._adapts or item.num_rounds % _TRIAL_CYCLE < _TRIAL_ROUNDS:
+            return self._num
+        return 0
 
     def _post(self) -> None:
         commands, self._commands = self._commands, []
@@ -231,6 +250,7 @@ class RemoteDrafts:
             waited_s = self._clock() - begun
         for item, (_, token_ids), num in zip(drafted, lines, depths, strict=True):
             item.verified = tuple(token_ids[:num])
+            self._learn_lateness(item, is_empty=not token_ids)
         if waited_s:
             self.counts.wait_s += waited_s
             self.counts.num_waits += 1
@@ -238,6 +258,14 @@ class RemoteDrafts:
             self.counts.num_silent_waits += is_silent
             self._num_silent += is_silent
         return waited_s
+
+    def _learn_lateness(self, item: Drafted, *, is_empty: bool) -> None:
+        """Count the rounds in which a request's draft gave nothing to verify; another draft is not judged by them."""
+        was_open, item.is_open = item.is_open, item.request.request_id in self._thread.ready
+        if item.is_open:
+            item.num_empty = self._num_empty = item.num_empty + 1 if is_empty else 0
+        elif was_open:
+            item.num_empty = self._num_empty = 0
 
     def _depths(self, lines: Sequence[Line], max_rows: int) -> Sequence[int]:
         """Return how many tokens of each line a step verifies."""
@@ -269,7 +297,7 @@ class RemoteDrafts:
             values,
             most,
             item.rates,
-            item.times if is_ready else None,
+            item.times if is_ready and not item.is_paused else None,
             is_running=is_running,
             asked_s=self._clock() - (max(item.arrived_at, item.asked_at) if is_running else item.asked_at),
             may_grow=not is_complete,

@@ -111,6 +111,28 @@ async def test_a_draft_of_no_use_changes_no_text(draft: ScriptedDraft, wrong: st
     assert source.counts.num_accepted == 0
 
 
+async def test_a_draft_that_is_always_late_is_sent_tokens_in_some_rounds_only_and_found_again(
+    draft: ScriptedDraft,
+) -> None:
+    draft.is_silent = True
+    async with drafting(draft) as source:
+        await until(lambda: source.thread.num_connected == 1)
+        request = FakeRequest("r", max_tokens=400)
+        engine = await asyncio.to_thread(FakeEngine, source, [request])
+        await until(lambda: "r" in source.thread.ready)
+        late = 250
+        for _ in range(late):
+            await asyncio.to_thread(engine.step)
+        await until(lambda: draft.of("advance")[-1].num_speculative_tokens == 0)
+        assert 60 < len(draft.of("advance")) < 80
+        assert request.num_tokens == 3 + late
+        draft.is_silent = False
+        await asyncio.wait_for(asyncio.to_thread(engine.run, resting(source)), 30)
+    assert request.output == continuation([5, 6, 7], 400)
+    assert source.counts.num_accepted > 60
+    assert engine.num_steps < 350
+
+
 async def test_a_draft_that_dies_is_replaced_and_comes_back(draft: ScriptedDraft) -> None:
     async with ScriptedDraft("other") as other, drafting(draft, other) as source:
         await until(lambda: source.thread.num_connected == 2)
