@@ -39,6 +39,8 @@ OF_MODELS: Final = (
 TO_SERVICES: Final = ("curl ", "outrider chat --address", "outrider generate", "outrider info")
 ALONE: Final = ("make demo", "outrider chat", "outrider generate 'Why is the sky blue?' --chat --color")
 SERVERS: Final = ("outrider up", "outrider up --num-targets 2")
+KILL: Final = "kill -9 PROCESS_ID"
+LONG: Final = "outrider generate 'Tell a long story.'"
 
 
 def lines_of(page: Path) -> list[str]:
@@ -49,7 +51,7 @@ def lines_of(page: Path) -> list[str]:
 
 def test_every_command_is_run_somewhere() -> None:
     for line in (*lines_of(README), *lines_of(QUICKSTART)):
-        is_run = line in (*OF_MODELS, *ALONE, *SERVERS) or (line.startswith(TO_SERVICES) and "127.0.0.1" in line)
+        is_run = line in (*OF_MODELS, *ALONE, *SERVERS, KILL) or (line.startswith(TO_SERVICES) and "127.0.0.1" in line)
         assert is_run or line in ELSEWHERE, f"{line}: nothing runs it"
     for place in ELSEWHERE.values():
         assert (ROOT / place).exists()
@@ -59,8 +61,8 @@ def test_every_command_is_run_somewhere() -> None:
 @pytest.mark.embedded
 @pytest.mark.timeout(1800)
 def test_the_quickstart(tmp_path: Path) -> None:
-    lines = [line for line in lines_of(QUICKSTART) if line.startswith(TO_SERVICES)]
-    assert len(lines) == 6
+    lines = [line for line in lines_of(QUICKSTART) if line.startswith(TO_SERVICES) and not line.startswith(LONG)]
+    assert len(lines) == 7
     with serving("outrider up", tmp_path) as (grpc, http):
         for line in lines:
             printed = run(line.replace(GRPC, grpc).replace(HTTP, http), tmp_path)
@@ -69,8 +71,33 @@ def test_the_quickstart(tmp_path: Path) -> None:
             if block.language == "python":
                 code = block.text.replace(GRPC, grpc).replace(HTTP, http)
                 assert len(run(shlex.join(["python", "-c", code]), tmp_path)) > 40
+
+
+@pytest.mark.slow
+@pytest.mark.embedded
+@pytest.mark.timeout(1800)
+def test_a_killed_target_changes_nothing(tmp_path: Path) -> None:
+    (line,) = [line for line in lines_of(QUICKSTART) if line.startswith(LONG)]
     with serving("outrider up --num-targets 2", tmp_path) as (grpc, _):
-        assert run(f"outrider info --address {grpc}", tmp_path).count("target") >= 2
+        line = line.replace(GRPC, grpc)
+        undisturbed = run(line, tmp_path)
+        with subprocess.Popen(
+            translated(line), cwd=tmp_path, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        ) as generating:
+            os.kill(process_id_of_the_generating_target(grpc, tmp_path), signal.SIGKILL)
+            printed, figures = generating.communicate(timeout=600)
+    assert printed == undisturbed
+    assert "recomputed" in figures
+
+
+def process_id_of_the_generating_target(grpc: str, folder: Path) -> int:
+    """Returns it once a target generates, as the quickstart has it found."""
+    for _ in range(60):
+        targets = run(f"outrider info --address {grpc}", folder).partition("draft ")[0].split("target ")
+        for target in targets:
+            if "1 generating" in target:
+                return int(re.findall(r"replica\W+\S*-(\d+)", target)[0])
+    raise AssertionError("no target generates")
 
 
 @pytest.mark.slow
