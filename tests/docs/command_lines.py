@@ -119,4 +119,4 @@ _CHECKS: Final[Mapping[str, Callable[[Sequence[str]], None]]] = {
     "kubectl": _kubectl,
     "docker": _docker,
 }
-_OTHERS: Final = frozenset({"curl", "pip", "printf"})
+_OTHERS: Final = frozenset({"curl", "kill", "pip", "printf"})
