@@ -44,7 +44,7 @@ RUN /opt/outrider/bin/pip install --no-cache-dir --constraint /wheels/constraint
 # The native operators of outrider.lm, which need a compiler only here.
 FROM worker-environment AS worker-operators
 RUN apt-get update && apt-get install --yes --no-install-recommends g++ && rm -rf /var/lib/apt/lists/* \
-    && /opt/outrider/bin/python -m outrider.lm.native
+    && /opt/outrider/bin/python -m outrider.native
 
 FROM worker-operators AS whole-environment
 RUN /opt/outrider/bin/pip install --no-cache-dir --constraint /wheels/constraints.txt \

@@ -10,8 +10,8 @@ from typing import Any, Final
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
 
+from outrider.cache import cache_dir
 from outrider.errors import InvalidArgument
-from outrider.lm.embedded import cache_dir
 
 _LLAMA_3: Final[Mapping[str, Any]] = {
     "vocab_size": 128256,

@@ -45,8 +45,8 @@ class TargetSettings(WorkerSettings, ModelOptions):
     )
     invariant: bool = Field(
         True,
-        description="Compute each position to the same bits in every pass. `false` makes long prompts faster, halves "
-        "the KV cache and slows decoding; the text may then depend on load and failovers, and statistics report it.",
+        description="Compute each position to the same bits in every pass. `false` takes the kernels of PyTorch; the "
+        "text may then depend on load and failovers, and statistics report it.",
     )
     kv_blocks_url: str = Field(
         "", description="Redis or Valkey for blocks of the KV cache, which any target restores; empty for none."

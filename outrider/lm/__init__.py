@@ -15,10 +15,11 @@ The target's engine and the drafters that have a model use it (`LanguageModel` i
 - **Memory.** A step reserves its pages before the pass. KV memory uses 2 MiB pages of the system where it has them:
   with pages of 4 KiB, 16 prompt rows at position 1,000 beside 4 sessions took 42 ms instead of 33.
 - **Compiled layers** (`compilation`). Where there is a C++ compiler, PyTorch compiles one layer; all layers and all
-  numbers of rows share that code, which is kept in the user's cache directory. Attention is then PyTorch's flex
-  attention over the pages, otherwise plain operations over blocks of 256 positions.
-- **Linear layers** in bfloat16 on a CPU are packed once (`packed_linear`) for the native product (`native`), which is
-  built once where there is a C++ compiler; else for oneDNN's.
+  numbers of rows share that code, which is kept in the user's cache directory.
+- **Attention** (`attention`) on a CPU is a native operator over the pages, which is built once where there is a C++
+  compiler; else plain operations over blocks of 256 positions.
+- **Linear layers** in bfloat16 on a CPU are packed once (`packed_linear`) for the native product (`outrider.native`);
+  else for oneDNN's.
 - **Ranks** (`ranks`, `pass_plan`). `torchrun` starts several processes for one target, and transformers' plan splits
   the weights. The first rank serves and plans each pass; the others receive the plan, a few hundred integers, and run
   it on their share. Page numbers are the same on all ranks, so only the first keeps books. A rank that fails ends

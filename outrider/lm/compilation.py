@@ -6,7 +6,6 @@ import os
 import types
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from importlib import import_module
 from pathlib import Path
 from typing import Any, Final, cast
 
@@ -14,16 +13,15 @@ import torch
 from torch import fx, nn
 from torch._inductor.custom_graph_pass import CustomGraphPass
 
-from outrider.lm.embedded import cache_dir
+from outrider.cache import cache_dir
 
 _LOG: Final = logging.getLogger(__name__)
 _MAX_VARIANTS: Final = 32
 _MIN_CHUNK: Final = 16384
-_CODE: Final = 3
+_CODE: Final = 4
 """Version of this module in the cache folder's name; increased by changes that the compiler's cache key lacks."""
 
 _PRODUCTS: Final = ("outrider.packed_product.default", "outrider.packed_linear.default")
-_REARRANGED: Final = ("key_reorder_ptr", "value_reorder_ptr")
 
 
 class _MergeEqualProducts(CustomGraphPass):
@@ -168,29 +166,6 @@ def _use_disk_cache() -> None:
     torch._inductor.config.cpp.min_chunk_size = _MIN_CHUNK
     # The scale and the bound of scores are constants of the model, not symbols.
     torch._dynamo.config.specialize_float = True
-    _allocate_on_use()
-
-
-def _allocate_on_use() -> None:
-    """Patch flex attention on CPUs to allocate memory for rearranged keys and values only if it rearranges them.
-
-    PyTorch 2.13 allocates the size of all pages on every call, and does not use it with float32 keys. Allocating and
-    freeing it takes a sixth of a pass of a small model.
-    """
-    # This module must be imported first: otherwise the import of the next one is circular.
-    import_module("torch._inductor.compile_fx")
-    kernel = import_module("torch._inductor.codegen.cpp_flex_attention_template")
-    template: Any = getattr(kernel, "CppFlexAttentionTemplate", None)
-    allocate = getattr(template, "codegen_allocate_buffer", None)
-    if allocate is None or hasattr(allocate, "__wrapped__"):
-        return
-
-    @functools.wraps(allocate)
-    def allocate_if_used(self: object, name: str, dtype: str, size: str) -> str:
-        code: str = allocate(self, name, dtype, f"(need_pack ? {size} : 0)" if name in _REARRANGED else size)
-        return code
-
-    template.codegen_allocate_buffer = allocate_if_used
 
 
 def _made(folder: Path) -> Path:

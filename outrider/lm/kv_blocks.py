@@ -54,12 +54,11 @@ class KVBlocks:
             self._pool.track()
         return [(digest, self._content(page)) for page, digest in self._pool.take_fresh()]
 
-    def put(self, digest: bytes, index: int, content: Tensor) -> bool:
+    def put(self, digest: bytes, content: Tensor) -> bool:
         """Restore a page to the prefix cache.
 
         Args:
             digest: digest of the page.
-            index: page index in its sessions: its first position is index * block_len.
             content: from `take_fresh`, of this or another process: uint8 [block_bytes], on the CPU.
 
         Returns:
@@ -75,7 +74,7 @@ class KVBlocks:
         page = self._pool.fill(digest)
         if page is None:
             return False
-        self._storage.write_page(page, index, content[: self._pool.page_bytes])
+        self._storage.write_page(page, content[: self._pool.page_bytes])
         self._features.write_page(page, content[self._pool.page_bytes :])
         return True
 

@@ -273,8 +273,8 @@ class PagedKVCache:
             layout.copies.append((self._table[first], page))
             self._pool.free([self._table[first]])
             self._table[first] = page
-            layout.new_pages.append((page, first))
-        layout.new_pages += [(page, num_kept + index) for index, page in enumerate(pages)]
+            layout.new_pages.append(page)
+        layout.new_pages += pages
         self._table += pages
         return True
 
@@ -288,7 +288,7 @@ class PagedKVCache:
         pages = self._pool.allocate(self._pool.num_pages_for(span.end + len(path)) - own_from)
         if pages is None:
             return None
-        layout.new_pages += [(page, own_from + index) for index, page in enumerate(pages)]
+        layout.new_pages += pages
         if own_from * page_len < span.start:
             copied_from = {to: source for source, to in layout.copies}
             layout.copies.append((copied_from.get(self._table[own_from], self._table[own_from]), pages[0]))

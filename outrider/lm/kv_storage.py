@@ -39,24 +39,22 @@ class KVStorage:
     ) -> None:
         self.page_len = page_len
         self.num_pages = num_pages
-        self._planes: dict[tuple[int, int], torch.Tensor] = {}
-        numbers: dict[tuple[int, int], int] = {}
+        # Keys and values lie apart: compiled layers copy what they write to if it shares memory with another argument.
+        self._planes: dict[tuple[str, int, int], torch.Tensor] = {}
+        numbers: dict[tuple[str, int, int], int] = {}
         places = []
         for shape in shapes:
-            for dim in (shape.key_dim, shape.value_dim):
-                kind = (shape.num_heads, dim)
+            for part, dim in (("keys", shape.key_dim), ("values", shape.value_dim)):
+                kind = (part, shape.num_heads, dim)
                 places.append((kind, numbers.get(kind, 0)))
                 numbers[kind] = numbers.get(kind, 0) + 1
-        for (num_heads, dim), num in numbers.items():
+        for kind, num in numbers.items():
             # Zeros, because masked slots are multiplied by 0, and NaN would remain NaN.
-            size = (num, num_pages * page_len, num_heads, dim)
-            self._planes[num_heads, dim] = lazy_zeros(size, dtype, device)
+            size = (num, num_pages * page_len, *kind[1:])
+            self._planes[kind] = lazy_zeros(size, dtype, device)
         self.tensors = [self._planes[kind][number] for kind, number in places]
         """Keys and values of layer 0, then of layer 1, ..."""
-        offsets = torch.arange(page_len, dtype=torch.int32, device=device)
-        self._offsets = offsets
-        self.positions = offsets.repeat(num_pages)
-        """Session position of each slot: int32 [num_slots]."""
+        self.device = device
 
     def layer(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Return a layer's keys [num_slots, num_heads, key_dim] and values [num_slots, num_heads, value_dim]."""
@@ -65,22 +63,20 @@ class KVStorage:
     @property
     def layout(self) -> str:
         """Description of the shapes and the dtype of a page's bytes."""
-        kinds = " ".join(f"{plane.shape[0]}x{heads}x{dim}" for (heads, dim), plane in self._planes.items())
+        kinds = " ".join(f"{part} {plane.shape[0]}x{heads}x{dim}" for (part, heads, dim), plane in self._planes.items())
         return f"{kinds} {self.tensors[0].dtype} pages of {self.page_len}".replace("torch.", "")
 
     def read_page(self, page: int) -> torch.Tensor:
         """Return the keys and values of a page as bytes: uint8 [page_bytes]."""
         return torch.cat([pages[:, page].flatten().view(torch.uint8) for pages in self._pages()])
 
-    def write_page(self, page: int, index: int, content: torch.Tensor) -> None:
+    def write_page(self, page: int, content: torch.Tensor) -> None:
         """Fill a page with the result of `read_page`.
 
         Args:
             page: page number.
-            index: index of the page in the page tables of its sessions.
             content: uint8 [page_bytes], on a CPU.
         """
-        self.positions.view(-1, self.page_len)[page] = index * self.page_len + self._offsets
         start = 0
         for pages in self._pages():
             place = pages[:, page]
@@ -89,26 +85,18 @@ class KVStorage:
             pages[:, page] = part.view(place.dtype).view(place.shape)
             start += num
 
-    def prepare(self, new_pages: Sequence[tuple[int, int]], copies: Sequence[tuple[int, int]]) -> None:
-        """Set the positions of new pages and clear them, then copy pages; see `StepLayout`."""
-        if new_pages:
-            copied = {target for _, target in copies}
-            self._clear(new_pages, [page for page, _ in new_pages if page not in copied])
+    def prepare(self, new_pages: Sequence[int], copies: Sequence[tuple[int, int]]) -> None:
+        """Clear new pages, then copy pages; see `StepLayout`."""
+        copied = {target for _, target in copies}
+        empty = [page for page in new_pages if page not in copied]
+        if empty:
+            # Old content is masked, but 0 times NaN is NaN: a failed session must not affect another.
+            for pages in self._pages():
+                pages[:, empty] = 0
         if copies:
-            source, target = torch.tensor(copies, device=self.positions.device).unbind(1)
+            source, target = torch.tensor(copies, device=self.device).unbind(1)
             for pages in self._pages():
                 pages[:, target] = pages[:, source]
-
-    def _clear(self, new_pages: Sequence[tuple[int, int]], empty: list[int]) -> None:
-        """Set the positions of new pages, and clear those that are not copied to."""
-        page, index = torch.tensor(new_pages, device=self.positions.device).unbind(1)
-        starts = (index * self.page_len).to(torch.int32)
-        self.positions.view(-1, self.page_len)[page] = starts[:, None] + self._offsets
-        if not empty:
-            return
-        # Old content is masked, but 0 times NaN is NaN: a failed session must not affect another.
-        for pages in self._pages():
-            pages[:, empty] = 0
 
     def _pages(self) -> list[torch.Tensor]:
         return [plane.view(plane.shape[0], self.num_pages, -1) for plane in self._planes.values()]

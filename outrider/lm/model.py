@@ -153,12 +153,11 @@ class BlockSource(Protocol):
     def take_fresh(self) -> list[tuple[bytes, torch.Tensor]]:
         """Return digest and content, uint8 [block_bytes], of each page filled since the last call."""
 
-    def put(self, digest: bytes, index: int, content: torch.Tensor) -> bool:
+    def put(self, digest: bytes, content: torch.Tensor) -> bool:
         """Restore a page to the prefix cache.
 
         Args:
             digest: digest of the page.
-            index: page index in its sessions: its first position is index * block_len.
             content: from `take_fresh`, of this or another process: uint8 [block_bytes].
 
         Returns:

@@ -1,6 +1,6 @@
 """bfloat16 linear layers for CPUs, with weights that are laid out once for the kernel that reads them.
 
-The kernel is the native product (`outrider.lm.native`) where that can be had, else oneDNN's.
+The kernel is the native product (`outrider.native`) where that can be had, else oneDNN's.
 """
 
 import itertools
@@ -10,7 +10,7 @@ from typing import ClassVar, Final, TypeAlias
 import torch
 from torch import nn
 
-from outrider.lm import native
+from outrider import native
 
 _ROWS_HINT: Final = 8
 _SIBLINGS: Final = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))

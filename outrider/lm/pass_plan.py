@@ -26,7 +26,7 @@ class PassPlan:
     """
 
     rows: PassRows
-    new_pages: list[tuple[int, int]]
+    new_pages: list[int]
     copies: list[tuple[int, int]]
     token_ids: list[int]
     positions: list[int]
@@ -40,7 +40,8 @@ class PassPlan:
             *(part for branch in rows.branches for part in (branch.table, branch.rows, branch.positions)),
             rows.write_rows,
             rows.write_slots,
-            *([number for pair in pairs for number in pair] for pairs in (self.new_pages, self.copies)),
+            self.new_pages,
+            [number for pair in self.copies for number in pair],
             self.token_ids,
             self.positions,
             self.wanted,
@@ -64,7 +65,7 @@ class PassPlan:
             for first in range(0, 3 * num_branches, 3)
         ]
         write_rows, write_slots, new_pages, copies, *rest = lists[3 * num_branches :]
-        return cls(PassRows(num_rows, branches, write_rows, write_slots), _pairs(new_pages), _pairs(copies), *rest)
+        return cls(PassRows(num_rows, branches, write_rows, write_slots), new_pages, _pairs(copies), *rest)
 
 
 def plan_pass(steps: Sequence[SessionStep], page_len: int) -> PassPlan:

@@ -35,7 +35,7 @@ class StepLayout:
         tree: proposal tree below the span's last token.
         num_nodes: size of the tree when it was laid out.
         branches: branches of the tree, the main line first.
-        new_pages: (page, index in its table) of each newly allocated page.
+        new_pages: newly allocated pages.
         copies: (source, destination) of each page to copy.
     """
 
@@ -43,7 +43,7 @@ class StepLayout:
     tree: ProposalTree
     num_nodes: int
     branches: list[Branch] = field(default_factory=list)
-    new_pages: list[tuple[int, int]] = field(default_factory=list)
+    new_pages: list[int] = field(default_factory=list)
     copies: list[tuple[int, int]] = field(default_factory=list)
 
 

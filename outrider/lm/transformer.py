@@ -10,10 +10,11 @@ from typing import Final
 import torch
 from transformers import PreTrainedModel
 
+from outrider import native
 from outrider.control.pass_times import MULTIPLES_OF_FOUR, PaddedSizes
 from outrider.errors import ModelUnsupported
 from outrider.lm import attention
-from outrider.lm.attention.flex import FlexPasses
+from outrider.lm.attention import native as native_attention
 from outrider.lm.compilation import can_compile, compile_layers, find_layers, uncompile_layers
 from outrider.lm.features import FeatureStore
 from outrider.lm.fingerprint import model_fingerprint, weights_fingerprint
@@ -28,14 +29,14 @@ from outrider.lm.probe import PROBE_LEN, has_equal_bits, run_as_branch
 from outrider.lm.ranks import Ranks
 
 _LOG: Final = logging.getLogger(__name__)
-_PAGE_LEN: Final = 32
+_PAGE_LEN: Final = native_attention.PAGE_LEN
 _MIN_PAGES: Final = 4
 _UNBOUNDED_LEN: Final = 1 << 20
 _PACKED_SIZES: Final = {"native": PaddedSizes(2, 2), "packed": PaddedSizes(6, 2)}
 """Compiled layers would be compiled again for one row. oneDNN's kernel takes six at once: on one core a 16,384 x 2,048
 layer takes 3.0 ms for 4, 5 and 6 rows, 3.9 for 7, 4.2 for 8, 4.9 for 12, 6.0 for 16."""
 
-AnyPass = attention.BlockPass | attention.FlexPass | attention.SdpaPass | attention.ShapePass
+AnyPass = attention.BlockPass | attention.NativePass | attention.SdpaPass | attention.ShapePass
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,14 +89,18 @@ class TransformersModel:
         # After the fingerprint, which reads the weights as they were loaded.
         self._ranks: Ranks | None = None
         self._invariant = options.invariant
+        variant = native.best_variant() if options.invariant and self._device.type == "cpu" else None
+        self._is_native = variant is not None
         compiles = options.compiles and options.invariant and not options.ranks and can_compile(self._device)
+        if compiles and not self._is_native:
+            _LOG.warning("the model runs uncompiled: there are no native operators for this machine")
+            compiles = False
         packed = pack_linears(model, joins=compiles) if options.packs and not options.ranks else ""
         # Products of weights that are not packed vary with the number of rows, unless it is a multiple of four.
         sizes = _PACKED_SIZES.get(packed, MULTIPLES_OF_FOUR) if are_all_packed(model) else MULTIPLES_OF_FOUR
         self._sizes = sizes
         shapes = self._find_shapes()
-        # float32 on CPUs: products of 16-bit keys are slower there and vary with the number of rows.
-        kv_dtype = torch.float32 if self._device.type == "cpu" and options.invariant else model.dtype
+        kv_dtype = self._kv_dtype(shapes)
         token_bytes = sum(shape.num_values for shape in shapes.shapes) * kv_dtype.itemsize
         num_pages = options.kv_budget_bytes // (_PAGE_LEN * token_bytes)
         if num_pages < _MIN_PAGES:
@@ -104,14 +109,14 @@ class TransformersModel:
                 f"tokens, {_PAGE_LEN * token_bytes} bytes each; at least {_MIN_PAGES} are needed"
             )
         self._storage = KVStorage(shapes.shapes, num_pages + 1, _PAGE_LEN, kv_dtype, self._device)
-        shapes.attach(self._storage)
+        shapes.attach(self._storage, -1 if variant is None else int(variant))
         self._pool, self._features = self._pages(num_pages, token_bytes, info)
-        self._flex = self._compile() if compiles else None
-        kernel = f"flex-pages-{_PAGE_LEN}" if self._flex else f"blocks-{attention.BLOCK_LEN}"
+        layers = "compiled" if compiles and self._compile() else "uncompiled"
+        kernel = f"native-pages-{_PAGE_LEN}" if self._is_native else f"blocks-{attention.BLOCK_LEN}"
         kernel = kernel if options.invariant else "sdpa"
         numerics = f"{info.numerics} attention-{kernel}-{str(kv_dtype).removeprefix('torch.')}"
         split = f" ranks-{options.ranks.num}" if options.ranks else ""
-        numerics = f"{numerics} linear-{_linear_kind(model, packed)}{split}"
+        numerics = f"{numerics} linear-{_linear_kind(model, packed)} layers-{layers}{split}"
         info = replace(info, numerics=numerics, padded_sizes=sizes, kv_token_bytes=token_bytes)
         # Without invariant kernels, bits that are equal in the probes may differ for other lengths.
         is_invariant = has_equal_bits(self, info.vocabulary_size) and options.invariant
@@ -172,8 +177,8 @@ class TransformersModel:
         return logits
 
     def _made(self, rows: attention.PassRows) -> AnyPass:
-        if self._flex:
-            return self._flex.make(rows)
+        if self._is_native:
+            return native_attention.lay_out(rows)
         return (attention.BlockPass if self._invariant else attention.SdpaPass)(rows, self._storage)
 
     def _run(
@@ -214,14 +219,19 @@ class TransformersModel:
             )
         return shapes
 
-    def _compile(self) -> FlexPasses | None:
-        """Compile the layers and run them once; return None, with uncompiled layers, if that fails."""
+    def _kv_dtype(self, shapes: attention.ShapePass) -> torch.dtype:
+        if self._is_native:
+            return native_attention.page_dtype(self._model.dtype, {shape.key_dim for shape in shapes.shapes})
+        # float32 on CPUs: PyTorch's products of 16-bit keys are slower there and vary with the number of rows.
+        return torch.float32 if self._device.type == "cpu" and self._invariant else self._model.dtype
+
+    def _compile(self) -> bool:
+        """Compile the layers and run them once; return False, with uncompiled layers, if that fails."""
         layers = find_layers(self._model, self._num_layers)
         if not layers:
             _LOG.warning("the model has no list of layers: it runs uncompiled")
-            return None
+            return False
         _LOG.info("compiling the model's layers, which takes seconds, or longer the first time")
-        self._flex = FlexPasses(self._storage, self._sizes)
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # of the compiler, about its own code
@@ -231,8 +241,8 @@ class TransformersModel:
         except RuntimeError as error:
             _LOG.warning("the model runs uncompiled: %s", str(error).strip().splitlines()[0])
             uncompile_layers(layers)
-            return None
-        return self._flex
+            return False
+        return True
 
     def _pages(self, num_pages: int, token_bytes: int, info: ModelInfo) -> tuple[PagePool, FeatureStore]:
         root = hashlib.sha256(f"{info.fingerprint} {info.numerics}".encode()).digest()

@@ -11,6 +11,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
+from outrider import native
 from outrider.speculation.randomness import Counter, Key, Purpose, Words, token_exponential, vocabulary_exponential
 from outrider.speculation.sampling import SamplingMetadata, Truncation, changed_logits, target_weights, tempered
 from outrider.speculation.truncation import Support
@@ -20,6 +21,7 @@ from outrider.speculation.truncation import Support
 _NUM_CHANGED: Final = 32
 _NUM_TRUNCATED: Final = 8
 _NUM_WHOLE: Final = 4
+_NUM_RACED: Final = 32
 _NUM_CACHED: Final = 2**17
 
 
@@ -80,8 +82,10 @@ def _needs(metadata: SamplingMetadata, vocabulary_size: int) -> tuple[int, int, 
     if metadata.parameters.is_greedy:
         return (max(_NUM_CHANGED, num_cached) if metadata.changes_logits else 2**31), -1, 0
     kind = Truncation.of(metadata.parameters, vocabulary_size)
-    num = _NUM_WHOLE if kind is Truncation.NONE else _NUM_TRUNCATED
-    return max(num, num_cached), kind, metadata.parameters.top_k
+    if kind is not Truncation.NONE:
+        return max(_NUM_TRUNCATED, num_cached), kind, metadata.parameters.top_k
+    is_raced = native.loaded_variant() is not None and not metadata.changes_logits
+    return max(_NUM_RACED if is_raced else _NUM_WHOLE, num_cached), kind, is_raced
 
 
 def _drawn(logits: Tensor, draws: Sequence[Draw]) -> Tensor:
@@ -95,7 +99,35 @@ def _drawn(logits: Tensor, draws: Sequence[Draw]) -> Tensor:
     are_finite = scores.amax(-1).isfinite()
     # The caller raises for such a row; until then it must not affect the others.
     scores = scores.masked_fill(~are_finite.unsqueeze(1), 0.0)
-    return torch.stack((_race(target_weights(tempered(scores, metadata), metadata), draws), are_finite.long()))
+    contenders = _contenders(scores, draws)
+    weights = target_weights(tempered(scores, metadata), metadata) if contenders is None else contenders
+    return torch.stack((_race(weights, draws), are_finite.long()))
+
+
+def _contenders(scores: Tensor, draws: Sequence[Draw]) -> Support | None:
+    """Return the tokens that can win their row's race, with the weights of `target_weights`.
+
+    Args:
+        scores: finite at each row's largest, [R, V].
+        draws: of the rows.
+
+    Returns:
+        None where a row is truncated, or the native operator not at hand: then all tokens race.
+    """
+    parameters = [draw.metadata.parameters for draw in draws]
+    variant = native.loaded_variant()
+    if variant is None or scores.device.type != "cpu" or scores.dtype != torch.float32:
+        return None
+    if any(item.min_p or Truncation.of(item, scores.shape[-1]) is not Truncation.NONE for item in parameters):
+        return None
+    temperatures = torch.tensor([item.temperature for item in parameters], dtype=torch.float64)
+    tops = scores.amax(-1)
+    _, base_len, purpose = Counter(Purpose.TARGET, 0).words
+    counters = torch.tensor([(draw.position, base_len, purpose, *draw.key) for draw in draws])
+    find = torch.ops.outrider.race_candidates.default
+    rows, token_ids = find(scores.contiguous(), tops, temperatures.reciprocal().float(), counters, int(variant))
+    values = (scores[rows, token_ids].double() - tops.double()[rows]).div_(temperatures[rows]).exp_()
+    return Support(rows, token_ids, values, len(scores))
 
 
 def _rows(logits: Tensor, rows: list[int]) -> Tensor:

@@ -83,11 +83,11 @@ class Restoring:
         self._times.reset_prefill_speed(duration_s, _REFRESH_LEN)
         self._last_pass_s = time.monotonic()
 
-    def _on_blocks(self, request: Request, blocks: list[tuple[bytes, int, torch.Tensor]], is_last: bool) -> None:
+    def _on_blocks(self, request: Request, blocks: list[tuple[bytes, torch.Tensor]], is_last: bool) -> None:
         """Pass blocks on from the thread that read them."""
         self._run_in_engine(functools.partial(self._place, request, blocks, is_last))
 
-    def _place(self, request: Request, blocks: list[tuple[bytes, int, torch.Tensor]], is_last: bool) -> None:
+    def _place(self, request: Request, blocks: list[tuple[bytes, torch.Tensor]], is_last: bool) -> None:
         try:
             self._blocks.place(blocks)
             if self._is_open(request):

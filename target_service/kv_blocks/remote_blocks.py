@@ -37,8 +37,8 @@ _NUM_PROBED: Final = 4
 _PROBE_S: Final = 10.0
 _MIN_FETCH_S: Final = 0.05
 
-Deliver = Callable[[list[tuple[bytes, int, Tensor]], bool], None]
-"""Takes blocks that were fetched (digest, index, content), and whether they were the last."""
+Deliver = Callable[[list[tuple[bytes, Tensor]], bool], None]
+"""Takes blocks that were fetched (digest, content), and whether they were the last."""
 
 
 class RemoteBlocks:
@@ -153,11 +153,11 @@ class RemoteBlocks:
         """Return about how long restoring so many blocks takes, in seconds; infinite while unknown."""
         return self.costs.restore_s(num_blocks * self._source.block_bytes)
 
-    def place(self, blocks: Sequence[tuple[bytes, int, Tensor]]) -> bool:
+    def place(self, blocks: Sequence[tuple[bytes, Tensor]]) -> bool:
         """Put blocks into the prefix cache; return whether there was room for all."""
-        for digest, index, content in blocks:
+        for digest, content in blocks:
             # The features that are kept may have changed meanwhile; then no session needs the block any more.
-            if content.numel() != self._source.block_bytes or not self._source.put(digest, index, content):
+            if content.numel() != self._source.block_bytes or not self._source.put(digest, content):
                 return False
             self.counters.num_restored += 1
         return True
@@ -198,7 +198,7 @@ class RemoteBlocks:
                 if not blocks:
                     fetch.costs.observe_answer(time.monotonic() - requested_s)
                 deliver(blocks, False)
-                num_bytes += sum(content.numel() for _, _, content in blocks)
+                num_bytes += sum(content.numel() for _, content in blocks)
                 if len(blocks) < len(part):
                     fetch.end()
         except Exception as error:
@@ -210,10 +210,10 @@ class RemoteBlocks:
                 fetch.costs.observe_restore(total, time.monotonic() - fetch.began_s)
                 deliver([], True)
 
-    def _read(self, part: list[tuple[int, bytes]], layout: bytes) -> list[tuple[bytes, int, Tensor]]:
+    def _read(self, part: list[tuple[int, bytes]], layout: bytes) -> list[tuple[bytes, Tensor]]:
         """Return the blocks that are there, up to the first that is missing or refused."""
         blocks = []
-        for (index, digest), data in zip(part, self._store.get([digest for _, digest in part]), strict=True):
+        for (_, digest), data in zip(part, self._store.get([digest for _, digest in part]), strict=True):
             if data is None:
                 break
             try:
@@ -223,7 +223,7 @@ class RemoteBlocks:
                 _LOG.warning("a KV block is refused and deleted: %s", error)
                 self._store.delete([digest])
                 break
-            blocks.append((digest, index, torch.frombuffer(bytearray(content), dtype=torch.uint8)))
+            blocks.append((digest, torch.frombuffer(bytearray(content), dtype=torch.uint8)))
         return blocks
 
     def _run_writer(self) -> None:

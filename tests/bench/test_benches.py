@@ -63,8 +63,9 @@ async def test_load(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 async def test_engine(tmp_path: Path) -> None:
     options = engine.Options(
-        part="speed,prefix,memory",
+        part="speed,passes,prefix,memory",
         model="shape:tiny",
+        first_token_lens="40,70",
         num_rounds=1,
         num_tokens=12,
         num_sharing=3,

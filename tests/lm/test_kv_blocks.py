@@ -35,7 +35,7 @@ def run(model: LanguageModel, cache: KVCache, end: int) -> torch.Tensor:
 
 
 def move(blocks: list[tuple[bytes, torch.Tensor]], to: BlockSource) -> list[bool]:
-    return [to.put(digest, index, content.clone()) for index, (digest, content) in enumerate(blocks)]
+    return [to.put(digest, content.clone()) for digest, content in blocks]
 
 
 @pytest.mark.parametrize("layers", [(), (0, 3)], ids=["plain", "features"])
@@ -113,7 +113,7 @@ def test_wrong_sizes_and_full_memory(folder: str) -> None:
     page_bytes = first.kv_usage.page_bytes
     small, others = load(folder, kv_budget_bytes=4 * page_bytes)
     with pytest.raises(ValueError, match="must have"):
-        others.put(fresh[0][0], 0, fresh[0][1][:-1])
+        others.put(fresh[0][0], fresh[0][1][:-1])
     held = small.new_cache(b"another")
     run(small, held, 70)
     assert move(fresh, others) == [True, True, True]  # the first pages are evicted: one page is free
@@ -126,7 +126,7 @@ def test_what_is_published_already_stays(folder: str) -> None:
     model, blocks = load(folder)
     run(model, model.new_cache(SALT), 40)
     ((digest, content),) = blocks.take_fresh()
-    assert blocks.put(digest, 0, torch.zeros_like(content))
+    assert blocks.put(digest, torch.zeros_like(content))
     cache = model.new_cache(SALT)
     assert cache.adopt(TEXT) == 32
     again, _ = load(folder)

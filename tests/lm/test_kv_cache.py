@@ -23,7 +23,7 @@ class Memory:
 
     def run(self, cache: PagedKVCache, span: TokenSpan, tree: ProposalTree = EMPTY) -> None:
         layout = cache.lay_out(span, tree)
-        for page, _ in layout.new_pages:
+        for page in layout.new_pages:
             for offset in range(PAGE_LEN):
                 self.slots.pop(page * PAGE_LEN + offset, None)
         for source, target in layout.copies:

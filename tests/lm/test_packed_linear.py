@@ -7,7 +7,8 @@ import pytest
 import torch
 from torch import nn
 
-from outrider.lm import native, packed_linear
+from outrider import native
+from outrider.lm import packed_linear
 from outrider.lm.packed_linear import (
     NativeLinear,
     OneDnnLinear,

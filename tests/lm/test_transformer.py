@@ -9,9 +9,10 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, TorchAoConfig
 
+from outrider import native
 from outrider.control.pass_times import MULTIPLES_OF_FOUR, PaddedSizes
 from outrider.errors import InvalidArgument, ModelUnsupported
-from outrider.lm import attention, native
+from outrider.lm import attention
 from outrider.lm.attention import BLOCK_LEN
 from outrider.lm.load_options import LoadOptions
 from outrider.lm.loading import load_model
@@ -30,6 +31,9 @@ KINDS = [
     ("llama", "bfloat16", "compiled"),
     pytest.param(("gemma2-softcap-window", "float32", "compiled"), marks=pytest.mark.slow),
     ("llama", "bfloat16", "int8"),
+    # Without native operators.
+    ("llama", "bfloat16", "blocks"),
+    ("gemma2-softcap-window", "float32", "blocks"),
 ]
 INT8 = {"quant_method": "torchao", "quant_type": "Int8WeightOnlyConfig"}
 
@@ -38,9 +42,16 @@ INT8 = {"quant_method": "torchao", "quant_type": "Int8WeightOnlyConfig"}
 def named(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str, LanguageModel]:
     config, dtype, how = request.param
     folder = save_model(CONFIGS[config], tmp_path_factory.mktemp("model"), dtype=getattr(torch, dtype))
-    loaded = load_model(folder, LoadOptions(compiles=how == "compiled", quantization=INT8 if how == "int8" else None))
+    with pytest.MonkeyPatch.context() as patch:
+        if how == "blocks":
+            patch.setattr(native, "best_variant", lambda: None)
+        options = LoadOptions(compiles=how == "compiled", quantization=INT8 if how == "int8" else None)
+        loaded = load_model(folder, options)
+    is_native = native.best_variant() is not None and how != "blocks"
+    assert ("attention-native" in loaded.model.info.numerics) == is_native
+    assert ("attention-blocks" in loaded.model.info.numerics) != is_native
     assert ("torchao" in loaded.model.info.numerics) == (how == "int8")
-    assert ("flex" in loaded.model.info.numerics) == (how == "compiled")
+    assert ("layers-compiled" in loaded.model.info.numerics) == (how == "compiled")
     return folder, dtype, loaded.model
 
 
@@ -188,9 +199,11 @@ def test_a_weight_that_is_left_float32_keeps_rows_in_fours(
     test_every_tree_row_equals_the_plain_run_of_its_branch(model, 20)
 
 
-def test_kv_bytes_per_token_follow_the_formula(model: LanguageModel) -> None:
-    # Keys and values of 3 layers, 2 heads, 8 numbers, float32 on a CPU whatever the model's own dtype.
-    assert model.info.kv_token_bytes == 2 * 3 * 2 * 8 * 4
+def test_kv_bytes_per_token_follow_the_formula(named: tuple[str, str, LanguageModel]) -> None:
+    # Keys and values of 3 layers, 2 heads, 8 numbers. PyTorch's own operations on a CPU need float32.
+    _, dtype, model = named
+    num_bytes = 2 if dtype == "bfloat16" and "attention-native" in model.info.numerics else 4
+    assert model.info.kv_token_bytes == 2 * 3 * 2 * 8 * num_bytes
 
 
 @pytest.mark.parametrize("config", ["llama", "mistral-window"])
@@ -203,7 +216,7 @@ def test_without_invariance_it_is_right_and_says_so(tmp_path: Path, config: str,
     )
     assert varying.info.numerics.endswith(" varying")
     assert "sdpa" in varying.info.numerics
-    assert varying.info.kv_token_bytes == exact.info.kv_token_bytes * dtype.itemsize // 4
+    assert varying.info.kv_token_bytes == 2 * 3 * 2 * 8 * dtype.itemsize
     tokens = _tokens(90)
     expected = _run(exact, tokens, [])
     tolerance = (1e-4 if dtype is torch.float32 else 0.1) * expected.abs().max()

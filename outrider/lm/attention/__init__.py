@@ -5,10 +5,10 @@ table, summed page by page (or block by block) in order of position. It does not
 on later positions, so that a decode pass, a prefill chunk, a verification row and a replay produce equal bits;
 `TransformersModel` checks this at every start.
 
-Two kernels are batch-invariant: `flex` (PyTorch's flex attention, compiled, the faster one) and `blocks` (plain PyTorch
-operations, for systems without a C++ compiler). A third, `sdpa`, is not, and is used if invariance is turned off. The
-model passes the queries, keys and values of the new rows of all sessions in one tensor each, and the pass as keyword
-argument.
+Two kernels are batch-invariant: `native` (an operator of `outrider.native`, for x86-64 CPUs) and `blocks` (plain
+PyTorch operations, for other devices and for systems without a C++ compiler). A third, `sdpa`, is not, and is used if
+invariance is turned off. The model passes the queries, keys and values of the new rows of all sessions in one tensor
+each, and the pass as keyword argument.
 
 Measured with PyTorch 2.13 on a CPU with AVX-512:
 
@@ -17,11 +17,9 @@ Measured with PyTorch 2.13 on a CPU with AVX-512:
 - float32 linear layers on 2 threads gave other bits for 1 to 3, 5 to 7 and 9 to 11 rows (threads get fewer than 4
   rows each); with a multiple of 4 rows they are equal. So passes are padded to multiples of 4 rows; those of models
   all of whose weights are packed to an even number. A float32 router keeps multiples of 4.
-- Flex attention gave equal bits for 1 to 64 rows a unit in float32 and float16; in bfloat16 it did not from 2 rows
-  on, and took two to three times as long. So pages hold float32 on a CPU: twice the memory of bfloat16, 46 KB a token
-  of SmolLM2-135M.
-- float32 attention products over blocks gave equal bits from 4 rows on, for any number of blocks.
-- The native product (`native`) has equal bits for any number of rows, by construction.
+- float32 attention products over blocks gave equal bits from 4 rows on, for any number of blocks. So the pages of
+  `blocks` hold float32 on a CPU: twice the memory of bfloat16, 46 KB a token of SmolLM2-135M.
+- The native product and the native attention have equal bits for any number of rows, by construction.
 - Weights laid out once for oneDNN (`packed_linear`) give the bits of PyTorch's own bfloat16 linear layers. The kernel
   takes 6 rows at once: 4, 5 and 6 rows of a 16,384 x 2,048 layer take 3.0 ms, 7 take 3.9, 8 take 4.2, 16 take 6.0
   (one core). So the `padded_sizes` of such a model begin at 6 rows.
@@ -37,8 +35,9 @@ import torch
 from transformers import AttentionInterface
 
 from outrider.errors import ModelUnsupported
+from outrider.lm.attention import native
 from outrider.lm.attention.blocks import BLOCK_LEN, BlockPass
-from outrider.lm.attention.flex import FlexPass, flex_attend
+from outrider.lm.attention.native import NativePass
 from outrider.lm.attention.rows import MIN_ROWS, PassRows, lay_out_rows
 from outrider.lm.attention.sdpa import SdpaPass
 from outrider.lm.attention.shapes import ShapePass
@@ -48,7 +47,7 @@ __all__ = [
     "MIN_ROWS",
     "NAME",
     "BlockPass",
-    "FlexPass",
+    "NativePass",
     "PassRows",
     "SdpaPass",
     "ShapePass",
@@ -65,7 +64,7 @@ def _attend(
     value: torch.Tensor,
     attention_mask: torch.Tensor | None,
     *,
-    outrider_pass: BlockPass | FlexPass | SdpaPass | ShapePass,
+    outrider_pass: BlockPass | NativePass | SdpaPass | ShapePass,
     scaling: float,
     sliding_window: int | None = None,
     softcap: float | None = None,
@@ -95,8 +94,8 @@ def _attend(
     if s_aux is not None:
         raise ModelUnsupported("the model uses attention sinks, which Outrider's attention does not support")
     # torch.compile traces this function, and can branch on types.
-    if isinstance(outrider_pass, FlexPass):
-        return flex_attend(module, query, key, value, outrider_pass, scaling, sliding_window, softcap), None
+    if isinstance(outrider_pass, NativePass):
+        return native.attend(module, query, key, value, outrider_pass, scaling, sliding_window, softcap), None
     return outrider_pass.attend(module, query, key, value, scaling, sliding_window, softcap), None
 
 

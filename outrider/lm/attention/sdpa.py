@@ -42,7 +42,7 @@ class SdpaPass:
     """
 
     def __init__(self, rows: PassRows, storage: KVStorage) -> None:
-        device = storage.positions.device
+        device = storage.device
         self._page_len = storage.page_len
         self._write_rows = torch.tensor(rows.write_rows, device=device)
         self._write_slots = torch.tensor(rows.write_slots, device=device)

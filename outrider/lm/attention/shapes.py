@@ -13,7 +13,6 @@ class ShapePass:
 
     modules: list[torch.nn.Module] = field(default_factory=list)
     shapes: list[LayerShape] = field(default_factory=list)
-    groups: list[int] = field(default_factory=list)
 
     def attend(
         self,
@@ -27,15 +26,12 @@ class ShapePass:
     ) -> torch.Tensor:
         """Record the layer; arguments as of `_attend`."""
         self.modules.append(module)
-        self.groups.append(query.shape[1] // key.shape[1])
         self.shapes.append(LayerShape(key.shape[1], key.shape[3], value.shape[3]))
         return query.new_zeros(1, query.shape[2], query.shape[1], value.shape[3])
 
-    def attach(self, storage: KVStorage) -> None:
-        """Assign every layer the keys and values that it reads and writes."""
+    def attach(self, storage: KVStorage, variant: int) -> None:
+        """Assign every layer the keys and values that it reads and writes, and the variant of the native operator."""
         for index, module in enumerate(self.modules):
             # As attributes instead of a layer number: torch.compile then compiles one layer for all.
             module.kv_keys, module.kv_values = storage.layer(index)
-            # torch.compile may treat a shape as a symbol; these must be constants.
-            module.kv_group = self.groups[index]  # type: ignore[assignment]
-            module.kv_page_len = storage.page_len  # type: ignore[assignment]
+            module.kv_variant = variant  # type: ignore[assignment]

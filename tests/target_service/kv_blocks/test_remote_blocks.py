@@ -250,7 +250,7 @@ class Large:
     def take_fresh(self) -> list[tuple[bytes, torch.Tensor]]:
         return []
 
-    def put(self, digest: bytes, index: int, content: torch.Tensor) -> bool:
+    def put(self, digest: bytes, content: torch.Tensor) -> bool:
         return True
 
 
@@ -292,7 +292,7 @@ async def test_auto_measures_at_start_and_restores_only_where_that_is_faster(
 
 
 class Source:
-    """Blocks that a model has finished; restored ones go nowhere."""
+    """Blocks that a model has finished; there is room for two restored ones."""
 
     layout = "a layout"
     block_len = 4
@@ -300,13 +300,15 @@ class Source:
 
     def __init__(self) -> None:
         self.fresh: list[tuple[bytes, torch.Tensor]] = []
+        self.num_restored = 0
 
     def take_fresh(self) -> list[tuple[bytes, torch.Tensor]]:
         fresh, self.fresh = self.fresh, []
         return fresh
 
-    def put(self, digest: bytes, index: int, content: torch.Tensor) -> bool:
-        return index < 2
+    def put(self, digest: bytes, content: torch.Tensor) -> bool:
+        self.num_restored += 1
+        return self.num_restored <= 2
 
 
 def remote(source: BlockSource, server: EmbeddedValkey, queue_bytes: int) -> RemoteBlocks:
@@ -369,12 +371,11 @@ def test_an_unexpected_error_ends_neither_writing_nor_restoring(
 
 
 def test_room_that_is_missing_ends_a_restoration(server: EmbeddedValkey) -> None:
-    source = Source()
-    blocks = remote(source, server, queue_bytes=10_000)
+    blocks = remote(Source(), server, queue_bytes=10_000)
     blocks.start()
-    assert blocks.place([(b"1" * 32, 0, torch.zeros(100)), (b"2" * 32, 1, torch.zeros(100))])
-    assert not blocks.place([(b"3" * 32, 2, torch.zeros(100))])
-    assert not blocks.place([(b"4" * 32, 0, torch.zeros(99))])  # other features are kept by now
+    assert blocks.place([(b"1" * 32, torch.zeros(100)), (b"2" * 32, torch.zeros(100))])
+    assert not blocks.place([(b"3" * 32, torch.zeros(100))])
+    assert not blocks.place([(b"4" * 32, torch.zeros(99))])  # other features are kept by now
     assert blocks.counters.num_restored == 2
     blocks.close(1)
     assert not blocks.fetch([(0, b"1" * 32)], 1.0, lambda *part: None)

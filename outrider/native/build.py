@@ -1,4 +1,4 @@
-"""Builds the library of native operators; `python -m outrider.lm.native [COMPILER]` builds it into the package.
+"""Builds the library of native operators; `python -m outrider.native [COMPILER]` builds it into the package.
 
 The compiler is the one that torch.compile uses. Sources, compiler and PyTorch's version name the file, so that each is
 built once for a user. PyTorch's stable ABI lets a library that was built into the package run with later versions.
@@ -15,17 +15,17 @@ from typing import Final
 
 import torch
 
-from outrider.lm.embedded import cache_dir
+from outrider.cache import cache_dir
 
 _FOLDER: Final = Path(__file__).parent
 IN_PACKAGE: Final = _FOLDER / "operators.so"
-_COMMON: Final = ("-std=c++20", "-O3", "-fPIC", "-ffp-contract=off", "-Wall", "-Wextra")
-_AVX512: Final = ("-mfma", "-mavx512f", "-mavx512bw", "-mavx512vl")
+_COMMON: Final = ("-std=c++20", "-O3", "-fPIC", "-ffp-contract=off", "-fno-trapping-math", "-Wall", "-Wextra")
+_AVX512: Final = ("-mfma", "-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mprefer-vector-width=512")
 _FLAGS: Final = {
     "library.cpp": ("-DTORCH_TARGET_VERSION=0x020a000000000000",),
-    "product_avx2.cpp": ("-mfma", "-mavx2"),
-    "product_avx512.cpp": _AVX512,
-    "product_avx512_bf16.cpp": (*_AVX512, "-mavx512bf16"),
+    "avx2.cpp": ("-mfma", "-mavx2"),
+    "avx512.cpp": _AVX512,
+    "avx512_bf16.cpp": (*_AVX512, "-mavx512bf16"),
 }
 """Flags of each source: no code but a variant's own may use its instructions."""
 _TIMEOUT_S: Final = 300.0

@@ -1,14 +1,16 @@
-// The product by AVX-512 without its instruction for bfloat16: two fused additions in its place.
+// The operators by AVX-512; two fused additions stand for its instruction for bfloat16.
 
 #include <immintrin.h>
 
-#include "avx512.h"
+#include "attention_kernel.h"
 #include "product_kernel.h"
+#include "race_kernel.h"
+#include "vectors_avx512.h"
 
 namespace outrider {
 namespace {
 
-struct Avx512 : Avx512Sums {
+struct Avx512 : Avx512Vectors {
   struct Weights {
     __m512 even, odd;
   };
@@ -33,6 +35,13 @@ struct Avx512 : Avx512Sums {
 
 void product_avx512(const Product& product, int64_t begin, int64_t end) {
   product_rows<Avx512>(product, begin, end);
+}
+
+float race_avx512(const RaceRow& row, int64_t begin, int64_t end, float* bounds) { return race(row, begin, end, bounds); }
+
+void attention_avx512(
+    const Attention& attention, const AttentionRow* first, const AttentionRow* last, int64_t key_head, float* scratch) {
+  attend<Avx512>(attention, first, last, key_head, scratch);
 }
 
 }  // namespace outrider

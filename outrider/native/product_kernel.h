@@ -16,22 +16,11 @@
 #include <cstdint>
 #include <cstring>
 
+#include "no_subnormals.h"
 #include "product.h"
 
 namespace outrider {
 namespace {
-
-// Counts subnormal numbers as zero, in this thread, for a while.
-class NoSubnormals {
- public:
-  NoSubnormals() : before_(_mm_getcsr()) { _mm_setcsr(before_ | 0x8040); }
-  ~NoSubnormals() { _mm_setcsr(before_); }
-  NoSubnormals(const NoSubnormals&) = delete;
-  NoSubnormals& operator=(const NoSubnormals&) = delete;
-
- private:
-  unsigned int before_;
-};
 
 constexpr int kMostBlocks = 8;
 // Pairs whose weights stay in the innermost cache while all rows of a panel pass over them.
@@ -56,7 +45,7 @@ inline void store_columns(const Product& product, int64_t row, int64_t block, ty
   alignas(32) uint16_t columns[kColumns] = {};
   if (product.bias != nullptr) {
     std::memcpy(columns, product.bias + first, num * sizeof(uint16_t));
-    sum = Isa::plus(sum, columns);
+    sum = Isa::plus(sum, Isa::widened(columns));
   }
   uint16_t* output = product.output + row * product.num_columns + first;
   if (num == kColumns) {

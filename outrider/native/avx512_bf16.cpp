@@ -1,14 +1,15 @@
-// The product by AVX-512's instruction for pairs of bfloat16 numbers.
+// Product and attention by AVX-512's instruction for pairs of bfloat16 numbers.
 
 #include <immintrin.h>
 
-#include "avx512.h"
+#include "attention_kernel.h"
 #include "product_kernel.h"
+#include "vectors_avx512.h"
 
 namespace outrider {
 namespace {
 
-struct Avx512Bf16 : Avx512Sums {
+struct Avx512Bf16 : Avx512Vectors {
   using Weights = __m512i;
   using Pair = __m512i;
 
@@ -26,6 +27,11 @@ struct Avx512Bf16 : Avx512Sums {
 
 void product_avx512_bf16(const Product& product, int64_t begin, int64_t end) {
   product_rows<Avx512Bf16>(product, begin, end);
+}
+
+void attention_avx512_bf16(
+    const Attention& attention, const AttentionRow* first, const AttentionRow* last, int64_t key_head, float* scratch) {
+  attend<Avx512Bf16>(attention, first, last, key_head, scratch);
 }
 
 }  // namespace outrider

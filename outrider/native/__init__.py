@@ -1,8 +1,16 @@
-"""Native operators for CPUs, built once from the C++ sources beside this file.
+"""Three native operators for CPUs, built once from the C++ sources beside this file.
 
 `packed_product` multiplies bfloat16 rows with packed bfloat16 weights in float32. Each output is one chain of additions
 in order of the inputs, so its bits depend on its row and its weights only: not on the number of rows, on threads, or on
-the variant. Which variant runs follows from the CPU's features (`Variant`); all have equal bits.
+the variant.
+
+`paged_attention` writes the new keys and values of a pass to their pages, then attends. An output's bits depend on its
+row and on what it sees only: keys and values are added in order of position.
+
+`race_candidates` finds the few tokens that can win the race of a sampled row (`outrider.speculation.draws`), by bounds
+of their weight and noise; the winner is then found among them exactly, with the bits of a race of all.
+
+Which variant runs follows from the CPU's features (`Variant`); all have equal results.
 """
 
 import functools
@@ -13,7 +21,7 @@ from typing import Final
 
 import torch
 
-from outrider.lm.native.build import ensure_library
+from outrider.native.build import ensure_library
 
 _LOG: Final = logging.getLogger(__name__)
 _COLUMNS: Final = 16
@@ -42,6 +50,11 @@ def best_variant() -> Variant | None:
     return None if library is None else _loaded(library)
 
 
+def loaded_variant() -> Variant | None:
+    """Return what `best_variant` returned, if it was called; None until then: nothing is built in between."""
+    return best_variant() if best_variant.cache_info().currsize else None
+
+
 def pack(weight: torch.Tensor) -> torch.Tensor:
     """Return a weight, bfloat16 [out_features, in_features], as `packed_product` reads it.
 
@@ -62,11 +75,16 @@ def _loaded(library: Path) -> Variant | None:
     if number < 0:
         _LOG.warning("no native operators: this CPU has no AVX2")
         return None
-    torch.library.register_fake("outrider::packed_product", _shape)
+    torch.library.register_fake("outrider::packed_product", _product_shape)
+    torch.library.register_fake("outrider::paged_attention", _attention_shape)
     return Variant(number)
 
 
-def _shape(
+def _product_shape(
     rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, out_features: int, variant: int
 ) -> torch.Tensor:
     return rows.new_empty(*rows.shape[:-1], out_features)
+
+
+def _attention_shape(query: torch.Tensor, new_keys: torch.Tensor, new_values: torch.Tensor, *_: object) -> torch.Tensor:
+    return query.new_empty(1, query.shape[2], query.shape[1], new_values.shape[3])

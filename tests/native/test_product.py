@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-from outrider.lm import native
-from outrider.lm.native import Variant, build, pack
+from outrider import native
+from outrider.native import Variant, build, pack
 
 BEST = native.best_variant()
 SHAPES = [(576, 960), (1536, 576), (64, 33), (63, 20), (7, 16), (1, 1)]

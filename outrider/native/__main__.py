@@ -1,9 +1,9 @@
-"""Builds the library of native operators into the package: `python -m outrider.lm.native [COMPILER]`."""
+"""Builds the library of native operators into the package: `python -m outrider.native [COMPILER]`."""
 
 import platform
 import sys
 
-from outrider.lm.native.build import IN_PACKAGE, build, find_compiler, is_supported
+from outrider.native.build import IN_PACKAGE, build, find_compiler, is_supported
 
 
 def main() -> None:

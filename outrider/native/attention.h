@@ -1,0 +1,60 @@
+// Attention of a pass's rows over pages of keys and values, for CPUs.
+
+#pragma once
+
+#include <cstdint>
+
+namespace outrider {
+
+constexpr int64_t kPageLen = 32;
+// Queries (rows times the query heads of a key head) that pass over a page together, at most.
+constexpr int64_t kMostQueries = 96;
+
+// A row: its number in the pass, its position in its session, and its session's pages in order of position.
+struct AttentionRow {
+  int64_t row;
+  int64_t position;
+  const int32_t* pages;
+};
+
+// bfloat16 numbers are read as pairs, float32 ones singly: a `cell` has 32 bits of either.
+struct Attention {
+  const uint32_t* query;   // [heads, rows, key_cells], with steps
+  int64_t head_step;       // in cells
+  int64_t row_step;        // in cells
+  const uint32_t* keys;    // [slots, key_heads, key_cells]
+  const void* values;      // [slots, key_heads, value_dim]
+  void* output;            // [rows, heads, value_dim]
+  int64_t num_key_heads;
+  int64_t group;           // query heads of a key head
+  int64_t key_cells;
+  int64_t value_dim;
+  float scaling;
+  float softcap;           // bound of the scores; 0 for none
+  int64_t window;          // positions that a row sees, its own included; 0 for all
+  bool is_bfloat16;        // else float32
+};
+
+// Computes the outputs of rows [first, last) for a key head's query heads; at most kMostQueries of them in all.
+// `scratch` has `attention_scratch` floats, and begins at a multiple of 64 bytes.
+using AttentionKernel =
+    void (*)(const Attention& attention, const AttentionRow* first, const AttentionRow* last, int64_t key_head,
+             float* scratch);
+
+void attention_avx2(const Attention&, const AttentionRow*, const AttentionRow*, int64_t, float*);
+void attention_avx512(const Attention&, const AttentionRow*, const AttentionRow*, int64_t, float*);
+void attention_avx512_bf16(const Attention&, const AttentionRow*, const AttentionRow*, int64_t, float*);
+
+namespace {
+
+// Values of an output or of a key, with what is missing in the last vector of 16.
+inline int64_t value_lanes(const Attention& attention) { return (attention.value_dim + 15) / 16 * 16; }
+
+inline int64_t attention_scratch(const Attention& attention) {
+  const int64_t num_values = value_lanes(attention);
+  return kMostQueries * (attention.key_cells + kPageLen + num_values + 16 + 2) +
+         kPageLen * (attention.key_cells + num_values);
+}
+
+}  // namespace
+}  // namespace outrider

@@ -1,0 +1,354 @@
+// The loops of attention, for any instruction set: `Isa` as for the product, and a few more operations on 16 lanes.
+//
+// The keys of a page are the lanes: a score is one chain of additions in order of the key's numbers (of a pair, the odd
+// one first, as in the product), and an output is one chain in order of the keys' positions, rescaled where a page has
+// a higher score than all before (Dao et al. 2022, FlashAttention, algorithm 1). So the bits of a row depend on its
+// query and on the keys and values that it sees, and on nothing else of the pass: keys that it does not see have weight
+// zero, whose products change no sum.
+
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+#include <cstring>
+#include <limits>
+
+#include "attention.h"
+#include "no_subnormals.h"
+
+namespace outrider {
+namespace {
+
+constexpr int64_t kLanes = 16;
+constexpr int64_t kPageVectors = kPageLen / kLanes;
+constexpr float kNothing = -std::numeric_limits<float>::infinity();
+
+// Keys and queries of bfloat16: a cell is a pair.
+template <class Isa>
+struct Pairs {
+  using Keys = typename Isa::Weights;
+  using Query = typename Isa::Pair;
+  static Keys load(const uint32_t* cells) { return Isa::load(cells); }
+  static Query spread(uint32_t cell) { return Isa::spread(cell); }
+  static void add(typename Isa::Sum& sum, const Query& query, const Keys& keys) { Isa::add(sum, query, keys); }
+};
+
+template <class Isa>
+struct Singles {
+  using Keys = typename Isa::Sum;
+  using Query = typename Isa::Sum;
+  static Keys load(const uint32_t* cells) { return Isa::read(reinterpret_cast<const float*>(cells)); }
+  static Query spread(uint32_t cell) {
+    float value;
+    std::memcpy(&value, &cell, sizeof value);
+    return Isa::spread_float(value);
+  }
+  static void add(typename Isa::Sum& sum, Query query, Keys keys) { sum = Isa::fused(query, keys, sum); }
+};
+
+// Where a tile keeps what it works on: `attention_scratch` floats in all.
+struct Workspace {
+  int64_t value_lanes;
+  uint32_t* queries;  // [queries, key_cells]
+  float* weights;     // [queries, kPageLen], scores at first
+  float* outputs;     // [queries, value_lanes]
+  float* totals;      // [queries, kLanes], sums of the weights by lane
+  float* highest;     // [queries]
+  float* factors;     // [queries]
+  uint32_t* keys;     // [key_cells, kPageLen], of one page
+  float* values;      // [kPageLen, value_lanes], of one page
+
+  Workspace(const Attention& attention, float* scratch)
+      : value_lanes(outrider::value_lanes(attention)),
+        queries(reinterpret_cast<uint32_t*>(scratch)),
+        weights(scratch + kMostQueries * attention.key_cells),
+        outputs(weights + kMostQueries * kPageLen),
+        totals(outputs + kMostQueries * value_lanes),
+        highest(totals + kMostQueries * kLanes),
+        factors(highest + kMostQueries),
+        keys(reinterpret_cast<uint32_t*>(factors + kMostQueries)),
+        values(factors + kMostQueries + kPageLen * attention.key_cells) {}
+};
+
+// Keys [first, last) of a page that a row sees.
+struct Seen {
+  int64_t first;
+  int64_t last;
+};
+
+inline Seen seen_keys(const Attention& attention, int64_t position, int64_t page_start) {
+  const int64_t first = attention.window > 0 ? std::max<int64_t>(0, position - attention.window + 1) : 0;
+  return {std::clamp<int64_t>(first - page_start, 0, kPageLen),
+          std::clamp<int64_t>(position + 1 - page_start, 0, kPageLen)};
+}
+
+// e^x for x <= 0: Taylor's series of degree 7 around the nearest multiple of log 2; 0 below e^-87.
+template <class Isa>
+inline typename Isa::Sum exponential(typename Isa::Sum x) {
+  using Sum = typename Isa::Sum;
+  const Sum magic = Isa::spread_float(12582912.0f);  // its sum with a small number has that number's integer part last
+  const Sum shifted = Isa::fused(x, Isa::spread_float(1.44269504f), magic);
+  const Sum whole = Isa::minus(shifted, magic);
+  Sum rest = Isa::fused(whole, Isa::spread_float(-0.693359375f), x);
+  rest = Isa::fused(whole, Isa::spread_float(2.12194440e-4f), rest);
+  Sum value = Isa::spread_float(1.0f / 5040);
+  for (const float next : {1.0f / 720, 1.0f / 120, 1.0f / 24, 1.0f / 6, 0.5f, 1.0f, 1.0f}) {
+    value = Isa::fused(value, rest, Isa::spread_float(next));
+  }
+  return Isa::zero_where_less(Isa::raised(value, shifted), x, -87.0f);
+}
+
+// bound * tanh(x / bound), by way of e^-|2x / bound|.
+template <class Isa>
+inline typename Isa::Sum capped(typename Isa::Sum x, float bound) {
+  const typename Isa::Sum one = Isa::spread_float(1.0f);
+  const typename Isa::Sum size = Isa::magnitude(x);
+  const typename Isa::Sum power = exponential<Isa>(Isa::times(size, Isa::spread_float(-2.0f / bound)));
+  const typename Isa::Sum tanh = Isa::over(Isa::minus(one, power), Isa::plus(one, power));
+  return Isa::with_sign(Isa::times(tanh, Isa::spread_float(bound)), x);
+}
+
+// Writes the scores of ROWS queries for BLOCKS times 16 keys.
+template <class Isa, class Kind, int ROWS, int BLOCKS>
+inline void score_tile(const uint32_t* queries, const uint32_t* keys, int64_t num_cells, float* scores) {
+  typename Isa::Sum sums[ROWS][BLOCKS];
+  for (auto& row : sums)
+    for (auto& sum : row) sum = Isa::zero();
+  for (int64_t cell = 0; cell < num_cells; ++cell) {
+    typename Kind::Keys loaded[BLOCKS];
+    for (int b = 0; b < BLOCKS; ++b) loaded[b] = Kind::load(keys + cell * kPageLen + b * kLanes);
+    for (int r = 0; r < ROWS; ++r) {
+      const typename Kind::Query query = Kind::spread(queries[r * num_cells + cell]);
+      for (int b = 0; b < BLOCKS; ++b) Kind::add(sums[r][b], query, loaded[b]);
+    }
+  }
+  for (int r = 0; r < ROWS; ++r)
+    for (int b = 0; b < BLOCKS; ++b) Isa::store(scores + r * kPageLen + b * kLanes, sums[r][b]);
+}
+
+template <class Isa, class Kind, int ROWS>
+inline void score_rows(const uint32_t* queries, const uint32_t* keys, int64_t num_cells, float* scores, int64_t num) {
+  if (num == ROWS) {
+    for (int64_t block = 0; block < kPageVectors; block += Isa::kScoreBlocks) {
+      const int64_t lane = block * kLanes;
+      score_tile<Isa, Kind, ROWS, Isa::kScoreBlocks>(queries, keys + lane, num_cells, scores + lane);
+    }
+  } else if constexpr (ROWS > 1) {
+    score_rows<Isa, Kind, ROWS - 1>(queries, keys, num_cells, scores, num);
+  }
+}
+
+// Adds the values of keys [first, last), times their weights, to 16 * COLUMNS numbers of ROWS outputs.
+template <class Isa, int ROWS, int COLUMNS>
+inline void value_tile(const Workspace& space, int64_t query, int64_t column, Seen keys) {
+  typename Isa::Sum sums[ROWS][COLUMNS];
+  float* outputs = space.outputs + query * space.value_lanes + column;
+  for (int r = 0; r < ROWS; ++r) {
+    const typename Isa::Sum factor = Isa::spread_float(space.factors[query + r]);
+    for (int c = 0; c < COLUMNS; ++c) {
+      sums[r][c] = Isa::times(Isa::read(outputs + r * space.value_lanes + c * kLanes), factor);
+    }
+  }
+  const float* weights = space.weights + query * kPageLen;
+  for (int64_t key = keys.first; key < keys.last; ++key) {
+    typename Isa::Sum values[COLUMNS];
+    for (int c = 0; c < COLUMNS; ++c) values[c] = Isa::read(space.values + key * space.value_lanes + column + c * kLanes);
+    for (int r = 0; r < ROWS; ++r) {
+      const typename Isa::Sum weight = Isa::spread_float(weights[r * kPageLen + key]);
+      for (int c = 0; c < COLUMNS; ++c) sums[r][c] = Isa::fused(weight, values[c], sums[r][c]);
+    }
+  }
+  for (int r = 0; r < ROWS; ++r)
+    for (int c = 0; c < COLUMNS; ++c) Isa::store(outputs + r * space.value_lanes + c * kLanes, sums[r][c]);
+}
+
+template <class Isa, int ROWS>
+inline void value_rows(const Workspace& space, int64_t query, int64_t num, Seen keys) {
+  if (num == ROWS) {
+    constexpr int64_t kColumns = Isa::kValueBlocks * kLanes;
+    int64_t column = 0;
+    for (; column + kColumns <= space.value_lanes; column += kColumns) {
+      value_tile<Isa, ROWS, Isa::kValueBlocks>(space, query, column, keys);
+    }
+    for (; column < space.value_lanes; column += kLanes) value_tile<Isa, ROWS, 1>(space, query, column, keys);
+  } else if constexpr (ROWS > 1) {
+    value_rows<Isa, ROWS - 1>(space, query, num, keys);
+  }
+}
+
+// Turns a query's scores of a page into weights, and keeps its highest score, total and factor of what was summed.
+template <class Isa>
+inline void weigh(const Attention& attention, const Workspace& space, int64_t query, Seen keys) {
+  using Sum = typename Isa::Sum;
+  float* weights = space.weights + query * kPageLen;
+  Sum scores[kPageVectors];
+  Sum most = Isa::spread_float(kNothing);
+  for (int64_t v = 0; v < kPageVectors; ++v) {
+    Sum score = Isa::times(Isa::read(weights + v * kLanes), Isa::spread_float(attention.scaling));
+    if (attention.softcap > 0.0f) score = capped<Isa>(score, attention.softcap);
+    scores[v] = Isa::within(score, keys.first - v * kLanes, keys.last - v * kLanes, kNothing);
+    most = Isa::larger(scores[v], most);
+  }
+  const float before = space.highest[query];
+  const float highest = std::max(before, Isa::largest(most));
+  alignas(64) float factor[kLanes];
+  Isa::store(factor, exponential<Isa>(Isa::spread_float(before - highest)));
+  Sum total = Isa::times(Isa::read(space.totals + query * kLanes), Isa::spread_float(factor[0]));
+  for (int64_t v = 0; v < kPageVectors; ++v) {
+    const Sum weight = exponential<Isa>(Isa::minus(scores[v], Isa::spread_float(highest)));
+    Isa::store(weights + v * kLanes, weight);
+    total = Isa::plus(total, weight);
+  }
+  Isa::store(space.totals + query * kLanes, total);
+  space.highest[query] = highest;
+  space.factors[query] = factor[0];
+}
+
+// Lays the cells of some keys side by side, cell by cell; the others of a group of eight come along.
+template <class Isa>
+inline void transpose_keys(const Attention& attention, const uint32_t* page, Seen keys, uint32_t* lanes) {
+  const int64_t step = attention.num_key_heads * attention.key_cells;
+  for (int64_t key = keys.first / 8 * 8; key < keys.last; key += 8) {
+    int64_t cell = 0;
+    for (; cell + 8 <= attention.key_cells; cell += 8) {
+      Isa::transpose(page + key * step + cell, step, lanes + cell * kPageLen + key, kPageLen);
+    }
+    for (; cell < attention.key_cells; ++cell)
+      for (int64_t k = key; k < key + 8; ++k) lanes[cell * kPageLen + k] = page[k * step + cell];
+  }
+}
+
+// Copies the values of some keys as float32; what is missing in the last 16 numbers is zero.
+template <class Isa>
+inline void copy_values(const Attention& attention, int64_t first_value, Seen keys, const Workspace& space) {
+  const int64_t step = attention.num_key_heads * attention.value_dim;
+  const int64_t whole = attention.value_dim / kLanes * kLanes, rest = attention.value_dim - whole;
+  for (int64_t key = keys.first; key < keys.last; ++key) {
+    float* copied = space.values + key * space.value_lanes;
+    if (!attention.is_bfloat16) {
+      std::memcpy(copied, static_cast<const float*>(attention.values) + first_value + key * step,
+                  attention.value_dim * sizeof(float));
+      std::fill(copied + attention.value_dim, copied + space.value_lanes, 0.0f);
+      continue;
+    }
+    const uint16_t* given = static_cast<const uint16_t*>(attention.values) + first_value + key * step;
+    for (int64_t v = 0; v < whole; v += kLanes) Isa::store(copied + v, Isa::widened(given + v));
+    if (rest > 0) {
+      uint16_t last[kLanes] = {};
+      std::memcpy(last, given + whole, rest * sizeof(uint16_t));
+      Isa::store(copied + whole, Isa::widened(last));
+    }
+  }
+}
+
+// Adds one page to the outputs of rows [first, last) of a tile, all of which see some of it.
+template <class Isa, class Kind>
+inline void add_page(
+    const Attention& attention, const Workspace& space, const AttentionRow* tile, int64_t first, int64_t last,
+    int64_t index, int64_t key_head) {
+  const int64_t page_start = index * kPageLen;
+  Seen keys{kPageLen, 0};
+  for (int64_t row = first; row < last; ++row) {
+    const Seen seen = seen_keys(attention, tile[row].position, page_start);
+    keys = {std::min(keys.first, seen.first), std::max(keys.last, seen.last)};
+  }
+  const int64_t slot = tile[first].pages[index] * kPageLen;
+  const int64_t key_step = attention.num_key_heads * attention.key_cells;
+  transpose_keys<Isa>(
+      attention, attention.keys + slot * key_step + key_head * attention.key_cells, keys, space.keys);
+  copy_values<Isa>(
+      attention, slot * attention.num_key_heads * attention.value_dim + key_head * attention.value_dim, keys, space);
+  const int64_t group = attention.group, end = last * group;
+  for (int64_t query = first * group; query < end; query += Isa::kScoreRows) {
+    score_rows<Isa, Kind, Isa::kScoreRows>(
+        space.queries + query * attention.key_cells, space.keys, attention.key_cells, space.weights + query * kPageLen,
+        std::min<int64_t>(Isa::kScoreRows, end - query));
+  }
+  for (int64_t row = first; row < last; ++row) {
+    const Seen seen = seen_keys(attention, tile[row].position, page_start);
+    for (int64_t query = row * group; query < (row + 1) * group; ++query) weigh<Isa>(attention, space, query, seen);
+  }
+  for (int64_t query = first * group; query < end; query += Isa::kValueRows) {
+    value_rows<Isa, Isa::kValueRows>(space, query, std::min<int64_t>(Isa::kValueRows, end - query), keys);
+  }
+}
+
+// Divides a query's output by the sum of its weights, and writes it.
+template <class Isa>
+inline void write_output(const Attention& attention, const Workspace& space, int64_t query, int64_t first_value) {
+  alignas(64) float lanes[kLanes];
+  Isa::store(lanes, Isa::read(space.totals + query * kLanes));
+  for (int64_t num = kLanes / 2; num > 0; num /= 2)
+    for (int64_t lane = 0; lane < num; ++lane) lanes[lane] += lanes[lane + num];
+  const typename Isa::Sum total = Isa::spread_float(lanes[0]);
+  for (int64_t v = 0; v < space.value_lanes; v += kLanes) {
+    const typename Isa::Sum output = Isa::over(Isa::read(space.outputs + query * space.value_lanes + v), total);
+    const int64_t num = std::min(kLanes, attention.value_dim - v);
+    if (attention.is_bfloat16) {
+      uint16_t rounded[kLanes];
+      Isa::round(rounded, output);
+      std::memcpy(static_cast<uint16_t*>(attention.output) + first_value + v, rounded, num * sizeof(uint16_t));
+    } else {
+      Isa::store(lanes, output);
+      std::memcpy(static_cast<float*>(attention.output) + first_value + v, lanes, num * sizeof(float));
+    }
+  }
+}
+
+template <class Isa, class Kind>
+inline void attend_tile(
+    const Attention& attention, const AttentionRow* tile, const AttentionRow* tile_end, int64_t key_head,
+    float* scratch) {
+  const Workspace space(attention, scratch);
+  const int64_t num_rows = tile_end - tile, group = attention.group;
+  int64_t last_page = 0;
+  for (int64_t row = 0; row < num_rows; ++row) {
+    last_page = std::max(last_page, tile[row].position / kPageLen);
+    for (int64_t g = 0; g < group; ++g) {
+      const uint32_t* query =
+          attention.query + (key_head * group + g) * attention.head_step + tile[row].row * attention.row_step;
+      std::copy_n(query, attention.key_cells, space.queries + (row * group + g) * attention.key_cells);
+    }
+  }
+  std::fill_n(space.outputs, num_rows * group * space.value_lanes, 0.0f);
+  std::fill_n(space.totals, num_rows * group * kLanes, 0.0f);
+  std::fill_n(space.highest, num_rows * group, kNothing);
+
+  // Rows that follow each other and have the same page pass over it together.
+  for (int64_t index = 0; index <= last_page; ++index) {
+    const auto sees = [&](int64_t row) {
+      const Seen seen = seen_keys(attention, tile[row].position, index * kPageLen);
+      return seen.first < seen.last;
+    };
+    for (int64_t row = 0; row < num_rows;) {
+      if (!sees(row)) {
+        ++row;
+        continue;
+      }
+      int64_t end = row + 1;
+      while (end < num_rows && sees(end) && tile[end].pages[index] == tile[row].pages[index]) ++end;
+      add_page<Isa, Kind>(attention, space, tile, row, end, index, key_head);
+      row = end;
+    }
+  }
+  for (int64_t query = 0; query < num_rows * group; ++query) {
+    const int64_t head = key_head * group + query % group;
+    const int64_t output = tile[query / group].row * attention.num_key_heads * group + head;
+    write_output<Isa>(attention, space, query, output * attention.value_dim);
+  }
+}
+
+template <class Isa>
+inline void attend(
+    const Attention& attention, const AttentionRow* first, const AttentionRow* last, int64_t key_head,
+    float* scratch) {
+  const NoSubnormals guard;
+  if (attention.is_bfloat16) {
+    attend_tile<Isa, Pairs<Isa>>(attention, first, last, key_head, scratch);
+  } else {
+    attend_tile<Isa, Singles<Isa>>(attention, first, last, key_head, scratch);
+  }
+}
+
+}  // namespace
+}  // namespace outrider

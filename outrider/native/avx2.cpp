@@ -1,0 +1,149 @@
+// The operators by AVX2 and FMA; a block of a product has two halves of eight columns.
+
+#include <immintrin.h>
+
+#include "attention_kernel.h"
+#include "product_kernel.h"
+#include "race_kernel.h"
+#include "transpose.h"
+
+namespace outrider {
+namespace {
+
+struct Avx2 {
+  struct Sum {
+    __m256 low, high;
+  };
+  struct Weights {
+    __m256 low_even, low_odd, high_even, high_odd;
+  };
+  struct Pair {
+    __m256 even, odd;
+  };
+
+  static constexpr int kRegisters = 16, kSumRegisters = 2, kWeightRegisters = 4, kPairRegisters = 2;
+  static constexpr int kRows = 4;
+  static constexpr int kScoreRows = 4, kScoreBlocks = 1, kValueRows = 2, kValueBlocks = 2;
+
+  static Sum zero() { return {_mm256_setzero_ps(), _mm256_setzero_ps()}; }
+  static __m256 even(__m256i pairs) { return _mm256_castsi256_ps(_mm256_slli_epi32(pairs, 16)); }
+  static __m256 odd(__m256i pairs) {
+    return _mm256_castsi256_ps(_mm256_and_si256(pairs, _mm256_set1_epi32(static_cast<int>(0xffff0000))));
+  }
+  static Weights load(const uint32_t* weights) {
+    const __m256i low = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(weights));
+    const __m256i high = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(weights + 8));
+    return {even(low), odd(low), even(high), odd(high)};
+  }
+  static Pair spread(uint32_t pair) {
+    const __m256i pairs = _mm256_set1_epi32(static_cast<int>(pair));
+    return {even(pairs), odd(pairs)};
+  }
+  static void add(Sum& sum, const Pair& pair, const Weights& weights) {
+    sum.low = _mm256_fmadd_ps(pair.odd, weights.low_odd, sum.low);
+    sum.high = _mm256_fmadd_ps(pair.odd, weights.high_odd, sum.high);
+    sum.low = _mm256_fmadd_ps(pair.even, weights.low_even, sum.low);
+    sum.high = _mm256_fmadd_ps(pair.even, weights.high_even, sum.high);
+  }
+  static Sum read(const float* values) { return {_mm256_load_ps(values), _mm256_load_ps(values + 8)}; }
+  static __m256 widened_half(const uint16_t* values) {
+    const __m128i given = _mm_loadu_si128(reinterpret_cast<const __m128i*>(values));
+    return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(given), 16));
+  }
+  static Sum widened(const uint16_t* values) { return {widened_half(values), widened_half(values + 8)}; }
+  static Sum spread_float(float value) { return {_mm256_set1_ps(value), _mm256_set1_ps(value)}; }
+  static Sum plus(Sum one, Sum other) {
+    return {_mm256_add_ps(one.low, other.low), _mm256_add_ps(one.high, other.high)};
+  }
+  static Sum minus(Sum one, Sum other) {
+    return {_mm256_sub_ps(one.low, other.low), _mm256_sub_ps(one.high, other.high)};
+  }
+  static Sum times(Sum one, Sum other) {
+    return {_mm256_mul_ps(one.low, other.low), _mm256_mul_ps(one.high, other.high)};
+  }
+  static Sum over(Sum one, Sum other) {
+    return {_mm256_div_ps(one.low, other.low), _mm256_div_ps(one.high, other.high)};
+  }
+  static Sum fused(Sum one, Sum other, Sum added) {
+    return {_mm256_fmadd_ps(one.low, other.low, added.low), _mm256_fmadd_ps(one.high, other.high, added.high)};
+  }
+  static Sum larger(Sum one, Sum other) {
+    return {_mm256_max_ps(one.low, other.low), _mm256_max_ps(one.high, other.high)};
+  }
+  static float largest(Sum values) {
+    const __m256 eight = _mm256_max_ps(values.low, values.high);
+    const __m128 four = _mm_max_ps(_mm256_castps256_ps128(eight), _mm256_extractf128_ps(eight, 1));
+    const __m128 two = _mm_max_ps(four, _mm_movehl_ps(four, four));
+    return _mm_cvtss_f32(_mm_max_ss(two, _mm_movehdup_ps(two)));
+  }
+  static Sum magnitude(Sum values) {
+    const __m256 sign = _mm256_set1_ps(-0.0f);
+    return {_mm256_andnot_ps(sign, values.low), _mm256_andnot_ps(sign, values.high)};
+  }
+  static Sum with_sign(Sum values, Sum of) {
+    const __m256 sign = _mm256_set1_ps(-0.0f);
+    return {_mm256_or_ps(values.low, _mm256_and_ps(of.low, sign)),
+            _mm256_or_ps(values.high, _mm256_and_ps(of.high, sign))};
+  }
+  static __m256 raised_half(__m256 values, __m256 powers) {
+    const __m256i shifted = _mm256_slli_epi32(_mm256_castps_si256(powers), 23);
+    return _mm256_castsi256_ps(_mm256_add_epi32(_mm256_castps_si256(values), shifted));
+  }
+  // values times 2 to the power of the last bits of `powers`.
+  static Sum raised(Sum values, Sum powers) {
+    return {raised_half(values.low, powers.low), raised_half(values.high, powers.high)};
+  }
+  static Sum zero_where_less(Sum values, Sum x, float least) {
+    const __m256 bound = _mm256_set1_ps(least);
+    return {_mm256_and_ps(values.low, _mm256_cmp_ps(x.low, bound, _CMP_NLT_UQ)),
+            _mm256_and_ps(values.high, _mm256_cmp_ps(x.high, bound, _CMP_NLT_UQ))};
+  }
+  static __m256 within_half(__m256 values, __m256i lanes, int64_t first, int64_t last, float otherwise) {
+    const __m256i before = _mm256_cmpgt_epi32(_mm256_set1_epi32(static_cast<int>(first)), lanes);
+    const __m256i inside = _mm256_andnot_si256(before, _mm256_cmpgt_epi32(_mm256_set1_epi32(static_cast<int>(last)), lanes));
+    return _mm256_blendv_ps(_mm256_set1_ps(otherwise), values, _mm256_castsi256_ps(inside));
+  }
+  // The values of lanes [first, last).
+  static Sum within(Sum values, int64_t first, int64_t last, float otherwise) {
+    const __m256i lanes = _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7);
+    const __m256i more = _mm256_add_epi32(lanes, _mm256_set1_epi32(8));
+    return {within_half(values.low, lanes, first, last, otherwise),
+            within_half(values.high, more, first, last, otherwise)};
+  }
+  static void transpose(const uint32_t* from, int64_t from_step, uint32_t* to, int64_t to_step) {
+    transpose8(from, from_step, to, to_step);
+  }
+  // The upper half of each number rounded to the nearest bfloat16, ties to even; what is no number stays none.
+  static __m256i nearest(__m256 values) {
+    const __m256i bits = _mm256_castps_si256(values);
+    const __m256i odd = _mm256_and_si256(_mm256_srli_epi32(bits, 16), _mm256_set1_epi32(1));
+    const __m256i sum = _mm256_add_epi32(bits, _mm256_add_epi32(odd, _mm256_set1_epi32(0x7fff)));
+    const __m256i none = _mm256_castps_si256(_mm256_cmp_ps(values, values, _CMP_UNORD_Q));
+    const __m256i quiet = _mm256_or_si256(bits, _mm256_set1_epi32(0x400000));
+    return _mm256_srli_epi32(_mm256_blendv_epi8(sum, quiet, none), 16);
+  }
+  static void round(uint16_t* columns, Sum sum) {
+    // Packing works within each half of its inputs, so that quarters have to be put in order.
+    const __m256i packed = _mm256_packus_epi32(nearest(sum.low), nearest(sum.high));
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(columns), _mm256_permute4x64_epi64(packed, 0xd8));
+  }
+  static void store(float* values, Sum sum) {
+    _mm256_store_ps(values, sum.low);
+    _mm256_store_ps(values + 8, sum.high);
+  }
+};
+
+}  // namespace
+
+void product_avx2(const Product& product, int64_t begin, int64_t end) {
+  product_rows<Avx2>(product, begin, end);
+}
+
+float race_avx2(const RaceRow& row, int64_t begin, int64_t end, float* bounds) { return race(row, begin, end, bounds); }
+
+void attention_avx2(
+    const Attention& attention, const AttentionRow* first, const AttentionRow* last, int64_t key_head, float* scratch) {
+  attend<Avx2>(attention, first, last, key_head, scratch);
+}
+
+}  // namespace outrider

@@ -1,0 +1,348 @@
+// The operators of `outrider.native`, by PyTorch's stable ABI.
+
+#include <torch/csrc/stable/library.h>
+#include <torch/csrc/stable/ops.h>
+#include <torch/csrc/stable/tensor.h>
+
+#include <algorithm>
+#include <atomic>
+#include <cstdint>
+#include <cstring>
+#include <memory>
+#include <optional>
+#include <vector>
+
+#include "attention.h"
+#include "product.h"
+#include "race.h"
+
+namespace {
+
+using torch::headeronly::ScalarType;
+using torch::stable::Tensor;
+
+// Multiplications below which a second thread costs more than it saves.
+constexpr int64_t kLeastWork = 1 << 16;
+
+// In the order of `outrider.native.Variant`.
+constexpr outrider::ProductKernel kProducts[] = {
+    outrider::product_avx2,
+    outrider::product_avx512,
+    outrider::product_avx512_bf16,
+};
+
+constexpr outrider::RaceKernel kRaces[] = {outrider::race_avx2, outrider::race_avx512, outrider::race_avx512};
+
+constexpr outrider::AttentionKernel kAttentions[] = {
+    outrider::attention_avx2,
+    outrider::attention_avx512,
+    outrider::attention_avx512_bf16,
+};
+
+// Share by which a bound may be wrong.
+constexpr float kSlack = 2e-3f;
+// Tokens of a race that one thread looks at, at least.
+constexpr int64_t kLeastTokens = 8192;
+
+// The best variant that this CPU can run; -1 for none.
+int64_t best_variant() {
+  __builtin_cpu_init();
+  if (!__builtin_cpu_supports("avx2") || !__builtin_cpu_supports("fma")) return -1;
+  if (!__builtin_cpu_supports("avx512f") || !__builtin_cpu_supports("avx512bw") ||
+      !__builtin_cpu_supports("avx512dq") || !__builtin_cpu_supports("avx512vl")) {
+    return 0;
+  }
+  return __builtin_cpu_supports("avx512bf16") ? 2 : 1;
+}
+
+// rows: bfloat16 [..., K]. weight: bfloat16 [blocks, ceil(K / 2), 16, 2]. bias: bfloat16 [out_features].
+Tensor packed_product(
+    const Tensor& rows, const Tensor& weight, std::optional<Tensor> bias, int64_t out_features, int64_t variant) {
+  STD_TORCH_CHECK(rows.dim() > 0 && weight.dim() == 4, "rows must have a dimension, the packed weight four");
+  const int64_t num_inputs = rows.size(rows.dim() - 1);
+  const int64_t num_blocks = weight.size(0);
+  const int64_t num_pairs = weight.size(1);
+  STD_TORCH_CHECK(
+      rows.scalar_type() == ScalarType::BFloat16 && weight.scalar_type() == ScalarType::BFloat16 &&
+          (!bias || bias->scalar_type() == ScalarType::BFloat16),
+      "rows, weight and bias must be bfloat16");
+  STD_TORCH_CHECK((num_inputs + 1) / 2 == num_pairs, "rows and weight differ in their number of inputs");
+  STD_TORCH_CHECK(
+      weight.is_contiguous() && weight.size(2) == outrider::kColumns && weight.size(3) == 2 &&
+          (out_features + outrider::kColumns - 1) / outrider::kColumns == num_blocks,
+      "the weight is not packed for so many outputs");
+  STD_TORCH_CHECK(!bias || (bias->numel() == out_features && bias->is_contiguous()), "the bias does not fit");
+  STD_TORCH_CHECK(variant >= 0 && variant <= best_variant(), "this CPU cannot run variant ", variant);
+
+  std::vector<int64_t> sizes(rows.sizes().begin(), rows.sizes().end());
+  sizes.back() = out_features;
+  Tensor output = torch::stable::new_empty(rows, sizes);
+  const Tensor given = torch::stable::contiguous(rows);
+  const int64_t num_rows = num_inputs ? given.numel() / num_inputs : 0;
+
+  const auto* inputs = static_cast<const uint16_t*>(given.const_data_ptr());
+  std::vector<uint32_t> copied;
+  // Pairs are read at once: each row must begin at one, and end with one.
+  if (num_inputs % 2 != 0 || reinterpret_cast<uintptr_t>(inputs) % alignof(uint32_t) != 0) {
+    copied.resize(num_rows * num_pairs);
+    for (int64_t row = 0; row < num_rows; ++row) {
+      std::copy_n(inputs + row * num_inputs, num_inputs, reinterpret_cast<uint16_t*>(copied.data() + row * num_pairs));
+    }
+  }
+  const outrider::Product product{
+      copied.empty() ? reinterpret_cast<const uint32_t*>(inputs) : copied.data(),
+      static_cast<const uint32_t*>(weight.const_data_ptr()),
+      bias ? static_cast<const uint16_t*>(bias->const_data_ptr()) : nullptr,
+      static_cast<uint16_t*>(output.mutable_data_ptr()),
+      num_rows,
+      num_pairs,
+      out_features};
+  const int64_t block_work = std::max<int64_t>(1, num_rows * num_pairs * 2 * outrider::kColumns);
+  torch::stable::parallel_for(0, num_blocks, (kLeastWork + block_work - 1) / block_work, [&](int64_t begin, int64_t end) {
+    kProducts[variant](product, begin, end);
+  });
+  return output;
+}
+
+// scores: float32 [R, V], contiguous, its largest in a row `tops`, float32 [R]. inverse_temperatures: float32 [R].
+// counters: int64 [R, 5], three words of a Philox counter and two of its key. Returns int64 [2, M]: rows and tokens of
+// those that can win their row's race, in order.
+Tensor race_candidates(
+    const Tensor& scores, const Tensor& tops, const Tensor& inverse_temperatures, const Tensor& counters,
+    int64_t variant) {
+  STD_TORCH_CHECK(scores.dim() == 2 && counters.dim() == 2 && counters.size(1) == 5, "scores or counters have no row");
+  const int64_t num_rows = scores.size(0), num_tokens = scores.size(1);
+  STD_TORCH_CHECK(
+      scores.scalar_type() == ScalarType::Float && tops.scalar_type() == ScalarType::Float &&
+          inverse_temperatures.scalar_type() == ScalarType::Float && counters.scalar_type() == ScalarType::Long,
+      "scores, tops and temperatures must be float32, counters int64");
+  STD_TORCH_CHECK(
+      scores.is_contiguous() && tops.is_contiguous() && inverse_temperatures.is_contiguous() &&
+          counters.is_contiguous() && tops.numel() == num_rows && inverse_temperatures.numel() == num_rows &&
+          counters.size(0) == num_rows,
+      "all must be contiguous, and have as many rows");
+  STD_TORCH_CHECK(variant >= 0 && variant <= best_variant(), "this CPU cannot run variant ", variant);
+
+  const auto* values = static_cast<const float*>(scores.const_data_ptr());
+  const auto* largest = static_cast<const float*>(tops.const_data_ptr());
+  const auto* scales = static_cast<const float*>(inverse_temperatures.const_data_ptr());
+  const auto* numbers = static_cast<const int64_t*>(counters.const_data_ptr());
+  const int64_t num_parts = (num_tokens + kLeastTokens - 1) / kLeastTokens;
+  std::vector<float> bounds(num_rows * num_tokens);
+  std::vector<float> bests(num_rows * num_parts);
+  torch::stable::parallel_for(0, num_rows * num_parts, 1, [&](int64_t first, int64_t last) {
+    for (int64_t part = first; part < last; ++part) {
+      const int64_t row = part / num_parts, begin = part % num_parts * kLeastTokens;
+      const int64_t* words = numbers + row * 5;
+      const auto word = [&](int index) { return static_cast<uint32_t>(words[index]); };
+      const outrider::RaceRow race{
+          values + row * num_tokens, largest[row], scales[row], {word(0), word(1), word(2)}, {word(3), word(4)}};
+      const int64_t end = std::min(begin + kLeastTokens, num_tokens);
+      bests[part] = kRaces[variant](race, begin, end, bounds.data() + row * num_tokens);
+    }
+  });
+  std::vector<int64_t> rows, tokens;
+  for (int64_t row = 0; row < num_rows; ++row) {
+    const float* first = bests.data() + row * num_parts;
+    const float least = *std::max_element(first, first + num_parts) * (1.0f - kSlack);
+    for (int64_t token = 0; token < num_tokens; ++token) {
+      if (bounds[row * num_tokens + token] < least) continue;
+      rows.push_back(row);
+      tokens.push_back(token);
+    }
+  }
+  Tensor output = torch::stable::new_empty(counters, {2, static_cast<int64_t>(rows.size())});
+  auto* found = static_cast<int64_t*>(output.mutable_data_ptr());
+  std::copy(tokens.begin(), tokens.end(), std::copy(rows.begin(), rows.end(), found));
+  return output;
+}
+
+// The numbers of a layout, in order.
+class Numbers {
+ public:
+  explicit Numbers(const Tensor& tensor)
+      : next_(static_cast<const int32_t*>(tensor.const_data_ptr())), end_(next_ + tensor.numel()) {}
+
+  const int32_t* take(int64_t num) {
+    STD_TORCH_CHECK(num >= 0 && num <= end_ - next_, "the layout ends too early");
+    return next_ += num, next_ - num;
+  }
+  // As `take`; each is at least 0 and less than `bound`.
+  const int32_t* take_below(int64_t bound, int64_t num) {
+    const int32_t* numbers = take(num);
+    for (int64_t index = 0; index < num; ++index) {
+      STD_TORCH_CHECK(
+          numbers[index] >= 0 && numbers[index] < bound, "the layout has ", numbers[index], " where less than ", bound,
+          " is allowed");
+    }
+    return numbers;
+  }
+
+ private:
+  const int32_t* next_;
+  const int32_t* end_;
+};
+
+// Rows that follow each other in a pass, of sessions that begin with the same page.
+struct Tile {
+  const outrider::AttentionRow* first;
+  const outrider::AttentionRow* last;
+};
+
+// Copies new keys or values, [1, key_heads, rows, dim], to their slots.
+void write_slots(const Tensor& given, const Tensor& stored, const int32_t* rows, const int32_t* slots, int64_t num) {
+  const int64_t num_heads = stored.size(1), item = stored.element_size(), num_bytes = stored.size(2) * item;
+  const auto* from = static_cast<const char*>(given.const_data_ptr());
+  auto* to = static_cast<char*>(stored.mutable_data_ptr());
+  for (int64_t write = 0; write < num; ++write) {
+    for (int64_t head = 0; head < num_heads; ++head) {
+      const char* row = from + (head * given.stride(1) + rows[write] * given.stride(2)) * item;
+      std::memcpy(to + (slots[write] * num_heads + head) * num_bytes, row, num_bytes);
+    }
+  }
+}
+
+std::vector<Tile> cut_tiles(const std::vector<outrider::AttentionRow>& rows, int64_t group) {
+  const int64_t most = std::max<int64_t>(1, outrider::kMostQueries / group);
+  std::vector<Tile> tiles;
+  for (const outrider::AttentionRow& row : rows) {
+    if (tiles.empty() || tiles.back().last - tiles.back().first == most || *tiles.back().first->pages != *row.pages) {
+      tiles.push_back({&row, &row});
+    }
+    ++tiles.back().last;
+  }
+  return tiles;
+}
+
+// Whether rows are dense, and begin at multiples of a cell.
+bool has_whole_cells(const Tensor& tensor) {
+  const auto is_whole = [](uint64_t num_bytes) { return num_bytes % sizeof(uint32_t) == 0; };
+  return tensor.stride(3) == 1 && is_whole(reinterpret_cast<uintptr_t>(tensor.const_data_ptr())) &&
+         is_whole(tensor.stride(1) * tensor.element_size()) && is_whole(tensor.stride(2) * tensor.element_size());
+}
+
+// Memory of this thread, at a multiple of 64 bytes, which is kept for the next call.
+float* thread_scratch(int64_t num_floats) {
+  constexpr uintptr_t kAlignment = 64;
+  thread_local std::unique_ptr<float[]> memory;
+  thread_local int64_t size = 0;
+  if (size < num_floats) {
+    memory = std::make_unique_for_overwrite<float[]>(num_floats + kAlignment / sizeof(float));
+    size = num_floats;
+  }
+  const uintptr_t address = reinterpret_cast<uintptr_t>(memory.get());
+  return memory.get() + (kAlignment - address % kAlignment) % kAlignment / sizeof(float);
+}
+
+// query: [1, heads, rows, key_dim]. new_keys, new_values: [1, key_heads, rows, ...]. keys, values: [slots, key_heads,
+// ...], contiguous, written first. All are bfloat16, key_dim being even, or float32. layout: int32, see `lay_out` in
+// outrider/lm/attention/native.py. Returns [1, rows, heads, value_dim], zero for rows that no branch has.
+Tensor paged_attention(
+    const Tensor& query, const Tensor& new_keys, const Tensor& new_values, Tensor keys, Tensor values,
+    const Tensor& layout, double scaling, int64_t window, double softcap, int64_t variant) {
+  const ScalarType type = query.scalar_type();
+  const bool is_bfloat16 = type == ScalarType::BFloat16;
+  STD_TORCH_CHECK(is_bfloat16 || type == ScalarType::Float, "attention is of bfloat16 or float32");
+  for (const Tensor* tensor : {&new_keys, &new_values}) {
+    STD_TORCH_CHECK(
+        tensor->scalar_type() == type && tensor->dim() == 4 && tensor->stride(3) == 1,
+        "new keys and values must have the query's type, four dimensions and dense rows");
+  }
+  for (const Tensor* tensor : {&keys, &values}) {
+    STD_TORCH_CHECK(
+        tensor->scalar_type() == type && tensor->dim() == 3 && tensor->is_contiguous(),
+        "stored keys and values must have the query's type and three dimensions, and be contiguous");
+  }
+  STD_TORCH_CHECK(query.dim() == 4 && query.size(0) == 1, "the query must be of one batch");
+  const int64_t num_heads = query.size(1), num_rows = query.size(2), key_dim = query.size(3);
+  const int64_t num_slots = keys.size(0), num_key_heads = keys.size(1), value_dim = values.size(2);
+  STD_TORCH_CHECK(
+      num_key_heads > 0 && num_heads % num_key_heads == 0 && num_heads / num_key_heads <= outrider::kMostQueries,
+      "key heads must divide the query's heads");
+  STD_TORCH_CHECK(
+      keys.size(2) == key_dim && new_keys.size(3) == key_dim && new_values.size(3) == value_dim &&
+          values.size(0) == num_slots && values.size(1) == num_key_heads && new_keys.size(1) == num_key_heads &&
+          new_values.size(1) == num_key_heads && new_keys.size(2) == num_rows && new_values.size(2) == num_rows,
+      "query, keys and values do not fit");
+  STD_TORCH_CHECK(!is_bfloat16 || key_dim % 2 == 0, "keys of bfloat16 must have an even number of values");
+  STD_TORCH_CHECK(layout.scalar_type() == ScalarType::Int && layout.is_contiguous(), "the layout must be int32");
+  STD_TORCH_CHECK(variant >= 0 && variant <= best_variant(), "this CPU cannot run variant ", variant);
+
+  Numbers numbers(layout);
+  const int32_t num_writes = *numbers.take(1);
+  const int32_t* write_rows = numbers.take_below(num_rows, num_writes);
+  const int32_t* slots = numbers.take_below(num_slots, num_writes);
+  write_slots(new_keys, keys, write_rows, slots, num_writes);
+  write_slots(new_values, values, write_rows, slots, num_writes);
+
+  std::vector<outrider::AttentionRow> rows;
+  rows.reserve(num_rows);
+  int64_t num_pages = 0;
+  for (int32_t left = *numbers.take(1); left > 0; --left) {
+    const int32_t num = *numbers.take(1), table_len = *numbers.take(1);
+    const int32_t* indices = numbers.take_below(num_rows, num);
+    const int32_t* positions = numbers.take_below(int64_t{table_len} * outrider::kPageLen, num);
+    const int32_t* pages = numbers.take_below(num_slots / outrider::kPageLen, table_len);
+    for (int32_t index = 0; index < num; ++index) {
+      rows.push_back({indices[index], positions[index], pages});
+      num_pages += positions[index] / outrider::kPageLen + 1;
+    }
+  }
+
+  Tensor output = torch::stable::new_empty(query, {1, num_rows, num_heads, value_dim});
+  if (static_cast<int64_t>(rows.size()) != num_rows) torch::stable::zero_(output);
+  Tensor given = has_whole_cells(query) ? query : torch::stable::contiguous(query);
+  if (!has_whole_cells(given)) given = torch::stable::clone(given);
+  const int64_t cell = is_bfloat16 ? 2 : 1;
+  const outrider::Attention attention{
+      static_cast<const uint32_t*>(given.const_data_ptr()),
+      given.stride(1) / cell,
+      given.stride(2) / cell,
+      static_cast<const uint32_t*>(keys.const_data_ptr()),
+      values.const_data_ptr(),
+      output.mutable_data_ptr(),
+      num_key_heads,
+      num_heads / num_key_heads,
+      key_dim / cell,
+      value_dim,
+      static_cast<float>(scaling),
+      static_cast<float>(softcap),
+      window,
+      is_bfloat16};
+  const std::vector<Tile> tiles = cut_tiles(rows, attention.group);
+  // Tiles differ in their work: each thread takes the next one, beginning with the last rows, which see most.
+  const int64_t num_units = static_cast<int64_t>(tiles.size()) * num_key_heads;
+  const int64_t work = num_pages * num_heads * outrider::kPageLen * (key_dim + value_dim);
+  const int64_t num_threads = std::min<int64_t>({num_units, torch::stable::get_num_threads(), work / kLeastWork + 1});
+  std::atomic<int64_t> next{0};
+  torch::stable::parallel_for(0, num_threads, 1, [&](int64_t, int64_t) {
+    float* scratch = thread_scratch(outrider::attention_scratch(attention));
+    for (int64_t unit = next++; unit < num_units; unit = next++) {
+      const Tile& tile = tiles[tiles.size() - 1 - unit / num_key_heads];
+      kAttentions[variant](attention, tile.first, tile.last, unit % num_key_heads, scratch);
+    }
+  });
+  return output;
+}
+
+}  // namespace
+
+STABLE_TORCH_LIBRARY_FRAGMENT(outrider, library) {
+  library.def("packed_product(Tensor rows, Tensor weight, Tensor? bias, int out_features, int variant) -> Tensor");
+  library.def(
+      "race_candidates(Tensor scores, Tensor tops, Tensor inverse_temperatures, Tensor counters, int variant) -> Tensor");
+  library.def(
+      "paged_attention(Tensor query, Tensor new_keys, Tensor new_values, Tensor(a!) keys, Tensor(b!) values, "
+      "Tensor layout, float scaling, int window, float softcap, int variant) -> Tensor");
+  library.def("best_variant() -> int");
+}
+
+STABLE_TORCH_LIBRARY_IMPL(outrider, CPU, library) {
+  library.impl("packed_product", TORCH_BOX(&packed_product));
+  library.impl("paged_attention", TORCH_BOX(&paged_attention));
+  library.impl("race_candidates", TORCH_BOX(&race_candidates));
+}
+
+STABLE_TORCH_LIBRARY_IMPL(outrider, CompositeExplicitAutograd, library) {
+  library.impl("best_variant", TORCH_BOX(&best_variant));
+}

@@ -1,0 +1,87 @@
+// The race's bounds, in loops that a compiler turns into those of any instruction set.
+//
+// Noise is -log(u), and 1 - u <= -log(u) <= (1 - u) / u. With n the first 32 bits of 1 - u, rounded down,
+//     weight * (1 - (n + 1) / 2^32) / (n + 1)  <=  weight / noise / 2^32  <=  weight / n.
+// Weights are within 2e-4 of their exact values, which the caller's slack covers. Those below 2^-125.5 count as so much,
+// which hides no winner: the likeliest token, of weight 1, has at least 2^-85 of weight / noise / 2^32.
+
+#pragma once
+
+#include <algorithm>
+#include <bit>
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+
+#include "race.h"
+
+namespace outrider {
+namespace {
+
+constexpr int kBlocks = 256;
+constexpr float kLeastExponent = -125.5f;  // of two
+
+// 2^x for x in (-126, 0], with a relative error below 1e-4.
+inline float power_of_two(float x) {
+  const int32_t whole = static_cast<int32_t>(x);  // towards zero
+  const float rest = x - static_cast<float>(whole);
+  // 2^rest for rest in (-1, 0]: Taylor's series around -1/2, in z = rest + 1/2.
+  const float z = rest + 0.5f;
+  const float value = 0.70710678f + z * (0.49012907f + z * (0.16986576f + z * (0.03924717f + z * 0.0068009f)));
+  return value * std::bit_cast<float>((whole + 127) << 23);
+}
+
+inline float race(const RaceRow& row, int64_t begin, int64_t end, float* bounds) {
+  float best = 0.0f;
+  const float scale = row.inverse_temperature * 1.44269504f;
+  for (int64_t first = begin; first < end; first += 2 * kBlocks) {
+    uint32_t x0[kBlocks], x1[kBlocks], x2[kBlocks], x3[kBlocks];
+    for (int b = 0; b < kBlocks; ++b) {
+      x0[b] = static_cast<uint32_t>(first / 2) + b;
+      x1[b] = row.words[0];
+      x2[b] = row.words[1];
+      x3[b] = row.words[2];
+    }
+    uint32_t key0 = row.key[0], key1 = row.key[1];
+    for (int round = 0; round < 10; ++round) {
+      for (int b = 0; b < kBlocks; ++b) {
+        const uint64_t product0 = static_cast<uint64_t>(x0[b]) * 0xD2511F53u;
+        const uint64_t product1 = static_cast<uint64_t>(x2[b]) * 0xCD9E8D57u;
+        const uint32_t y0 = static_cast<uint32_t>(product1 >> 32) ^ x1[b] ^ key0;
+        const uint32_t y2 = static_cast<uint32_t>(product0 >> 32) ^ x3[b] ^ key1;
+        x1[b] = static_cast<uint32_t>(product1);
+        x3[b] = static_cast<uint32_t>(product0);
+        x0[b] = y0;
+        x2[b] = y2;
+      }
+      key0 += 0x9E3779B9u;
+      key1 += 0xBB67AE85u;
+    }
+    float complements[2 * kBlocks];
+    for (int b = 0; b < kBlocks; ++b) {
+      complements[2 * b] = static_cast<float>(~x0[b]);
+      complements[2 * b + 1] = static_cast<float>(~x2[b]);
+    }
+    const int num = static_cast<int>(std::min<int64_t>(2 * kBlocks, end - first));
+    float scores[2 * kBlocks], above[2 * kBlocks];
+    std::fill(scores + num, scores + 2 * kBlocks, -HUGE_VALF);
+    std::memcpy(scores, row.scores + first, num * sizeof(float));
+    // Floats that are not negative are ordered as their bits are, and a largest integer is found in vectors.
+    int32_t largest = 0;
+    for (int v = 0; v < 2 * kBlocks; ++v) {
+      const float exponent = (scores[v] - row.top) * scale;
+      const float weight = power_of_two(exponent > kLeastExponent ? exponent : kLeastExponent);
+      const float next = complements[v] + 1.0f;
+      const int32_t below = std::bit_cast<int32_t>(weight * ((1.0f - next * 0x1p-32f) / next));
+      largest = below > largest ? below : largest;
+      // Infinite where n is 0: such a token is always looked at.
+      above[v] = weight / complements[v];
+    }
+    std::memcpy(bounds + first, above, num * sizeof(float));
+    best = std::max(best, std::bit_cast<float>(largest));
+  }
+  return best;
+}
+
+}  // namespace
+}  // namespace outrider

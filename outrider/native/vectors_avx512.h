@@ -1,0 +1,68 @@
+// What both variants with AVX-512 do with 16 numbers.
+
+#pragma once
+
+#include <immintrin.h>
+
+#include <cstdint>
+
+#include "transpose.h"
+
+namespace outrider {
+namespace {
+
+struct Avx512Vectors {
+  using Sum = __m512;
+
+  static constexpr int kScoreRows = 12, kScoreBlocks = 2, kValueRows = 6, kValueBlocks = 4;
+
+  static Sum zero() { return _mm512_setzero_ps(); }
+  static Sum read(const float* values) { return _mm512_load_ps(values); }
+  static void store(float* values, Sum sum) { _mm512_store_ps(values, sum); }
+  static Sum widened(const uint16_t* values) {
+    const __m256i given = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(values));
+    return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(given), 16));
+  }
+  static Sum spread_float(float value) { return _mm512_set1_ps(value); }
+  static Sum plus(Sum one, Sum other) { return _mm512_add_ps(one, other); }
+  static Sum minus(Sum one, Sum other) { return _mm512_sub_ps(one, other); }
+  static Sum times(Sum one, Sum other) { return _mm512_mul_ps(one, other); }
+  static Sum over(Sum one, Sum other) { return _mm512_div_ps(one, other); }
+  static Sum fused(Sum one, Sum other, Sum added) { return _mm512_fmadd_ps(one, other, added); }
+  static Sum larger(Sum one, Sum other) { return _mm512_max_ps(one, other); }
+  static float largest(Sum values) { return _mm512_reduce_max_ps(values); }
+  static Sum magnitude(Sum values) { return _mm512_abs_ps(values); }
+  static Sum with_sign(Sum values, Sum of) { return _mm512_or_ps(values, _mm512_and_ps(of, _mm512_set1_ps(-0.0f))); }
+  // values times 2 to the power of the last bits of `powers`.
+  static Sum raised(Sum values, Sum powers) {
+    const __m512i shifted = _mm512_slli_epi32(_mm512_castps_si512(powers), 23);
+    return _mm512_castsi512_ps(_mm512_add_epi32(_mm512_castps_si512(values), shifted));
+  }
+  static Sum zero_where_less(Sum values, Sum x, float least) {
+    return _mm512_maskz_mov_ps(_mm512_cmp_ps_mask(x, _mm512_set1_ps(least), _CMP_NLT_UQ), values);
+  }
+  // The values of lanes [first, last).
+  static Sum within(Sum values, int64_t first, int64_t last, float otherwise) {
+    const __m512i lanes = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
+    const __mmask16 after = _mm512_cmp_epi32_mask(lanes, _mm512_set1_epi32(static_cast<int>(first)), _MM_CMPINT_NLT);
+    const __mmask16 both =
+        _mm512_mask_cmp_epi32_mask(after, lanes, _mm512_set1_epi32(static_cast<int>(last)), _MM_CMPINT_LT);
+    return _mm512_mask_mov_ps(_mm512_set1_ps(otherwise), both, values);
+  }
+  static void transpose(const uint32_t* from, int64_t from_step, uint32_t* to, int64_t to_step) {
+    transpose8(from, from_step, to, to_step);
+  }
+  // Rounds to the nearest bfloat16, ties to even; what is no number stays none.
+  static void round(uint16_t* columns, Sum sum) {
+    const __m512i bits = _mm512_castps_si512(sum);
+    const __m512i odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
+    const __m512i nearest = _mm512_add_epi32(bits, _mm512_add_epi32(odd, _mm512_set1_epi32(0x7fff)));
+    const __mmask16 is_none = _mm512_cmp_ps_mask(sum, sum, _CMP_UNORD_Q);
+    const __m512i chosen = _mm512_mask_or_epi32(nearest, is_none, bits, _mm512_set1_epi32(0x400000));
+    const __m256i halves = _mm512_cvtepi32_epi16(_mm512_srli_epi32(chosen, 16));
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(columns), halves);
+  }
+};
+
+}  // namespace
+}  // namespace outrider
