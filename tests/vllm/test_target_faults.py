@@ -90,7 +90,7 @@ async def test_a_rollout_of_both_targets_under_twenty_streams(scene: Scene) -> N
     rolling = asyncio.create_task(roll())
     await asyncio.gather(rolling, *(stream(request) for request in requests))
     for record in records:
-        assert record.error is None, record.error
+        assert record.error is None, f"{record.error!r} after {len(record.token_ids)} tokens of {record.session_id!r}"
         await read_log(scene.client, record)
     check(records, plain)
     num_replaced = sum(record.longest_gap_s > 0.5 for record in records)
