@@ -114,10 +114,14 @@ async def test_its_commands_serve(tmp_path: Path) -> None:
                 await asyncio.sleep(0.05)
         async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{web}", timeout=30) as http:
             body = {"prompt": "Once upon a time", "max_tokens": 32, "seed": 7}
-            answer = await http.post("/v1/completions", json=body)
-            assert answer.status_code == 200, answer.text
-            assert answer.json()["usage"]["completion_tokens"] == 32
-            assert answer.json()["metrics"]["speculative_decoding"]["num_spec_steps"] > 0
+            # A target this fast may be done before a busy machine runs the draft: that request had no proposals.
+            async with asyncio.timeout(30):
+                num_spec_steps = 0
+                while not num_spec_steps:
+                    answer = await http.post("/v1/completions", json=body)
+                    assert answer.status_code == 200, answer.text
+                    assert answer.json()["usage"]["completion_tokens"] == 32
+                    num_spec_steps = answer.json()["metrics"]["speculative_decoding"]["num_spec_steps"]
             assert (await http.get("/health")).status_code == 200
             assert (await http.get("/v1/models", headers={"Host": "page.example"})).status_code == 403
 
