@@ -50,6 +50,8 @@ def check_request(
     message: generation_pb2.GenerateRequest, tenant: str, settings: OrchestratorSettings
 ) -> CheckedRequest:
     """Return the checked request; raise `InvalidArgument` with the field's name."""
+    if message.HasField("resume_offset") and not message.request_id:
+        raise InvalidArgument("request_id is missing: a request is resumed by its id", "request_id")
     request_id = message.request_id or secrets.token_hex(16)
     check_id("request_id", request_id)
     session_id = message.session_id or derived_session_id(tenant, request_id)
@@ -60,7 +62,7 @@ def check_request(
     return CheckedRequest(
         request_id=request_id,
         session_id=session_id,
-        fingerprint=_fingerprint(message),
+        fingerprint=_fingerprint(message, request_id),
         seed=message.parameters.seed if message.parameters.HasField("seed") else secrets.randbits(64),
         rule=wire.rule_from_number(message.speculation.acceptance_rule),
         speculation=_speculation(message.speculation, settings),
@@ -118,10 +120,11 @@ def check_id(field: str, value: str) -> None:
         raise InvalidArgument(f"{field} must be 1 to 128 characters of A-Z a-z 0-9 . _ : -", field)
 
 
-def _fingerprint(message: generation_pb2.GenerateRequest) -> str:
+def _fingerprint(message: generation_pb2.GenerateRequest, request_id: str) -> str:
     content = generation_pb2.GenerateRequest()
     content.CopyFrom(message)
-    # Neither is part of the request's content: a client whose session id was derived may give it when it resumes.
-    content.ClearField("resume_offset")
+    # A client whose ids were drawn and derived may give them when it resumes.
+    content.request_id = request_id
     content.ClearField("session_id")
+    content.ClearField("resume_offset")
     return hashlib.sha256(content.SerializeToString(deterministic=True)).hexdigest()

@@ -80,7 +80,7 @@ class GenerationRequest:
         parameters: sampling parameters and limits of the output.
         speculation: how to speculate.
         session_id: session to continue or to create; empty lets the service derive one.
-        request_id: makes the request idempotent; random where not given, so that every request can be resumed.
+        request_id: makes the request idempotent; drawn where it is empty, so that every request can be resumed.
         resume_offset: output tokens already received of a request begun earlier; None for a new request.
     """
 
@@ -90,7 +90,7 @@ class GenerationRequest:
     parameters: SamplingParameters = field(default_factory=SamplingParameters)
     speculation: Speculation = field(default_factory=Speculation)
     session_id: str = ""
-    request_id: str = field(default_factory=lambda: uuid.uuid4().hex)
+    request_id: str = ""
     resume_offset: int | None = None
 
     def __post_init__(self) -> None:
@@ -103,6 +103,11 @@ class GenerationRequest:
         for name, checked in (("text", checked_text), ("token_ids", checked_token_ids), ("messages", checked_messages)):
             if (form := getattr(self, name)) is not None:
                 object.__setattr__(self, name, checked(name, form))
+        if self.request_id == "":
+            if self.resume_offset is not None:
+                raise InvalidArgument("request_id is missing: a request is resumed by its id", "request_id")
+            # Drawn here: an id that the service drew would be another one for each attempt.
+            object.__setattr__(self, "request_id", uuid.uuid4().hex)
 
     @classmethod
     def of(

@@ -2,6 +2,7 @@ import asyncio
 import threading
 import time
 from contextlib import aclosing
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -74,6 +75,13 @@ async def test_the_request_carries_everything() -> None:
     assert not asked.HasField("resume_offset")
     given = {item.name for item, _ in asked.parameters.ListFields()}
     assert given == {"temperature", "logit_bias", "stop", "seed"}, "the service has defaults of its own"
+
+
+def test_an_empty_request_id_is_drawn_once() -> None:
+    first = replace(request(request_id="once"), request_id="")
+    assert first.request_id == first.to_message().request_id != ""
+    assert replace(first, request_id="").request_id not in ("", first.request_id)
+    assert replace(first, resume_offset=3).request_id == first.request_id
 
 
 @pytest.mark.parametrize("num_before", [0, 2, 4, 8])
@@ -311,7 +319,8 @@ async def test_a_conversation_sends_only_what_is_new() -> None:
         ({"text": "a", "parameters": {"max_tokens": 3}}, "parameters"),
         ({"text": "a", "speculation": False}, "speculation"),
         ({"text": "a", "parameters": SamplingParameters(stop_token_ids=(-1,))}, "stop_token_ids"),
-        ({"text": "a", "resume_offset": -1}, "resume_offset"),
+        ({"text": "a", "request_id": "r", "resume_offset": -1}, "resume_offset"),
+        ({"text": "a", "resume_offset": 3}, "request_id"),
     ],
 )
 def test_what_no_message_can_carry_names_its_field(values: dict[str, object], field: str) -> None:

@@ -72,6 +72,7 @@ BAD: list[tuple[pb.GenerateRequest, str]] = [
     (_with(logprobs=21), "logprobs"),
     (_asked(request_id="a b"), "request_id"),
     (_asked(request_id="x" * 129), "request_id"),
+    (_asked(resume_offset=0), "request_id"),
     (_asked(session_id="a\nb"), "session_id"),
     (_asked(session_id="{tag}:session"), "session_id"),
     (_asked(speculation=pb.SpeculationParameters(num_speculative_tokens=65)), "num_speculative_tokens"),

@@ -42,6 +42,21 @@ def test_a_resumption_asks_for_the_same() -> None:
     assert other.fingerprint != first.fingerprint
 
 
+def test_a_resumption_may_give_the_ids_that_were_drawn() -> None:
+    first = check_request(asking(), "default", SETTINGS)
+    given = asking(request_id=first.request_id, session_id=first.session_id, resume_offset=3)
+    resumed = check_request(given, "default", SETTINGS)
+    assert (resumed.fingerprint, resumed.session_id) == (first.fingerprint, first.session_id)
+    assert not resumed.counted_session
+    assert check_request(asking(), "default", SETTINGS).request_id != first.request_id
+
+
+def test_a_resumption_names_its_request() -> None:
+    with pytest.raises(InvalidArgument) as caught:
+        check_request(asking(session_id="s", resume_offset=0), "default", SETTINGS)
+    assert caught.value.field == "request_id"
+
+
 def test_an_unknown_rule() -> None:
     request = asking()
     request.speculation.acceptance_rule = 77  # type: ignore[assignment]

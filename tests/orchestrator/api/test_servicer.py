@@ -133,6 +133,13 @@ async def test_a_request_id_belongs_to_one_content(orchestrator: Orchestrator) -
         await orchestrator.events(asking(request_id=new_id(), session_id=session_id, resume_offset=0))
 
 
+async def test_a_request_without_an_id_is_resumed_by_the_one_that_it_was_given(orchestrator: Orchestrator) -> None:
+    events = await orchestrator.events(asking())
+    again = await orchestrator.events(asking(request_id=events[0].accepted.request_id, resume_offset=0))
+    assert again[0] == events[0]
+    assert tokens_of(again) == tokens_of(events)
+
+
 async def test_a_session_runs_one_request_at_a_time(orchestrator: Orchestrator, target: ScriptedTarget) -> None:
     target.allow(2)
     session_id = new_id()
