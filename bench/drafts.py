@@ -41,7 +41,7 @@ class Options:
     """Options of the benchmark.
 
     Attributes:
-        drafter: ngram, model, layers, eagle3 or medusa.
+        drafter: ngram, suffix, model, layers, eagle3 or medusa.
         draft: model or folder of the draft, if the drafter has one; empty with eagle3 for the shipped head.
         num_layers: number of target layers of a `layers` draft.
         model: target model.

@@ -64,8 +64,8 @@ class TargetSettings(WorkerSettings, ModelOptions):
     kv_blocks_timeout_s: float = Field(0.5, gt=0, le=60, description="Timeout of each KV block call, in seconds.")
     colocated_drafter: str = Field(
         "",
-        pattern="^(|model|layers|ngram)$",
-        description="Drafter within this process, between its passes: model, layers or ngram; empty for none.",
+        pattern="^(|model|layers|ngram|suffix)$",
+        description="Drafter within this process, between its passes: model, layers, ngram or suffix; empty for none.",
     )
     colocated_model: str = Field("embedded", description="Model of that drafter; for layers, the target's.")
     colocated_num_layers: int | None = Field(None, ge=1, le=1024, description="For layers, how many.")

@@ -11,6 +11,7 @@ from typing import Annotated, Final
 from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, TypeAdapter, ValidationError
 
 from outrider.errors import InvalidArgument, Unauthenticated
+from outrider.tenants import DEFAULT_TENANT
 
 _LOG: Final = logging.getLogger(__name__)
 _RELOAD_INTERVAL_S: Final = 1.0
@@ -48,7 +49,7 @@ class Tenant(Limits):
         tokens: its bearer tokens; or `sha256:` and the digest of one in hexadecimal, so that the file holds no secret.
     """
 
-    name: Annotated[str, Field(min_length=1, max_length=128, pattern=r"^[\x21-\x7e]+$")] = "default"
+    name: Annotated[str, Field(min_length=1, max_length=128, pattern=r"^[\x21-\x7e]+$")] = DEFAULT_TENANT
     tokens: tuple[Annotated[str, Field(min_length=8)], ...] = ()
 
 

@@ -9,6 +9,7 @@ from typing import Any, Final
 
 from outrider.errors import DataLoss, InvalidArgument
 from outrider.parameters import MAX_SEED, AcceptanceRule, FinishReason, SamplingParameters
+from outrider.tenants import cache_salt
 
 _MAX_COUNT: Final = 2**53 - 1
 """The largest integer that Redis's scripts count exactly."""
@@ -70,7 +71,7 @@ class SessionRecord:
     @property
     def cache_salt(self) -> bytes:
         """Salt that keeps tenants from sharing, and so from probing, each other's KV cache."""
-        return hashlib.sha256(f"salt\0{self.tenant}".encode()).digest()
+        return cache_salt(self.tenant)
 
     def has_finished(self, request_id: str) -> bool:
         """Return whether this is the latest request, and it has ended."""

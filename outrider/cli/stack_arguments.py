@@ -11,7 +11,7 @@ from click.core import ParameterSource
 
 from outrider.cli.options import NO_DRAFTER, F, stacked
 from outrider.errors import InvalidArgument
-from outrider.local.stack_options import EMBEDDED, MODEL_DRAFTERS, DraftOptions, StackOptions, fitting_drafter
+from outrider.local.stack_options import EMBEDDED, LOOKUPS, MODEL_DRAFTERS, DraftOptions, StackOptions, fitting_drafter
 
 _UNITS: Final = {"": 1, "kib": 1 << 10, "mib": 1 << 20, "gib": 1 << 30, "tib": 1 << 40}
 _UNITS_OF_TEN: Final = {"kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
@@ -195,7 +195,7 @@ def take_stack(values: dict[str, Any]) -> StackOptions:
         raise InvalidArgument(f"draft_model goes with --drafter model, eagle3 or medusa, not {drafter}", "draft_model")
     if num_layers is not None and drafter != "layers":
         raise InvalidArgument(f"num_layers goes with --drafter layers, not {drafter}", "num_layers")
-    if values["draft_device"] and drafter in ("ngram", NO_DRAFTER):
+    if values["draft_device"] and drafter in (*LOOKUPS, NO_DRAFTER):
         raise InvalidArgument(f"draft_device goes with a drafter that has a model, not {drafter}", "draft_device")
     layers = {} if num_layers is None else {"num_layers": num_layers}
     drafts = () if drafter == NO_DRAFTER else (DraftOptions(drafter, draft_model, **layers),)

@@ -1,4 +1,4 @@
-"""Drafters: n-gram lookup (`ngram`), a small model (`model`), heads over the target's features (`eagle3`, `medusa`).
+"""Drafters: lookups in what was said (`ngram`, `suffix`), a small model (`model`), heads over the target's features.
 
 All drafters with a model or a head grow one kind of token tree (`tree`), best first. A request's sizes are
 `num_speculative_tokens` (tokens that a round verifies along one path), `max_nodes` (live nodes of a proposal; 0

@@ -3,6 +3,7 @@
 from outrider.drafters.drafter import Drafter
 from outrider.drafters.ngram import LONGEST, SHORTEST, NgramDrafter
 from outrider.drafters.options import DrafterKind, DrafterOptions
+from outrider.drafters.suffix import SuffixDrafter
 
 
 def load_drafter(settings: DrafterOptions) -> Drafter:
@@ -15,6 +16,8 @@ def load_drafter(settings: DrafterOptions) -> Drafter:
     match settings.drafter:
         case DrafterKind.NGRAM:
             return NgramDrafter(SHORTEST, LONGEST, settings.kv_budget_bytes, settings.max_session_len)
+        case DrafterKind.SUFFIX:
+            return SuffixDrafter(settings.suffix_scope, settings.kv_budget_bytes, settings.max_session_len)
         case DrafterKind.MODEL | DrafterKind.LAYERS:
             # Imported here, so that prompt lookup needs no model library.
             from outrider.drafters.model import load_model_drafter

@@ -13,9 +13,21 @@ class DrafterKind(Enum):
 
     MODEL = "model"
     NGRAM = "ngram"
+    SUFFIX = "suffix"
     LAYERS = "layers"
     EAGLE3 = "eagle3"
     MEDUSA = "medusa"
+
+
+class SuffixScope(Enum):
+    """Whose texts the `suffix` drafter drafts a session from: its own, or those of all sessions of its tenant.
+
+    Clients without a tenant need not belong together: sessions of the tenant `default` share their texts with ALL only.
+    """
+
+    SESSION = "session"
+    TENANT = "tenant"
+    ALL = "all"
 
 
 class ModelOptions(BaseModel, extra="forbid"):
@@ -42,7 +54,12 @@ class DrafterOptions(ModelOptions):
     drafter: DrafterKind = Field(
         DrafterKind.MODEL,
         description="How to draft; `layers` runs the target's model, `eagle3` and `medusa` a head (`embedded`: the one "
-        "that comes with Outrider), `ngram` none.",
+        "that comes with Outrider), `ngram` and `suffix` none.",
+    )
+    suffix_scope: SuffixScope = Field(
+        SuffixScope.TENANT,
+        description="Whose texts `suffix` drafts a session from: `session` (its own), `tenant` (those of its tenant, "
+        "but its own where there are no tenants) or `all` (also where there are none).",
     )
     num_layers: int | None = Field(
         None, ge=1, le=1024, description="First layers of the model that draft; needed by the layers drafter."
@@ -58,7 +75,7 @@ class DrafterOptions(ModelOptions):
         description="Nodes of a proposal, at most, unless a request sets it; 0: 7 for heads, else no bound, and a "
         "chain with lookahead 0.",
     )
-    kv_budget_bytes: int = Field(1 << 30, ge=1 << 16, description="Bytes of KV cache (or n-gram indexes), at most.")
+    kv_budget_bytes: int = Field(1 << 30, ge=1 << 16, description="Bytes of KV cache, or of indexed texts, at most.")
 
     @model_validator(mode="after")
     def _check(self) -> Self:

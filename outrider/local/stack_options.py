@@ -14,9 +14,11 @@ from outrider.local.process import ProcessSpec
 
 EMBEDDED = "embedded"
 """Name of the model that needs no hub and no folder."""
-DRAFTERS: Final = ("ngram", "model", "layers", "eagle3", "medusa")
+DRAFTERS: Final = ("ngram", "suffix", "model", "layers", "eagle3", "medusa")
 MODEL_DRAFTERS: Final = ("model", "eagle3", "medusa")
 """Drafters with a model or a head of their own."""
+LOOKUPS: Final = ("ngram", "suffix")
+"""Drafters without a model."""
 _HEADS: Final = ("eagle3", "medusa")
 _PATH_STARTS: Final = ("/", "./", "../", "~")
 _MANIFEST: Final = "outrider_draft.json"
@@ -191,7 +193,7 @@ class StackOptions:
                 "OUTRIDER_NUM_THREADS": str(draft.num_threads),
                 **_given({"OUTRIDER_MAX_SESSION_LEN": self.max_session_len}),
             }
-            if draft.drafter != "ngram":
+            if draft.drafter not in LOOKUPS:
                 placement = self._placement(self.draft_device or self.device)
                 settings |= {"OUTRIDER_MODEL": draft.model or self.model, **placement}
             if draft.drafter in _HEADS and draft.model not in ("", EMBEDDED) and not _manifest(draft.model).is_file():

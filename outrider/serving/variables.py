@@ -70,6 +70,7 @@ NAMES: Final[tuple[str, ...]] = (
     "replica",
     "served_model_names",
     "session_ttl_s",
+    "suffix_scope",
     "target",
     "targets",
     "tenants_file",

@@ -29,7 +29,12 @@ from tests.served.stacks import until_all_in_rotation
 
 pytestmark = pytest.mark.embedded
 
-SHIPPED_DRAFTS = (DraftOptions(drafter="ngram"), DraftOptions(drafter="eagle3"))
+SHIPPED_DRAFTS = (
+    DraftOptions(drafter="ngram"),
+    # Its requests have one text, so that each is drafted from what the other has said.
+    DraftOptions(drafter="suffix", environment={"OUTRIDER_SUFFIX_SCOPE": "all"}),
+    DraftOptions(drafter="eagle3"),
+)
 DRAFTS = (
     *SHIPPED_DRAFTS,
     DraftOptions(drafter="layers", num_layers=6),
@@ -38,6 +43,8 @@ DRAFTS = (
 SHIPPED = {
     "ngram": Speculation(drafter="ngram", lookahead=0),
     "ngram, ahead": Speculation(drafter="ngram", lookahead=24),
+    "suffix": Speculation(drafter="suffix", lookahead=0, max_nodes=9),
+    "suffix, ahead": Speculation(drafter="suffix", lookahead=24),
     "eagle3": Speculation(drafter="eagle3"),
     "eagle3, chain": Speculation(drafter="eagle3", num_speculative_tokens=4, max_nodes=4),
     "eagle3, large tree": Speculation(drafter="eagle3", num_speculative_tokens=6, max_nodes=23),
