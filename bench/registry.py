@@ -19,6 +19,7 @@ _MODULES = {
         "load",
         "context",
         "drafts",
+        "agents",
         "takeover",
         "commits",
         "orchestrator",

@@ -6,8 +6,8 @@ acceptance rate. The options are part of the name, so that it can be used as any
 
     synthetic:base=embedded,acceptance=0.8,role=draft,seed=7,num_layers=2
 
-Target and draft of a pair must have the same options, except `base`, `role` and `num_layers`, and vocabularies of the
-same size. Commas in the name of the base are written as `;`: `base=markov:vocabulary=64;order=1`.
+Target and draft of a pair must have the same options, except `base`, `role`, `num_layers` and `texts`, and vocabularies
+of the same size. Commas in the name of the base are written as `;`: `base=markov:vocabulary=64;order=1`.
 
 The distribution is a function of a keyed hash of the last tokens. The target has a few candidate tokens with a
 probability each. With probability `acceptance` the draft has the target's distribution. Otherwise it ranks some decoys,
@@ -16,14 +16,19 @@ overcome. So under greedy decoding and under `coupled` the target's token is the
 The number of decoys is drawn so that the target's token is among the next 1, 2 or 4 choices with the frequencies of
 `NEXT_CHOICES`. Under `rejection` the acceptance rate is the same, because a distribution of decoys does not overlap
 with the target's.
+
+With `texts`, the name of a file, sessions that begin as one of its texts go on as it does, at any temperature: what a
+drafter has right of them is what it knows of the texts.
 """
 
 import hashlib
+import json
 import math
 import struct
 from array import array
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import asdict, dataclass, fields, replace
+from pathlib import Path
 from typing import Final
 
 import torch
@@ -32,6 +37,7 @@ from outrider.errors import InvalidArgument
 from outrider.lm.model import BlockSource, LanguageModel, ModelInfo, SessionStep
 from outrider.lm.pages import KVUsage
 from outrider.lm.synthetic_cache import SyntheticKVCache
+from outrider.parameters import MAX_TOKENS
 
 PREFIX: Final = "synthetic:"
 NEXT_CHOICES: Final = {1: 0.5, 2: 0.65, 4: 0.8}
@@ -62,6 +68,7 @@ class SyntheticOptions:
         seed: key of the distribution, in [0, 2**64).
         order: number of last tokens that the next token depends on, at least 1; greedy texts with few soon repeat.
         num_layers: number of first layers of the base to run; 0 for all.
+        texts: JSON file with lists of token ids, each a session from its beginning on; empty for none.
     """
 
     base: str = "embedded"
@@ -70,6 +77,7 @@ class SyntheticOptions:
     seed: int = 0
     order: int = 4
     num_layers: int = 0
+    texts: str = ""
 
     def __post_init__(self) -> None:
         if self.role not in ("target", "draft"):
@@ -116,7 +124,10 @@ class SyntheticDistributions:
     def __init__(self, options: SyntheticOptions, vocabulary_size: int, forbidden: Collection[int] = ()) -> None:
         if vocabulary_size - len(forbidden) < _MIN_VOCABULARY:
             raise InvalidArgument(f"a synthetic model needs {_MIN_VOCABULARY} tokens that may be output", "model")
-        self.order = options.order
+        self._order = options.order
+        self._texts = _next_tokens(options.texts) if options.texts else {}
+        # A text is known by all its tokens so far.
+        self.order = MAX_TOKENS if options.texts else options.order
         self._acceptance = options.acceptance
         self._key = options.seed.to_bytes(8, "little")
         self._size = vocabulary_size
@@ -124,6 +135,8 @@ class SyntheticDistributions:
 
     def target(self, token_ids: Sequence[int]) -> dict[int, float]:
         """Return the target's logits above the floor, token id to logit, after these last tokens."""
+        if self._texts and (token_id := self._texts.get(_digest(array("I", token_ids)))) is not None:
+            return {token_id: 0.0}
         return self._candidates(self._words(token_ids))[0]
 
     def draft(self, token_ids: Sequence[int]) -> dict[int, float]:
@@ -137,7 +150,7 @@ class SyntheticDistributions:
         return decoys | candidates if num_decoys < _NUM_DECOYS else decoys
 
     def _words(self, token_ids: Sequence[int]) -> tuple[int, ...]:
-        context = array("I", token_ids[-self.order :]).tobytes()
+        context = array("I", token_ids[-self._order :]).tobytes()
         return _WORDS.unpack(hashlib.blake2b(context, digest_size=_WORDS.size, key=self._key).digest())
 
     def _candidates(self, words: Sequence[int]) -> tuple[dict[int, float], Iterator[int]]:
@@ -157,6 +170,21 @@ class SyntheticDistributions:
                 token_id = (token_id + 1) % self._size
             taken.add(token_id)
             yield token_id
+
+
+def _next_tokens(path: str) -> dict[bytes, int]:
+    """Return the token that follows each beginning of a file's texts; raise `InvalidArgument` if it cannot be read."""
+    try:
+        texts = [array("I", text) for text in json.loads(Path(path).read_text())]
+    except (OSError, ValueError, TypeError, OverflowError) as error:
+        raise InvalidArgument(
+            f"texts is {path!r}, must be a JSON file with lists of token ids: {error}", "model"
+        ) from error
+    return {_digest(text[:end]): text[end] for text in texts for end in range(1, len(text))}
+
+
+def _digest(token_ids: "array[int]") -> bytes:
+    return hashlib.blake2b(token_ids.tobytes(), digest_size=16).digest()
 
 
 def _num_decoys(share: float) -> int:

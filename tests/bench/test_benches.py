@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from bench import (
+    agents,
     capacity,
     commits,
     context,
@@ -142,6 +143,17 @@ async def test_drafts(tmp_path: Path) -> None:
     # draft has opened the session: then nothing was drafted.
     assert {row["pos 1"] for row in result.rows if row["proposal"] == "chain"} <= {1.0, None}
     drafts.plot(result, tmp_path / "drafts.png")
+
+
+async def test_agents(tmp_path: Path) -> None:
+    result = await agents.measure(agents.Options(num_rounds=1, num_sessions=1))
+    assert [(row["kind"], row["mode"]) for row in result.rows] == [
+        (kind, mode) for kind in ("tools", "edits", "quotes") for mode in ("plain", "ngram", "suffix")
+    ]
+    for row in result.rows:
+        assert row["tokens/pass"] == 1 if row["mode"] == "plain" else row["tokens/pass"] > 1.5
+    assert result.figures["suffix_over_plain"] > 1
+    agents.plot(result, tmp_path / "agents.png")
 
 
 async def test_capacity(tmp_path: Path) -> None:

@@ -121,6 +121,30 @@ def test_it_answers_by_the_last_tokens_whatever_was_dropped_or_kept(tmp_path: Pa
     assert _above_floor(again[1]) == model.distributions.target((5, 7, 8))
 
 
+def test_sessions_that_begin_as_a_text_go_on_as_it_does(tmp_path: Path) -> None:
+    texts = tmp_path / "texts.json"
+    texts.write_text("[[5, 6, 5, 7], [9, 6, 5, 8]]")
+    model = load_model(f"synthetic:base=markov:vocabulary=64,order=1,texts={texts}").model
+    assert isinstance(model, SyntheticModel)
+    logits = model.forward([SessionStep(model.new_cache(), TokenSpan(0, (5,)), chain((6, 5, 7)))])[0]
+    assert [_above_floor(row) for row in logits[:3]] == [{6: 0.0}, {5: 0.0}, {7: 0.0}]
+    # Behind its end, and beside it, a session is as any other.
+    free = load_model("synthetic:base=markov:vocabulary=64,order=1").model
+    assert isinstance(free, SyntheticModel)
+    assert _above_floor(logits[3]) == free.distributions.target((7,))
+    assert model.distributions.target((9, 6, 5)) == {8: 0.0}
+    assert model.distributions.target((6, 5)) == free.distributions.target((5,))
+
+
+@pytest.mark.parametrize("content", [None, "{", "[[-1]]", '[["a"]]', "[1]"])
+def test_texts_that_cannot_be_read_are_named(tmp_path: Path, content: str | None) -> None:
+    texts = tmp_path / "texts.json"
+    if content is not None:
+        texts.write_text(content)
+    with pytest.raises(InvalidArgument, match=r"texts.json"):
+        load_model(f"synthetic:base=markov:vocabulary=64,texts={texts}")
+
+
 def test_it_follows_what_a_cache_adopts(tmp_path: Path) -> None:
     model = load_model("synthetic:base=markov:vocabulary=64,order=3").model
     tokens = tuple(range(3, 43))

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 import pytest
 
-from outrider.client import GenerationRequest, LocalStack, OutriderClient, Speculation, StackOptions
+from outrider.client import DraftOptions, GenerationRequest, LocalStack, OutriderClient, Speculation, StackOptions
 from outrider.lm.markov import MarkovModel
 from outrider.parameters import AcceptanceRule, SamplingParameters
 from tests.served.fit import SIGNIFICANCE, p_value
@@ -114,6 +114,18 @@ async def generate(client: OutriderClient, rule: AcceptanceRule, speculation: Sp
 async def test_streams_follow_the_targets_distribution() -> None:
     # A pass takes a little, so that a request is not over before its draft has opened it.
     options = dataclasses.replace(markov_stack(BAD_DRAFT), model=f"{TARGET},step_s=0.002")
+    async with LocalStack(options) as stack, stack.client() as client:
+        await until_one_draft_is_in_rotation(client)
+        for (name, speculation), rule in itertools.product(SPECULATIONS.items(), RULES):
+            found = fits(await generate(client, rule, speculation))
+            assert min(found) > SIGNIFICANCE, (name, rule, found)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+async def test_streams_drafted_from_what_others_say_follow_the_targets_distribution() -> None:
+    draft = DraftOptions("suffix", environment={"OUTRIDER_SUFFIX_SCOPE": "all"})
+    options = dataclasses.replace(markov_stack(None), model=f"{TARGET},step_s=0.002", drafts=(draft,))
     async with LocalStack(options) as stack, stack.client() as client:
         await until_one_draft_is_in_rotation(client)
         for (name, speculation), rule in itertools.product(SPECULATIONS.items(), RULES):
