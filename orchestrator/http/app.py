@@ -15,7 +15,7 @@ from starlette.responses import FileResponse, Response
 import outrider
 from orchestrator.api.service import GenerationService
 from orchestrator.http import chat, completions
-from orchestrator.http.asgi import App, Receive, Scope, Send, send_error
+from orchestrator.http.asgi import App, Receive, Scope, Send, metadata, send_error
 from orchestrator.http.bodies import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
 from orchestrator.http.errors import HttpError, as_http, body_at
 from orchestrator.http.forms import Form
@@ -147,6 +147,12 @@ class Api(OllamaRoutes, ResponsesRoutes):
             raise InvalidArgument(problem, "tokens")
         return Json({"prompt": model.tokenizer.decode(body.tokens)})
 
+    async def delete_session(self, request: Request) -> Response:
+        """Delete a session, its text and its KV caches."""
+        session_id = request.path_params["session_id"]
+        await self._service.delete_session(session_id, metadata(request.scope))
+        return Json({"id": session_id, "object": "session.deleted", "deleted": True})
+
     async def health(self, request: Request) -> Response:
         """Return 200 where requests should come here, else 503."""
         return Response(status_code=200 if self._is_ready() else 503)
@@ -174,6 +180,7 @@ ROUTES: Final[RouteTable] = (
     ("POST", "/v1/chat/completions", "chat", ChatBody),
     ("POST", "/v1/completions", "completions", CompletionBody),
     ("GET", "/v1/models", "models", None),
+    ("DELETE", "/v1/sessions/{session_id}", "delete_session", None),
     ("POST", "/tokenize", "tokenize", TokenizeBody),
     ("POST", "/detokenize", "detokenize", DetokenizeBody),
     ("GET", "/health", "health", None),

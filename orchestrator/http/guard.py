@@ -24,7 +24,7 @@ MAX_DISCARDED_BYTES: Final = 16 << 20
 """Of a body that is refused: clients that send all of it first read the answer only then."""
 _LOOPBACK: Final = frozenset({"localhost", "localhost.localdomain", "ip6-localhost"})
 _CURL_TYPE: Final = "application/x-www-form-urlencoded"
-_METHODS: Final = b"GET, POST, OPTIONS"
+_METHODS: Final = b"GET, POST, DELETE, OPTIONS"
 
 
 class HttpMetrics:
@@ -57,7 +57,7 @@ class Guard:
 
     Args:
         app: what it guards; it gets the whole body at once.
-        routes: paths that are counted by name.
+        routes: paths that are counted by name; the last part may be in braces, and stands for any.
         open_routes: paths that need no token.
         authenticate: raises `Unauthenticated` for headers without a known token.
         calls: counts the calls that a drain waits for.
@@ -83,6 +83,7 @@ class Guard:
     ) -> None:
         self._app = app
         self._routes = frozenset(routes)
+        self._by_folder = {route.partition("{")[0]: route for route in self._routes if "{" in route}
         self._open_routes = frozenset(open_routes)
         self._authenticate = authenticate
         self._calls = calls
@@ -104,7 +105,7 @@ class Guard:
                 message["headers"] = [*message["headers"], *cross_origin]
             await send(message)
 
-        route = scope["path"] if scope["path"] in self._routes else "other"
+        route = self._route(scope["path"])
         cross_origin = self._cross_origin(scope)
         # Probes and scrapes, like those of gRPC, are nothing that a drain waits for.
         try:
@@ -115,6 +116,11 @@ class Guard:
                     await self._serve(scope, receive, noting)
         finally:
             self._metrics.record(route, status or 499, time.monotonic() - began)
+
+    def _route(self, path: str) -> str:
+        """Return the name under which a path is counted."""
+        folder = path[: path.rfind("/") + 1]
+        return path if path in self._routes else self._by_folder.get(folder, "other")
 
     async def _serve(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:

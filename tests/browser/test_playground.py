@@ -175,8 +175,11 @@ async def test_sessions_are_listed_continued_and_removed(shown: Playground) -> N
     assert await shown.page.is_hidden("#error")
     kept = json.loads(await shown.page.evaluate("localStorage.getItem('outrider.sessions')"))
     assert [len(session["turns"]) for session in kept] == [6]
-    await shown.reach("#sessions .remove")
-    await shown.press("Enter")
+    path = f"/v1/sessions/{kept[0]['id']}"
+    async with shown.page.expect_response(lambda response: response.url.endswith(path)) as deleted:
+        await shown.reach("#sessions .remove")
+        await shown.press("Enter")
+    assert (await (await deleted.value).json())["deleted"] is True
     assert await shown.page.locator("#sessions li").count() == 0
     assert await shown.page.evaluate("document.activeElement.id") == "new-session"
     assert await shown.page.evaluate("localStorage.getItem('outrider.sessions')") in (None, "[]")

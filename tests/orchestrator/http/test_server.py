@@ -49,6 +49,25 @@ async def test_tenants_are_known_by_their_tokens(
         assert (full.status_code, full.json()["error"]["type"]) == (429, "RateLimitError")
         assert int(full.headers["retry-after"]) >= 1
         assert (await client.post(PATH, json=BODY)).status_code == 200
+        # A session that is deleted makes room.
+        assert (await client.delete("/v1/sessions/http-0", headers={"Authorization": ""})).status_code == 401
+        assert (await client.delete("/v1/sessions/http-0")).status_code == 200
+        assert (await client.post(PATH, json={**BODY, "session_id": "http-2"})).status_code == 200
+
+
+async def test_a_session_is_deleted_by_its_name(http: httpx.AsyncClient, texting: Orchestrator) -> None:
+    assert (await http.post(PATH, json={**BODY, "session_id": "a:1"})).status_code == 200
+    deleted = await http.delete("/v1/sessions/a%3A1")
+    assert deleted.status_code == 200
+    assert deleted.json() == {"id": "a:1", "object": "session.deleted", "deleted": True}
+    assert await texting.store.get("default", "a:1") is None
+    for name, status in (("a:1", 404), ("a%20b", 400)):
+        refused = await http.delete(f"/v1/sessions/{name}")
+        assert (refused.status_code, refused.json()["error"]["param"]) == (status, "session_id")
+    assert (await http.get("/v1/sessions/a:1")).status_code == 405
+    assert (await http.delete("/v1/sessions/a/b")).status_code == 404
+    counted = (await http.get("/metrics")).text
+    assert 'outrider_http_requests_total{route="/v1/sessions/{session_id}",status="200"} 1.0' in counted
 
 
 async def test_a_session_that_nobody_named_expires_with_its_request(
@@ -79,6 +98,8 @@ async def test_pages_of_listed_origins_may_call(session_store_url: str, target: 
         other = await client.post(PATH, json=BODY, headers={"Origin": "https://evil.example"})
         assert other.status_code == 403
         assert "access-control-allow-origin" not in other.headers
+        assert "DELETE" in preflight.headers["access-control-allow-methods"]
+        assert (await client.delete("/v1/sessions/a", headers={"Origin": "https://evil.example"})).status_code == 403
         own = await client.post(PATH, json=BODY, headers={"Origin": f"http://{running.http_address}"})
         assert own.status_code == 200
         foreign = await client.get("/v1/models", headers={"Host": "evil.example"})

@@ -53,6 +53,15 @@ export async function models() {
   return (await (await call("v1/models", {})).json()).data;
 }
 
+/** Deletes a session of the server, unless it has expired. */
+export async function deleteSession(id) {
+  try {
+    await call(`v1/sessions/${encodeURIComponent(id)}`, { method: "DELETE" });
+  } catch (error) {
+    if (error.status !== 404) throw error;
+  }
+}
+
 async function call(path, options) {
   const headers = { ...options.headers };
   if (token()) headers.Authorization = `Bearer ${token()}`;

@@ -1,6 +1,7 @@
 // The sessions that this browser began, kept in its local storage; the server has their text too, as long as they live.
 
-import { randomId } from "./api.js";
+import { announce } from "./announce.js";
+import { deleteSession, randomId } from "./api.js";
 
 const KEY = "outrider.sessions";
 const MAX_SESSIONS = 50;
@@ -54,6 +55,11 @@ export class Sessions {
     const at = this.#all.indexOf(session);
     this.#all = this.#all.filter((other) => other !== session);
     this.#save();
+    // Whether or not the server is told: there it expires by itself.
+    deleteSession(session.id).then(
+      () => announce("Session deleted."),
+      (error) => announce(`The server keeps the session until it expires: ${error.message}`),
+    );
     if (this.current?.id === session.id) this.leave();
     else this.#show();
     // The focus goes to the next one, not to the top of the page.
@@ -96,8 +102,8 @@ export class Sessions {
     remove.type = "button";
     remove.className = "remove";
     remove.textContent = "×";
-    remove.title = "Remove from this list; the server forgets it later";
-    remove.setAttribute("aria-label", `Remove ${session.title} from the list`);
+    remove.title = "Delete this session, here and on the server";
+    remove.setAttribute("aria-label", `Delete ${session.title}`);
     remove.addEventListener("click", () => this.#delete(session));
     const item = document.createElement("li");
     item.append(open, remove);
