@@ -53,8 +53,8 @@ def _num_running(process: ServiceProcess) -> float:
 
 
 async def healed(stack: LocalStack) -> None:
-    """Returns once every target runs again and is in rotation."""
-    for process in stack.targets:
+    """Returns once every worker runs again and is in rotation."""
+    for process in (*stack.targets, *stack.drafts):
         if not process.is_running:
             process.restart()
             await process.wait_ready(60)

@@ -141,6 +141,21 @@ async def test_a_killed_target_is_told_and_changes_nothing(shown: Playground, st
         await healed(stack)
 
 
+async def test_a_killed_draft_is_told_and_changes_nothing(shown: Playground, stack: LocalStack) -> None:
+    await seeded(shown, 120)
+    await shown.ask("Go on alone")
+    await shown.until("document.querySelectorAll('.answer .token').length > 20")
+    for process in stack.drafts:
+        process.kill()
+    try:
+        await shown.until("document.querySelector('.notice.draft_lost')?.textContent.includes('Draft lost')")
+        await shown.until_ended()
+        assert await shown.answer() == await expected(stack, "Go on alone", 120)
+        assert (await shown.origins())[-20:] == ["bonus"] * 20
+    finally:
+        await healed(stack)
+
+
 async def test_a_broken_connection_continues_behind_its_last_token(browser: Browser, stack: LocalStack) -> None:
     async with proxied(stack.http_addresses[0]) as proxy, playground(browser, proxy.address) as shown:
         await seeded(shown, 100)
