@@ -1,5 +1,6 @@
 """Conversion of frames to checked commands of the engine, and of its replies to frames."""
 
+from collections.abc import Sequence
 from typing import Final
 
 from draft_service.engine.commands import (
@@ -98,12 +99,20 @@ def _open(message: draft_pb2.DraftOpen, handle: Handle, info: DrafterInfo) -> Op
         prompt_len=message.prompt_len,
         stop_token_ids=frozenset(stop_token_ids),
         cache_salt=message.cache_salt,
+        prediction=_prediction(message.prediction, info),
         p_min=message.draft_p_min if message.HasField("draft_p_min") else None,
     )
     if not 0 <= message.draft_p_min <= 1:
         raise InvalidArgument("must be in [0, 1]", "draft_p_min")
     ids = message.request_id, message.traceparent
     return OpenSession(handle, message.session_id, message.fencing_token, terms, *ids)
+
+
+def _prediction(token_ids: Sequence[int], info: DrafterInfo) -> tuple[int, ...]:
+    if len(token_ids) > info.max_session_len:
+        raise InvalidArgument(f"has {len(token_ids)} tokens, may have {info.max_session_len}", "prediction")
+    _check_token_ids(token_ids, info.vocabulary_size, "prediction")
+    return tuple(token_ids)
 
 
 def _advance(message: draft_pb2.DraftAdvance, handle: Handle, info: DrafterInfo) -> AdvanceSession:
@@ -129,7 +138,7 @@ def _check_target(target: str, info: DrafterInfo) -> None:
         raise ModelMismatch(f"the draft {info.model} was made for target {info.target_fingerprint}, this is {target}")
 
 
-def _check_token_ids(token_ids: tuple[int, ...], vocabulary_size: int, field: str) -> None:
+def _check_token_ids(token_ids: Sequence[int], vocabulary_size: int, field: str) -> None:
     largest = max(token_ids, default=0)
     if largest >= vocabulary_size:
         raise InvalidArgument(f"has token id {largest}, the vocabulary has {vocabulary_size}", field)

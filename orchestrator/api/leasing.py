@@ -9,18 +9,41 @@ import contextlib
 import functools
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
-from orchestrator.api.prompts import EncodingThreads, PromptTerms, check_prompt, may_repeat_session, prompt_tokens
+from orchestrator.api.prompts import (
+    EncodingThreads,
+    PromptTerms,
+    check_prompt,
+    may_repeat_session,
+    prediction_chars,
+    prediction_tokens,
+    prompt_tokens,
+)
 from orchestrator.api.requests import CheckedRequest
 from orchestrator.store.sessions import Begun, NewRequest, SessionEnd
 from orchestrator.store.store import SessionStore
 from orchestrator.workers.model import Model
 from orchestrator.workers.replicas import Replicas
 from outrider.errors import OutriderError
+from outrider.speculation.prediction import Prediction
 from outrider.v1 import generation_pb2
 
 _NEW: Final = SessionEnd(None, None)
+
+
+class Leased(NamedTuple):
+    """A request that has begun.
+
+    Attributes:
+        begun: its lease and its session.
+        model: of the targets.
+        prediction: of its output; None without one.
+    """
+
+    begun: Begun
+    model: Model
+    prediction: Prediction | None
 
 
 class Leasing:
@@ -66,14 +89,14 @@ class Leasing:
         checked: CheckedRequest,
         tenant: str,
         reading: asyncio.Task[SessionEnd],
-    ) -> tuple[Begun, Model]:
+    ) -> Leased:
         """Check a request against the model and its session, encode its prompt, and lease the session.
 
         Returns:
-            The request that has begun, and its model.
+            The request that has begun, its model and its prediction.
 
         Raises:
-            InvalidArgument: a parameter or the prompt does not fit the model or the session.
+            InvalidArgument: a parameter, the prompt or the prediction does not fit the model or the session.
             RuleUnsupported: the targets do not serve the acceptance rule that it names.
             Unavailable: no target is in rotation in time, or Redis does not answer within the bound.
             OutriderError: as `SessionStore.read_end`, `EncodingThreads.run` and `SessionStore.begin` raise.
@@ -99,7 +122,8 @@ class Leasing:
             must_exist=is_resumed or is_known,
             max_len=model.max_session_len,
         )
-        return await self._leased(request), model
+        prediction = await self._prediction(message, model)
+        return Leased(await self._leased(request), model, prediction)
 
     async def _model(self, checked: CheckedRequest, reading: asyncio.Task[SessionEnd]) -> Model:
         """Return the model for a request; a finished request needs no target."""
@@ -111,6 +135,13 @@ class Leasing:
             if record is not None and record.has_finished(checked.request_id) and record.model == known.fingerprint:
                 return known
         return await self._replicas.model()
+
+    async def _prediction(self, message: generation_pb2.GenerateRequest, model: Model) -> Prediction | None:
+        """Return the prediction of a request's output, None without one; raise as `encode` does."""
+        if (num_chars := prediction_chars(message, model.tokenizer, model.max_session_len)) == 0:
+            return None
+        terms = (message, model.tokenizer, model.vocabulary_size, model.max_session_len)
+        return Prediction(await self._encoding.run(num_chars, functools.partial(prediction_tokens, *terms)))
 
     async def encode(
         self, message: generation_pb2.GenerateRequest, model: Model, session: SessionEnd = _NEW

@@ -1,8 +1,9 @@
 """Prompts in their three forms: checked by their size, then encoded to token ids in threads."""
 
 import asyncio
+import contextlib
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, Final, TypeVar
@@ -98,6 +99,52 @@ def prompt_tokens(message: generation_pb2.GenerateRequest, terms: PromptTerms) -
     if not token_ids:
         raise InvalidArgument("the prompt is empty", str(kind))
     return token_ids
+
+
+def prediction_chars(message: generation_pb2.GenerateRequest, tokenizer: Tokenizer | None, max_tokens: int) -> int:
+    """Return about how many characters a prediction has; 0 without one.
+
+    Raises:
+        InvalidArgument: it cannot be encoded for this model, or is longer than any output.
+    """
+    kind = message.WhichOneof("prediction")
+    if kind is None:
+        return 0
+    if kind == "predicted_token_ids":
+        if (num := len(message.predicted_token_ids.token_ids)) > max_tokens:
+            raise InvalidArgument(f"prediction has {num} tokens, may have {max_tokens}", "prediction")
+        return num
+    if tokenizer is None:
+        raise InvalidArgument("the model has no tokenizer: give predicted_token_ids", "prediction")
+    with _about_prediction():
+        tokenizer.check_length(len(message.predicted_text), max_tokens)
+    return len(message.predicted_text)
+
+
+def prediction_tokens(
+    message: generation_pb2.GenerateRequest, tokenizer: Tokenizer | None, vocabulary_size: int, max_tokens: int
+) -> tuple[int, ...]:
+    """Return the token ids of a prediction, which has passed `prediction_chars`; raise `InvalidArgument`."""
+    if message.WhichOneof("prediction") == "predicted_token_ids":
+        token_ids = tuple(message.predicted_token_ids.token_ids)
+        if (highest := max(token_ids, default=0)) >= vocabulary_size:
+            raise InvalidArgument(f"prediction has {highest}, the vocabulary has {vocabulary_size}", "prediction")
+        return token_ids
+    assert tokenizer is not None
+    with _about_prediction():
+        token_ids = tuple(tokenizer.encode_answer(message.predicted_text, max_tokens))
+    if len(token_ids) > max_tokens:
+        raise InvalidArgument(f"prediction has {len(token_ids)} tokens, may have {max_tokens}", "prediction")
+    return token_ids
+
+
+@contextlib.contextmanager
+def _about_prediction() -> Iterator[None]:
+    """Name the field in errors of the tokenizer, which speaks of prompts."""
+    try:
+        yield
+    except InvalidArgument as error:
+        raise InvalidArgument(error.message.replace("prompt", "prediction", 1), "prediction") from error
 
 
 def may_repeat_session(message: generation_pb2.GenerateRequest) -> bool:

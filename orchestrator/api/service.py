@@ -12,7 +12,7 @@ from contextlib import aclosing
 from opentelemetry.trace import Span, SpanKind
 
 from orchestrator.api.admission import Admission
-from orchestrator.api.leasing import Leasing
+from orchestrator.api.leasing import Leased, Leasing
 from orchestrator.api.quotas import Quotas
 from orchestrator.api.requests import CheckedRequest, check_id, check_request
 from orchestrator.api.tenants import Tenants
@@ -83,11 +83,12 @@ class GenerationService:
                 self._quotas.stream(tenant, checked.counted_session) as usage,
             ):
                 times.record_admitted(is_resumed=checked.resume_offset is not None)
-                begun, model = await self._leasing.begin(message, checked, tenant.name, reading)
+                leased = await self._leasing.begin(message, checked, tenant.name, reading)
+                begun = leased.begun
                 if begun.outcome is BeginOutcome.NEW:
                     times.record_begun(begun.record.prompt_len - begun.record.prompt_start)
                 # Closed at once, not by the garbage collector: it releases the lease.
-                async with aclosing(self._stream(begun, checked, model, span)) as events:
+                async with aclosing(self._stream(leased, checked, span)) as events:
                     async for event in events:
                         usage.add(len(event.delta.origins))
                         times.record_event(event)
@@ -168,19 +169,21 @@ class GenerationService:
         )
 
     async def _stream(
-        self, begun: Begun, checked: CheckedRequest, model: Model, span: Span
+        self, leased: Leased, checked: CheckedRequest, span: Span
     ) -> AsyncGenerator[generation_pb2.GenerateResponse, None]:
-        record = begun.record
+        begun, record = leased.begun, leased.begun.record
         generation: Generation | None = None
         try:
-            output = OutputText(model.tokenizer, record.parameters)
+            output = OutputText(leased.model.tokenizer, record.parameters)
             replay = begun.token_ids[record.prompt_len - record.prompt_start :]
             offset = checked.resume_offset or 0
             if offset > len(replay):
                 problem = f"resume_offset is {offset}, the output has {len(replay)} tokens"
                 # The store may have lost tokens that a client of a running request has received.
                 raise InvalidArgument(problem, "resume_offset") if begun.lease is None else DataLoss(problem)
-            generation = self._generation(begun, checked, model, output, span)
+            if leased.prediction is not None:
+                leased.prediction.follow(replay)
+            generation = self._generation(leased, checked, output, span)
             yield accepted_event(record)
             stopped, delta = replayed_event(output, replay, offset)
             if delta is not None:
@@ -195,11 +198,9 @@ class GenerationService:
         finally:
             self._close(begun, generation)
 
-    def _generation(
-        self, begun: Begun, checked: CheckedRequest, model: Model, output: OutputText, span: Span
-    ) -> Generation | None:
+    def _generation(self, leased: Leased, checked: CheckedRequest, output: OutputText, span: Span) -> Generation | None:
         """Return the generation of a request that has begun; None for one that had finished before."""
-        record = begun.record
+        begun, record = leased.begun, leased.begun.record
         if begun.lease is None:
             return None
         running = RunningRequest(
@@ -207,9 +208,10 @@ class GenerationService:
             begun.lease,
             SessionTokens(self._store, record, record.prompt_start, begun.token_ids),
             checked.speculation,
-            model.stop_token_ids(record.parameters),
+            leased.model.stop_token_ids(record.parameters),
             checked.reports,
             span,
+            leased.prediction,
         )
         return Generation(self._services, running, output)
 

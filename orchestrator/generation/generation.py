@@ -47,6 +47,7 @@ class Generation:
     def __init__(self, services: Services, request: RunningRequest, output: OutputText) -> None:
         self._record = request.record
         self._reports = request.reports
+        self._prediction = request.prediction
         self._output = output
         self._statistics = RequestStatistics(services.metrics, request.record.rule)
         self._workers = WorkerPair(services, request, self._statistics)
@@ -116,6 +117,8 @@ class Generation:
             absorbed = self._output.absorb(verdict.token_ids)
             num = absorbed.num_tokens
             batch.token_ids += verdict.token_ids[:num]
+            if self._prediction is not None:
+                self._prediction.follow(verdict.token_ids[:num])
             batch.origins += verdict.origins[:num]
             batch.logprobs += verdict.logprobs[:num]
             batch.text += absorbed.text
@@ -152,9 +155,16 @@ class Generation:
                 finish_reason=wire.finish_to_number(batch.finish_reason),
                 num_output_tokens=self._lease.committed_len - self._record.prompt_len,
                 text=self._output.finish(stopped=batch.stopped),
-                statistics=self._statistics.message(),
+                statistics=self._final_statistics(),
             )
         )
+
+    def _final_statistics(self) -> generation_pb2.GenerationStatistics:
+        statistics = self._statistics.message()
+        if self._prediction is not None:
+            statistics.num_prediction_tokens = len(self._prediction.token_ids)
+            statistics.num_accepted_prediction_tokens = self._prediction.num_accepted
+        return statistics
 
 
 def accepted_event(record: SessionRecord) -> generation_pb2.GenerateResponse:

@@ -15,6 +15,7 @@ from orchestrator.workers.replicas import Replicas
 from outrider import wire
 from outrider.errors import Unavailable
 from outrider.serving.spans import log_fields, traceparent_of
+from outrider.speculation.prediction import Prediction
 from outrider.tokens import TokenSpan
 from outrider.v1 import draft_pb2, target_pb2, worker_pb2
 from outrider.workers.draft_session import SpeculationChoice
@@ -22,6 +23,8 @@ from outrider.workers.draft_session import SpeculationChoice
 # More tokens than a target decides while a commit is on its way to Redis and back, so that no pass waits for one; not
 # more, because tokens that are not committed are recomputed after a failover.
 _WINDOW: Final = 64
+PREDICTING_DRAFTER: Final = "suffix"
+"""The drafter that uses a request's prediction."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,6 +107,7 @@ class RunningRequest:
         stop_token_ids: token ids at which it ends.
         reports: whether its stream has notices and statistics.
         span: of its trace.
+        prediction: of its output, which has followed the committed tokens; None without one.
     """
 
     record: SessionRecord
@@ -113,6 +117,7 @@ class RunningRequest:
     stop_token_ids: tuple[int, ...]
     reports: bool
     span: Span
+    prediction: Prediction | None = None
 
     @property
     def log_fields(self) -> dict[str, str]:
@@ -141,8 +146,13 @@ class RunningRequest:
             traceparent=traceparent_of(self.span),
         )
 
-    def draft_open(self, target: worker_pb2.GetInfoResponse | None) -> draft_pb2.DraftOpen:
-        """Return the message that opens it on a draft; `target` is the target that verifies."""
+    def draft_open(self, target: worker_pb2.GetInfoResponse | None, drafter: str) -> draft_pb2.DraftOpen:
+        """Return the message that opens it on a draft.
+
+        Args:
+            target: the target that verifies.
+            drafter: of the draft.
+        """
         rule, parameters = self.record.rule, self.record.parameters
         if rule is not rule.for_drafts:
             # The target accepts a token with its probability, whatever the noise of a draft: likeliest tokens fit best.
@@ -158,6 +168,9 @@ class RunningRequest:
             stop_token_ids=self.stop_token_ids,
             cache_salt=self.record.cache_salt,
             draft_p_min=self.choice.draft_p_min,
+            prediction=self.prediction.token_ids
+            if self.prediction is not None and drafter == PREDICTING_DRAFTER
+            else (),
             request_id=self.record.request_id,
             traceparent=traceparent_of(self.span),
         )

@@ -7,7 +7,7 @@ import time
 from collections.abc import Sequence
 from typing import Final
 
-from orchestrator.generation.request import RunningRequest, Services
+from orchestrator.generation.request import PREDICTING_DRAFTER, RunningRequest, Services
 from orchestrator.generation.target_losses import TargetLosses
 from orchestrator.metrics import RequestStatistics
 from orchestrator.workers.target_session import TargetSession
@@ -24,6 +24,7 @@ from outrider.errors import (
 from outrider.serving.frames import MAX_FRAME_BYTES_PER_MESSAGE
 from outrider.v1 import generation_pb2, target_pb2, tokens_pb2
 from outrider.workers.draft_session import DraftSession
+from outrider.workers.links import WorkerLink
 
 _LOG: Final = logging.getLogger(__name__)
 _FINAL: Final = (DataLoss, Fenced, InvalidArgument, ModelMismatch, SessionNotFound)
@@ -295,6 +296,17 @@ class WorkerPair:
         info = self._target.link.info if self._target else None
         return info is not None and bool(info.drafter) and self._request.choice.drafter in ("", info.drafter)
 
+    def _free_draft(self) -> WorkerLink | None:
+        """Return a draft for the request: one that uses its prediction, where it has one and names no other drafter."""
+        drafter, rule = self._request.choice.drafter, self._request.record.rule
+        if (
+            self._request.prediction is not None
+            and not drafter
+            and (link := self._replicas.draft(PREDICTING_DRAFTER, rule))
+        ):
+            return link
+        return self._replicas.draft(drafter, rule)
+
     def _attach_draft(self, committed_len: int) -> None:
         """Open the session on a draft, where the request needs one and one is in rotation; without waiting."""
         choice = self._request.choice
@@ -303,7 +315,7 @@ class WorkerPair:
         if time.monotonic() < self._draft_retry_at:
             return
         self._draft_retry_at = time.monotonic() + self._settings.draft_retry_s
-        link = self._replicas.draft(choice.drafter, self._request.record.rule)
+        link = self._free_draft()
         if link is None:
             self._statistics.record_fallback("no_draft")
             return
@@ -317,7 +329,8 @@ class WorkerPair:
             self._tokens.read_from,
         )
         try:
-            draft.open(self._request.draft_open(self._target.link.info if self._target else None), committed_len)
+            target = self._target.link.info if self._target else None
+            draft.open(self._request.draft_open(target, link.info.drafter if link.info else ""), committed_len)
         except Unavailable:
             self._statistics.record_fallback("no_draft")
             return

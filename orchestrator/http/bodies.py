@@ -167,6 +167,18 @@ class ChatMessage(Body):
         return "system" if self.role == "developer" else self.role
 
 
+class PredictionBody(Body):
+    """What the answer is expected to be."""
+
+    type: Literal["content"]
+    content: str | Annotated[list[TextPart], Field(fail_fast=True)]
+
+    @property
+    def text(self) -> str:
+        """The content; parts follow each other."""
+        return self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
+
+
 class ChatBody(Common):
     """POST /v1/chat/completions."""
 
@@ -187,7 +199,6 @@ class ChatBody(Common):
         ),
         "modalities": (["text"],),
         "audio": (),
-        "prediction": (),
         "reasoning_effort": ("none",),
         "verbosity": ("medium",),
         "web_search_options": (),
@@ -208,6 +219,7 @@ class ChatBody(Common):
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     add_generation_prompt: bool | None = None
+    prediction: PredictionBody | None = None
 
 
 class CompletionBody(Common):

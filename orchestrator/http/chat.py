@@ -31,6 +31,8 @@ def prompts(body: ChatBody) -> Prompts:
     message = chat_prompt(
         body.messages, body.chat_template_kwargs, body.add_generation_prompt, continues=bool(body.session_id)
     )
+    if body.prediction is not None:
+        message.predicted_text = body.prediction.text
     return prompts_of(body, [message], given.pop() if given else 0, logprobs)
 
 

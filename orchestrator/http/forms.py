@@ -151,12 +151,20 @@ class Form(ABC):
     def usage(self) -> dict[str, Any]:
         """Return the tokens that the request used."""
         num_prompt, num_output = self.num_prompt_tokens, self.num_output_tokens
-        return {
+        usage: dict[str, Any] = {
             "prompt_tokens": num_prompt,
             "completion_tokens": num_output,
             "total_tokens": num_prompt + num_output,
             "prompt_tokens_details": {"cached_tokens": self.num_cached_tokens},
         }
+        known = [choice.finished.statistics for choice in self.choices if choice.finished]
+        if num_predicted := sum(item.num_prediction_tokens for item in known):
+            num_accepted = sum(item.num_accepted_prediction_tokens for item in known)
+            usage["completion_tokens_details"] = {
+                "accepted_prediction_tokens": num_accepted,
+                "rejected_prediction_tokens": max(0, num_predicted - num_accepted),
+            }
+        return usage
 
     def metrics(self) -> dict[str, Any]:
         """Return the figures of speculation, all choices together, under vLLM's names; counted since a resumption."""

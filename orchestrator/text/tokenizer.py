@@ -78,6 +78,10 @@ class Tokenizer:
         self._check_fits(text, max_tokens)
         return list(encoded(self.backend, text, add_special_tokens=True).ids)
 
+    def encode_answer(self, text: str, max_tokens: int) -> list[int]:
+        """Return the token ids of a text as an answer has it; special tokens in it are text. Otherwise as `encode`."""
+        return self._encode_rendered(self._content.marked(text), max_tokens)
+
     def decode(self, token_ids: Sequence[int]) -> str:
         """Return the text of token ids, special tokens included."""
         return self.backend.decode(list(token_ids), skip_special_tokens=False)

@@ -82,6 +82,8 @@ class Statistics:
         num_expected_tokens: output tokens of the rounds whose time the target's controller had predicted.
         expected_time_s: seconds that it predicted for them, of a target that runs nothing else.
         num_cached_prompt_tokens: tokens of session and prompt that were in the first target's KV cache.
+        num_prediction_tokens: tokens of the request's prediction; 0 without one.
+        num_accepted_prediction_tokens: output tokens that the prediction had right.
         acceptance_rule: the rule that tokens were drawn by; None where the service does not report it.
     """
 
@@ -105,6 +107,8 @@ class Statistics:
     num_expected_tokens: int = 0
     expected_time_s: float = 0.0
     num_cached_prompt_tokens: int = 0
+    num_prediction_tokens: int = 0
+    num_accepted_prediction_tokens: int = 0
     acceptance_rule: AcceptanceRule | None = None
 
     @property
@@ -309,5 +313,7 @@ def _statistics(message: generation_pb2.GenerationStatistics) -> Statistics:
         num_expected_tokens=message.num_expected_tokens,
         expected_time_s=message.expected_time_s,
         num_cached_prompt_tokens=message.num_cached_prompt_tokens,
+        num_prediction_tokens=message.num_prediction_tokens,
+        num_accepted_prediction_tokens=message.num_accepted_prediction_tokens,
         acceptance_rule=wire.rule_from_number(message.acceptance_rule),
     )

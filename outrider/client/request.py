@@ -81,6 +81,8 @@ class GenerationRequest:
         speculation: how to speculate.
         session_id: session to continue or to create; empty lets the service derive one.
         request_id: makes the request idempotent; drawn where it is empty, so that every request can be resumed.
+        prediction: what the output is expected to be, such as the file that is to be edited: a text or token ids. It
+            changes no token; a `suffix` draft proposes it.
         resume_offset: output tokens already received of a request begun earlier; None for a new request.
     """
 
@@ -91,6 +93,7 @@ class GenerationRequest:
     speculation: Speculation = field(default_factory=Speculation)
     session_id: str = ""
     request_id: str = ""
+    prediction: str | Sequence[int] | None = None
     resume_offset: int | None = None
 
     def __post_init__(self) -> None:
@@ -103,6 +106,10 @@ class GenerationRequest:
         for name, checked in (("text", checked_text), ("token_ids", checked_token_ids), ("messages", checked_messages)):
             if (form := getattr(self, name)) is not None:
                 object.__setattr__(self, name, checked(name, form))
+        if isinstance(self.prediction, str):
+            checked_text("prediction", self.prediction)
+        elif self.prediction is not None:
+            object.__setattr__(self, "prediction", checked_token_ids("prediction", self.prediction))
         if self.request_id == "":
             if self.resume_offset is not None:
                 raise InvalidArgument("request_id is missing: a request is resumed by its id", "request_id")
@@ -147,6 +154,10 @@ class GenerationRequest:
         )
         if self.resume_offset is not None:
             message.resume_offset = checked_uint32("resume_offset", self.resume_offset)
+        if isinstance(self.prediction, str):
+            message.predicted_text = self.prediction
+        elif self.prediction is not None:
+            message.predicted_token_ids.CopyFrom(generation_pb2.TokenIds(token_ids=self.prediction))
         if self.text is not None:
             message.text = self.text
         elif self.token_ids is not None:

@@ -54,6 +54,7 @@ class DraftTerms:
         stop_token_ids: token ids that end a branch.
         cache_salt: sessions of the same salt may share KV cache.
         p_min: probability below which a branch ends; None for the drafter's own.
+        prediction: tokens that the request's output is expected to be.
     """
 
     parameters: SamplingParameters
@@ -62,6 +63,7 @@ class DraftTerms:
     stop_token_ids: frozenset[int]
     cache_salt: bytes = b""
     p_min: float | None = None
+    prediction: tuple[int, ...] = ()
 
 
 @dataclass(slots=True, eq=False)

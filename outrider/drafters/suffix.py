@@ -1,6 +1,7 @@
 """Drafting from what was said: the tokens that followed the session's end elsewhere (Oliaro et al. 2024)."""
 
-from collections.abc import Sequence
+from array import array
+from collections.abc import Iterator, Sequence
 from typing import Final
 
 from outrider.control.pass_times import PassTimes
@@ -9,10 +10,11 @@ from outrider.drafters.ngram import ANY_VOCABULARY_SIZE
 from outrider.drafters.options import SuffixScope
 from outrider.drafters.shares import share_rows
 from outrider.drafters.states import BoundedStates
-from outrider.drafters.suffix_corpus import ENTRY_BYTES, SuffixCorpus
+from outrider.drafters.suffix_corpus import ENTRY_BYTES, LONGEST, Occurrence, SuffixCorpus
 from outrider.drafters.suffix_tree import SuffixTree, TreeSizes
 from outrider.parameters import AcceptanceRule
 from outrider.speculation.acceptance import MAX_RANK
+from outrider.speculation.prediction import Prediction
 from outrider.tenants import DEFAULT_TENANT, cache_salt
 from outrider.tokens import NodeKind, ProposalNode, SparseDistribution
 
@@ -21,6 +23,8 @@ _LEAST_VALUE: Final = 0.1
 """Of a node that is proposed: verifying one costs about a tenth of a pass where cores are few."""
 _CHUNK_LEN: Final = 2048
 """Tokens of texts that a step learns, of all sessions: they take 20 ms, for which the others wait."""
+_PREDICTION_LEN: Final = 4
+"""A prediction counts as a match that is this much longer than what it has agreed with: somebody expects it."""
 _TENANT_SHARE: Final = 4
 """One tenant's texts take one part in so many of the memory, at most."""
 
@@ -34,6 +38,8 @@ class SuffixDrafter(Drafter):
     Under `rejection` a proposal is a chain drafted from the session's own text, so that it is a point mass: a text of
     the same seed that another session has sampled depends on the noise by which this one is about to be judged.
 
+    The prediction of a request is a text of its own, which no other request is drafted from.
+
     Args:
         scope: whose texts a session is drafted from.
         budget_bytes: memory of all texts and their indexes.
@@ -46,6 +52,7 @@ class SuffixDrafter(Drafter):
         self._max_shared_tokens = max(1, budget_bytes // (_TENANT_SHARE * ENTRY_BYTES))
         self._corpora = BoundedStates(lambda: SuffixCorpus(max_session_len), budget_bytes)
         self._keys: dict[str, str] = {}
+        self._predictions: dict[str, _Predicted] = {}
         self._info = DrafterInfo(
             drafter=KIND,
             model=KIND,
@@ -78,19 +85,23 @@ class SuffixDrafter(Drafter):
             start = len(proposal.token_ids) - num
             corpus.extend(proposal.session_id, proposal.token_ids[start : start + share])
             if num <= share:
-                proposal.fill(_nodes(proposal, corpus))
+                proposal.fill(self._nodes(proposal, corpus))
             self._corpora.weigh(self._keys[proposal.session_id])
         self._corpora.make_room(0, in_use=())
         return StepRows(sum(len(proposal.nodes) for proposal in proposals))
 
     def truncate(self, session_id: str, length: int) -> None:
         """Drop the session's text if it has tokens from position `length` on; it is learnt again from its start."""
+        known = self._predictions.get(session_id)
+        if known is not None and known.known_len > length:
+            del self._predictions[session_id]
         corpus = self._corpora.find(self._keys.get(session_id, ""))
         if corpus is not None and len(corpus.text(session_id)) > length:
             self.forget(session_id)
 
     def forget(self, session_id: str) -> None:
         """Drop the session's text: nothing is drafted from it any more."""
+        self._predictions.pop(session_id, None)
         key = self._keys.pop(session_id, "")
         corpus = self._corpora.find(key)
         if corpus is not None and key != _own_key(session_id):
@@ -116,23 +127,59 @@ class SuffixDrafter(Drafter):
             return ""
         return f"tenant {terms.cache_salt.hex()}"
 
+    def _nodes(self, proposal: OpenProposal, corpus: SuffixCorpus) -> list[ProposalNode]:
+        """Return the nodes that continue a session."""
+        found = [*self._predicted(proposal), *corpus.occurrences(proposal.session_id)]
+        if not found:
+            return []
+        tree = SuffixTree(corpus.text(proposal.session_id), _sizes(proposal))
+        is_drafted = proposal.terms.acceptance_rule is AcceptanceRule.REJECTION
+        kind = NodeKind.DRAFTED if is_drafted else NodeKind.GUESSED
+        return [
+            ProposalNode(parent, token_id, kind, SparseDistribution((token_id,), (1.0,)) if is_drafted else None)
+            for parent, token_id in tree.grow(found)
+        ]
+
+    def _predicted(self, proposal: OpenProposal) -> Iterator[Occurrence]:
+        """Yield the place in the request's prediction to which its output has come, if there is one."""
+        given, session_id = proposal.terms.prediction, proposal.session_id
+        if not given:
+            self._predictions.pop(session_id, None)
+            return
+        known = self._predictions.get(session_id)
+        if known is None or known.given is not given:
+            known = self._predictions[session_id] = _Predicted(given, proposal.terms.prompt_len)
+        known.follow(proposal.token_ids)
+        prediction = known.prediction
+        if prediction.position is not None and prediction.position < len(known.token_ids):
+            length = min(LONGEST, _PREDICTION_LEN + prediction.num_agreeing)
+            yield Occurrence(known.token_ids, prediction.position, length)
+
+
+class _Predicted:
+    """The prediction of a session's request.
+
+    Attributes:
+        given: the prediction, as the terms have it.
+        token_ids: the prediction.
+        prediction: follows it.
+        known_len: tokens of the session that it has followed.
+    """
+
+    def __init__(self, given: tuple[int, ...], prompt_len: int) -> None:
+        self.given = given
+        self.token_ids = array("I", given)
+        self.prediction = Prediction(self.token_ids)
+        self.known_len = prompt_len
+
+    def follow(self, token_ids: Sequence[int]) -> None:
+        """Follow a session's new tokens."""
+        self.prediction.follow(token_ids[self.known_len :])
+        self.known_len = max(self.known_len, len(token_ids))
+
 
 def _own_key(session_id: str) -> str:
     return f"session {session_id}"
-
-
-def _nodes(proposal: OpenProposal, corpus: SuffixCorpus) -> list[ProposalNode]:
-    """Return the nodes that continue a session."""
-    found = corpus.occurrences(proposal.session_id)
-    if not found:
-        return []
-    tree = SuffixTree(corpus.text(proposal.session_id), _sizes(proposal))
-    is_drafted = proposal.terms.acceptance_rule is AcceptanceRule.REJECTION
-    kind = NodeKind.DRAFTED if is_drafted else NodeKind.GUESSED
-    return [
-        ProposalNode(parent, token_id, kind, SparseDistribution((token_id,), (1.0,)) if is_drafted else None)
-        for parent, token_id in tree.grow(found)
-    ]
 
 
 def _sizes(proposal: OpenProposal) -> TreeSizes:

@@ -64,6 +64,17 @@ async def test_events_arrive_in_order_and_typed() -> None:
     assert (end.statistics.acceptance_rate, end.statistics.mean_acceptance_length) == (0.75, 2.5)
 
 
+async def test_the_request_carries_its_prediction() -> None:
+    service = ScriptedService()
+    await run(service, prediction="as before")
+    await run(service, prediction=[3, 1, 4])
+    await run(service)
+    text, token_ids, none = service.requests
+    assert text.predicted_text == "as before"
+    assert list(token_ids.predicted_token_ids.token_ids) == [3, 1, 4]
+    assert none.WhichOneof("prediction") is None
+
+
 async def test_the_request_carries_everything() -> None:
     service = ScriptedService()
     parameters = SamplingParameters(temperature=0.5, logit_bias={3: -1.0}, stop=("x",), seed=9)
@@ -318,6 +329,9 @@ async def test_a_conversation_sends_only_what_is_new() -> None:
         ({"messages": {"role": "user", "content": "a"}}, "messages"),
         ({"text": "a", "parameters": {"max_tokens": 3}}, "parameters"),
         ({"text": "a", "speculation": False}, "speculation"),
+        ({"text": "a", "prediction": "\ud800"}, "prediction"),
+        ({"text": "a", "prediction": [-1]}, "prediction"),
+        ({"text": "a", "prediction": 7}, "prediction"),
         ({"text": "a", "parameters": SamplingParameters(stop_token_ids=(-1,))}, "stop_token_ids"),
         ({"text": "a", "request_id": "r", "resume_offset": -1}, "resume_offset"),
         ({"text": "a", "resume_offset": 3}, "request_id"),

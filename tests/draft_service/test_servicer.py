@@ -97,6 +97,8 @@ async def test_older_fencing_tokens_are_refused(ngram_draft: RunningDraft) -> No
         (open_frame(1, "x" * 1000), "session_id"),
         (open_frame(1, stop_token_ids=[2**32 - 1]), "stop_token_ids"),
         (open_frame(1, parameters=SamplingParameters()), "seed"),
+        (open_frame(1, prediction=[2**32 - 1]), "prediction"),
+        (open_frame(1, prediction=[1] * 5000), "prediction"),
         (advance_frame(9, [1], base_len=2), "base.len"),
         (advance_frame(9, []), "base.len"),
         (advance_frame(9, [1, 2**32 - 1]), "span.token_ids"),

@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 import pytest
 
 from outrider.drafters.drafter import DraftTerms, OpenProposal
@@ -68,6 +70,39 @@ def test_under_rejection_a_session_has_its_own_text_alone_as_a_point_mass() -> N
     assert draft(learning, asked("d", (1, 8, 0, 5), ONE)) == [()]
     draft(learning, asked("c", (5, 6, 7, 8, 0, 5, 6, 7), ONE))
     assert draft(learning, asked("d", (1, 8, 0, 5), ONE)) == [(6, 7)]
+
+
+def predicting(token_ids: tuple[int, ...], prediction: tuple[int, ...], **changes: object) -> OpenProposal:
+    """A proposal of a request with a prompt of two tokens."""
+    given = DraftTerms(terms().parameters, COUPLED, 2, frozenset(), ONE, prediction=prediction)
+    return proposal(token_ids, 4, "p", replace(given, **changes))  # type: ignore[arg-type]
+
+
+def test_a_prediction_is_proposed_from_its_beginning_and_behind_differences() -> None:
+    learning, prediction = drafter(), tuple(range(20, 40))
+    assert draft(learning, predicting((1, 2), prediction)) == [(20, 21, 22, 23)]
+    assert draft(learning, predicting((1, 2, 20, 21), prediction)) == [(22, 23, 24, 25)]
+    assert draft(learning, predicting((1, 2, 20, 21, 7), prediction)) == [()]
+    assert draft(learning, predicting((1, 2, 20, 21, 7, 23, 24, 25), prediction)) == [(26, 27, 28, 29)]
+    assert draft(learning, predicting((1, 2, *prediction), prediction)) == [()]
+    # A text that changed is followed from its beginning.
+    learning.truncate("p", 4)
+    assert draft(learning, predicting((1, 2, 20, 21, 22), prediction)) == [(23, 24, 25, 26)]
+
+
+def test_no_other_request_is_drafted_from_a_prediction() -> None:
+    learning, prediction = drafter(), tuple(range(20, 40))
+    draft(learning, predicting((1, 2), prediction))
+    assert draft(learning, asked("other", (1, 2, 20, 21, 22), ONE)) == [()]
+    # The session's next request has none.
+    assert draft(learning, predicting((1, 2, 20, 21, 22, 23), ())) == [()]
+    assert not learning._predictions
+
+
+def test_under_rejection_a_prediction_is_a_point_mass_too() -> None:
+    found = predicting((1, 2), (5, 6, 7), acceptance_rule=AcceptanceRule.REJECTION)
+    assert draft(drafter(), found) == [(5, 6, 7)]
+    assert all(node.kind is NodeKind.DRAFTED for node in found.nodes)
 
 
 def test_what_a_session_fed_goes_with_it() -> None:

@@ -2,7 +2,7 @@
 
 import asyncio
 import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -42,12 +42,15 @@ async def stack(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Local
         yield running
 
 
-async def _told(stack: LocalStack, tenant: str, seed: int, *, speculates: bool = True) -> Generation:
+async def _told(
+    stack: LocalStack, tenant: str, seed: int, *, speculates: bool = True, prediction: Sequence[int] | None = None
+) -> Generation:
     """Returns the text of a seed, told to a tenant."""
     request = GenerationRequest(
         token_ids=(1, 2, 3),
         parameters=SamplingParameters(seed=seed, max_tokens=NUM_TOKENS),
         speculation=Speculation(disabled=not speculates, lookahead=0),
+        prediction=prediction,
     )
     async with OutriderClient(stack.addresses, token=TOKENS[tenant]) as client:
         return await client.complete(request, timeout_s=60)
@@ -61,6 +64,20 @@ async def test_a_tenants_text_speeds_up_that_tenants_text_only(stack: LocalStack
     assert first.statistics.num_accepted_tokens < NUM_TOKENS * 0.1
     assert again.statistics.num_accepted_tokens > NUM_TOKENS * 0.7
     assert other.statistics.num_accepted_tokens == first.statistics.num_accepted_tokens
+
+
+async def test_a_prediction_is_taken_over_as_far_as_it_is_right(stack: LocalStack) -> None:
+    plain = await _told(stack, "one", 11, speculates=False)
+    changed = [*plain.token_ids[:40], 0, 0, *plain.token_ids[42:80]]
+    predicted = await _told(stack, "one", 11, prediction=changed)
+    assert predicted.token_ids == plain.token_ids
+    assert predicted.statistics.num_prediction_tokens == 80
+    # After a difference three tokens tell where it goes on.
+    assert predicted.statistics.num_accepted_prediction_tokens == 75
+    assert predicted.statistics.num_accepted_tokens > 60
+    nothing = await _told(stack, "other", 11, prediction=[])
+    assert (nothing.token_ids, nothing.statistics.num_prediction_tokens) == (plain.token_ids, 0)
+    assert nothing.statistics.num_accepted_tokens < NUM_TOKENS * 0.1
 
 
 async def test_a_deleted_session_speeds_up_nothing(stack: LocalStack) -> None:

@@ -59,6 +59,13 @@ async def speaker(session_store_url: str) -> AsyncIterator[Orchestrator]:
             yield running
 
 
+def predicting(token_ids: list[int], **more: object) -> pb.GenerateRequest:
+    """A request with a prediction of its output."""
+    request = asking(**more)  # type: ignore[arg-type]
+    request.predicted_token_ids.token_ids.extend(token_ids)
+    return request
+
+
 WRONG: list[tuple[pb.GenerateRequest, str]] = [
     (asking([]), "token_ids"),
     (asking([1, VOCABULARY_SIZE]), "token_ids"),
@@ -86,6 +93,9 @@ WRONG: list[tuple[pb.GenerateRequest, str]] = [
         ),
         "drafter",
     ),
+    (predicting([VOCABULARY_SIZE]), "prediction"),
+    (predicting([1] * (MAX_SESSION_LEN + 1)), "prediction"),
+    (pb.GenerateRequest(token_ids=pb.TokenIds(token_ids=[1]), predicted_text="hello"), "prediction"),
 ]
 
 
@@ -138,6 +148,29 @@ async def test_a_request_without_an_id_is_resumed_by_the_one_that_it_was_given(o
     again = await orchestrator.events(asking(request_id=events[0].accepted.request_id, resume_offset=0))
     assert again[0] == events[0]
     assert tokens_of(again) == tokens_of(events)
+
+
+async def test_a_prediction_is_counted_over_the_whole_output(orchestrator: Orchestrator) -> None:
+    output = continuation(PROMPT, 20)
+    changed = [*output[:6], VOCABULARY_SIZE - 1, *output[7:]]
+    found = (await orchestrator.events(predicting(changed)))[-1].finished.statistics
+    assert (found.num_prediction_tokens, found.num_accepted_prediction_tokens) == (20, 16)
+    assert not (await orchestrator.events(asking()))[-1].finished.statistics.num_prediction_tokens
+
+
+async def test_a_draft_that_uses_predictions_gets_them(session_store_url: str, target: ScriptedTarget) -> None:
+    async with ScriptedDraft() as model, ScriptedDraft() as suffix:
+        model.info.drafter, suffix.info.drafter = "model", "suffix"
+        async with orchestrating(session_store_url, (target,), (model, suffix)) as orchestrator:
+            await until(lambda: all(link.is_up for link in orchestrator.replicas.drafts))
+            await orchestrator.events(predicting([1, 2, 3]))
+            assert [list(message.prediction) for message in suffix.of("open")] == [[1, 2, 3]]
+            assert not model.of("open")
+            named = predicting([1, 2, 3])
+            named.speculation.drafter = "model"
+            await orchestrator.events(named)
+            assert [list(message.prediction) for message in model.of("open")] == [[]]
+            assert len(suffix.of("open")) == 1
 
 
 async def test_a_session_runs_one_request_at_a_time(orchestrator: Orchestrator, target: ScriptedTarget) -> None:

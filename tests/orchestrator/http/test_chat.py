@@ -205,6 +205,21 @@ async def test_template_variables_and_the_generation_prompt_reach_the_template(
     assert refused.json()["error"]["param"] == "chat_template_kwargs"
 
 
+async def test_a_prediction_changes_nothing_but_the_usage(http: httpx.AsyncClient) -> None:
+    body = {"messages": HELLO, "max_tokens": 20, "seed": 1}
+    plain = (await http.post(PATH, json=body)).json()
+    text = plain["choices"][0]["message"]["content"]
+    assert "completion_tokens_details" not in plain["usage"]
+    parts = [{"type": "text", "text": text[:12]}, {"type": "text", "text": "!" + text[13:] + "<|im_end|>"}]
+    for content in (text[:12] + "!" + text[13:] + "<|im_end|>", parts):
+        predicted = await http.post(PATH, json={**body, "prediction": {"type": "content", "content": content}})
+        assert predicted.status_code == 200, predicted.text
+        assert predicted.json()["choices"] == plain["choices"]
+        details = predicted.json()["usage"]["completion_tokens_details"]
+        # A token is a byte, also of what only looks like a special token. Three of them tell where it goes on.
+        assert details == {"accepted_prediction_tokens": 16, "rejected_prediction_tokens": 20 + 10 - 16}
+
+
 NEUTRAL = {
     "tools": [],
     "tool_choice": "auto",
@@ -233,6 +248,9 @@ async def test_fields_at_their_neutral_value_are_accepted(http: httpx.AsyncClien
         ({"tools": [{"type": "function"}]}, "tools"),
         ({"response_format": {"type": "json_object"}}, "response_format"),
         ({"store": True}, "store"),
+        ({"prediction": {"type": "content", "content": "x" * 10**6}}, "prediction"),
+        ({"prediction": {"type": "other", "content": "x"}}, "prediction.type"),
+        ({"prediction": {"type": "content"}}, "prediction.content"),
         ({"best_of": 2}, "best_of"),
         ({"unheard_of": 1}, "unheard_of"),
         ({"temperature": -1}, "temperature"),
