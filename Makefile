@@ -106,7 +106,7 @@ faults: install ## Tries every fault of docs/reliability.md on real processes. T
 # The library of the package is the one that is loaded, where there is one. What Python leaves allocated is no concern here.
 sanitize: install ## Runs the tests of the native operators with each access to memory checked (AddressSanitizer).
 	@$(BIN)/python -m outrider.native "g++ -fsanitize=address -g"
-	@trap 'rm -f outrider/native/operators.so' EXIT; \
+	@trap 'rm -f outrider/native/operators-*.so' EXIT; \
 	  LD_PRELOAD="$$(g++ -print-file-name=libasan.so) $$(g++ -print-file-name=libstdc++.so)" ASAN_OPTIONS=detect_leaks=0 \
 	  $(BIN)/python -m pytest -q tests/native tests/lm/test_packed_linear.py $(ARGS)
 

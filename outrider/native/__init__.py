@@ -44,10 +44,10 @@ def best_variant() -> Variant | None:
     """
     try:
         library = ensure_library()
+        return None if library is None else _loaded(library)
     except OSError as error:
         _LOG.warning("no native operators, products take up to twice as long: %s", error)
         return None
-    return None if library is None else _loaded(library)
 
 
 def loaded_variant() -> Variant | None:

@@ -3,7 +3,7 @@
 import platform
 import sys
 
-from outrider.native.build import IN_PACKAGE, build, find_compiler, is_supported
+from outrider.native.build import build, find_compiler, in_package, is_supported
 
 
 def main() -> None:
@@ -14,11 +14,14 @@ def main() -> None:
     compiler = sys.argv[1] if len(sys.argv) > 1 else find_compiler()
     if compiler is None:
         sys.exit("outrider: error: no C++ compiler was found")
+    path = in_package()
     try:
-        build(IN_PACKAGE, compiler)
+        for other in path.parent.glob("operators-*.so"):
+            other.unlink()
+        build(path, compiler)
     except OSError as error:
         sys.exit(f"outrider: error: {error}")
-    print(IN_PACKAGE)
+    print(path)
 
 
 if __name__ == "__main__":

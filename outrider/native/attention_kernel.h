@@ -3,8 +3,7 @@
 // The keys of a page are the lanes: a score is one chain of additions in order of the key's numbers (of a pair, the odd
 // one first, as in the product), and an output is one chain in order of the keys' positions, rescaled where a page has
 // a higher score than all before (Dao et al. 2022, FlashAttention, algorithm 1). So the bits of a row depend on its
-// query and on the keys and values that it sees, and on nothing else of the pass: keys that it does not see have weight
-// zero, whose products change no sum.
+// query and on the keys and values that it sees, and on nothing else of the pass.
 
 #pragma once
 
@@ -95,7 +94,9 @@ inline typename Isa::Sum exponential(typename Isa::Sum x) {
   for (const float next : {1.0f / 720, 1.0f / 120, 1.0f / 24, 1.0f / 6, 0.5f, 1.0f, 1.0f}) {
     value = Isa::fused(value, rest, Isa::spread_float(next));
   }
-  return Isa::zero_where_less(Isa::raised(value, shifted), x, -87.0f);
+  // The product keeps what is no number, of which `raised` may make one.
+  value = Isa::fused(x, Isa::zero(), Isa::raised(value, shifted));
+  return Isa::zero_where_less(value, x, -87.0f);
 }
 
 // bound * tanh(x / bound), by way of e^-|2x / bound|.
@@ -191,6 +192,12 @@ inline void weigh(const Attention& attention, const Workspace& space, int64_t qu
   }
   const float before = space.highest[query];
   const float highest = std::max(before, Isa::largest(most));
+  if (highest == kNothing) {
+    // No key so far has a weight; the difference of two infinities would be no number.
+    std::fill_n(weights, kPageLen, 0.0f);
+    space.factors[query] = 0.0f;
+    return;
+  }
   alignas(64) float factor[kLanes];
   Isa::store(factor, exponential<Isa>(Isa::spread_float(before - highest)));
   Sum total = Isa::times(Isa::read(space.totals + query * kLanes), Isa::spread_float(factor[0]));
@@ -268,8 +275,20 @@ inline void add_page(
     const Seen seen = seen_keys(attention, tile[row].position, page_start);
     for (int64_t query = row * group; query < (row + 1) * group; ++query) weigh<Isa>(attention, space, query, seen);
   }
-  for (int64_t query = first * group; query < end; query += Isa::kValueRows) {
-    value_rows<Isa, Isa::kValueRows>(space, query, std::min<int64_t>(Isa::kValueRows, end - query), keys);
+  // Rows that see the same keys go together. Keys that a row does not see have weight zero, but must not be added all
+  // the same: a value that is no number would spoil the sum, and a negative zero would lose its sign.
+  for (int64_t row = first; row < last;) {
+    const Seen seen = seen_keys(attention, tile[row].position, page_start);
+    const auto sees_the_same = [&](const AttentionRow& other) {
+      const Seen also = seen_keys(attention, other.position, page_start);
+      return also.first == seen.first && also.last == seen.last;
+    };
+    int64_t next = row + 1;
+    while (next < last && sees_the_same(tile[next])) ++next;
+    for (int64_t query = row * group; query < next * group; query += Isa::kValueRows) {
+      value_rows<Isa, Isa::kValueRows>(space, query, std::min<int64_t>(Isa::kValueRows, next * group - query), seen);
+    }
+    row = next;
   }
 }
 

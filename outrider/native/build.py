@@ -1,7 +1,8 @@
 """Builds the library of native operators; `python -m outrider.native [COMPILER]` builds it into the package.
 
 The compiler is the one that torch.compile uses. Sources, compiler and PyTorch's version name the file, so that each is
-built once for a user. PyTorch's stable ABI lets a library that was built into the package run with later versions.
+built once for a user. The sources alone name one in the package, so that one of other sources is never taken: PyTorch's
+stable ABI lets it run with later versions.
 """
 
 import fcntl
@@ -10,6 +11,7 @@ import platform
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
 
@@ -18,7 +20,6 @@ import torch
 from outrider.cache import cache_dir
 
 _FOLDER: Final = Path(__file__).parent
-IN_PACKAGE: Final = _FOLDER / "operators.so"
 _COMMON: Final = ("-std=c++20", "-O3", "-fPIC", "-ffp-contract=off", "-fno-trapping-math", "-Wall", "-Wextra")
 _AVX512: Final = ("-mfma", "-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mprefer-vector-width=512")
 _FLAGS: Final = {
@@ -36,6 +37,11 @@ def is_supported() -> bool:
     return sys.platform.startswith("linux") and platform.machine().lower() in ("x86_64", "amd64")
 
 
+def in_package() -> Path:
+    """Return where the package's own library is, if there is one."""
+    return _FOLDER / f"operators-{_digest(_sources())}.so"
+
+
 def ensure_library() -> Path | None:
     """Return the library: the package's own, else the user's, which is built first if need be.
 
@@ -47,12 +53,16 @@ def ensure_library() -> Path | None:
     """
     if not is_supported():
         return None
-    if IN_PACKAGE.exists():
-        return IN_PACKAGE
+    if (path := in_package()).exists():
+        return path
     compiler = find_compiler()
     if compiler is None:
         return None
-    path = cache_dir() / "native" / f"operators-{_digest(compiler)}.so"
+    path = (
+        cache_dir()
+        / "native"
+        / f"operators-{_digest([_run([compiler, '--version']), torch.__version__, *_sources()])}.so"
+    )
     if not path.exists():
         path.parent.mkdir(parents=True, exist_ok=True)
         with path.with_suffix(".lock").open("w") as lock:
@@ -95,10 +105,12 @@ def find_compiler() -> str | None:
         return None
 
 
-def _digest(compiler: str) -> str:
-    version = _run([compiler, "--version"])
-    parts = [version, torch.__version__, repr((_COMMON, _FLAGS))]
-    parts += [file.read_text() for file in sorted(_FOLDER.iterdir()) if file.suffix in (".cpp", ".h")]
+def _sources() -> list[str]:
+    files = sorted(file for file in _FOLDER.iterdir() if file.suffix in (".cpp", ".h"))
+    return [repr((_COMMON, _FLAGS)), *(file.read_text() for file in files)]
+
+
+def _digest(parts: Sequence[str]) -> str:
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
 
 

@@ -78,7 +78,8 @@ Tensor packed_product(
   sizes.back() = out_features;
   Tensor output = torch::stable::new_empty(rows, sizes);
   const Tensor given = torch::stable::contiguous(rows);
-  const int64_t num_rows = num_inputs ? given.numel() / num_inputs : 0;
+  int64_t num_rows = 1;
+  for (int64_t dimension = 0; dimension + 1 < rows.dim(); ++dimension) num_rows *= rows.size(dimension);
 
   const auto* inputs = static_cast<const uint16_t*>(given.const_data_ptr());
   std::vector<uint32_t> copied;
@@ -121,6 +122,7 @@ Tensor race_candidates(
           counters.is_contiguous() && tops.numel() == num_rows && inverse_temperatures.numel() == num_rows &&
           counters.size(0) == num_rows,
       "all must be contiguous, and have as many rows");
+  STD_TORCH_CHECK(num_tokens > 0, "a race needs a token");
   STD_TORCH_CHECK(variant >= 0 && variant <= best_variant(), "this CPU cannot run variant ", variant);
 
   const auto* values = static_cast<const float*>(scores.const_data_ptr());
@@ -245,8 +247,8 @@ Tensor paged_attention(
   STD_TORCH_CHECK(is_bfloat16 || type == ScalarType::Float, "attention is of bfloat16 or float32");
   for (const Tensor* tensor : {&new_keys, &new_values}) {
     STD_TORCH_CHECK(
-        tensor->scalar_type() == type && tensor->dim() == 4 && tensor->stride(3) == 1,
-        "new keys and values must have the query's type, four dimensions and dense rows");
+        tensor->scalar_type() == type && tensor->dim() == 4 && tensor->size(0) == 1 && tensor->stride(3) == 1,
+        "new keys and values must have the query's type, four dimensions, one batch and dense rows");
   }
   for (const Tensor* tensor : {&keys, &values}) {
     STD_TORCH_CHECK(
@@ -257,8 +259,10 @@ Tensor paged_attention(
   const int64_t num_heads = query.size(1), num_rows = query.size(2), key_dim = query.size(3);
   const int64_t num_slots = keys.size(0), num_key_heads = keys.size(1), value_dim = values.size(2);
   STD_TORCH_CHECK(
-      num_key_heads > 0 && num_heads % num_key_heads == 0 && num_heads / num_key_heads <= outrider::kMostQueries,
-      "key heads must divide the query's heads");
+      num_heads > 0 && num_key_heads > 0 && num_heads % num_key_heads == 0, "key heads must divide the query's heads");
+  STD_TORCH_CHECK(
+      num_heads / num_key_heads <= outrider::kMostQueries, "more than ", outrider::kMostQueries,
+      " heads of the query have one key head");
   STD_TORCH_CHECK(
       keys.size(2) == key_dim && new_keys.size(3) == key_dim && new_values.size(3) == value_dim &&
           values.size(0) == num_slots && values.size(1) == num_key_heads && new_keys.size(1) == num_key_heads &&
@@ -272,22 +276,28 @@ Tensor paged_attention(
   const int32_t num_writes = *numbers.take(1);
   const int32_t* write_rows = numbers.take_below(num_rows, num_writes);
   const int32_t* slots = numbers.take_below(num_slots, num_writes);
-  write_slots(new_keys, keys, write_rows, slots, num_writes);
-  write_slots(new_values, values, write_rows, slots, num_writes);
-
   std::vector<outrider::AttentionRow> rows;
   rows.reserve(num_rows);
+  std::vector<bool> has_row(num_rows);
   int64_t num_pages = 0;
-  for (int32_t left = *numbers.take(1); left > 0; --left) {
+  const int32_t num_branches = *numbers.take(1);
+  STD_TORCH_CHECK(num_branches >= 0, "the layout has ", num_branches, " branches");
+  for (int32_t branch = 0; branch < num_branches; ++branch) {
     const int32_t num = *numbers.take(1), table_len = *numbers.take(1);
     const int32_t* indices = numbers.take_below(num_rows, num);
     const int32_t* positions = numbers.take_below(int64_t{table_len} * outrider::kPageLen, num);
     const int32_t* pages = numbers.take_below(num_slots / outrider::kPageLen, table_len);
     for (int32_t index = 0; index < num; ++index) {
+      STD_TORCH_CHECK(!has_row[indices[index]], "the layout has row ", indices[index], " twice");
+      has_row[indices[index]] = true;
       rows.push_back({indices[index], positions[index], pages});
       num_pages += positions[index] / outrider::kPageLen + 1;
     }
   }
+
+  // Nothing is written before the whole layout is known to be right.
+  write_slots(new_keys, keys, write_rows, slots, num_writes);
+  write_slots(new_values, values, write_rows, slots, num_writes);
 
   Tensor output = torch::stable::new_empty(query, {1, num_rows, num_heads, value_dim});
   if (static_cast<int64_t>(rows.size()) != num_rows) torch::stable::zero_(output);

@@ -7,15 +7,19 @@
 namespace outrider {
 namespace {
 
-// Counts subnormal numbers as zero, in this thread, for a while.
+// Counts subnormal numbers as zero and rounds to the nearest, in this thread, for a while: some instructions do so whatever
+// the thread's mode is.
 class NoSubnormals {
  public:
-  NoSubnormals() : before_(_mm_getcsr()) { _mm_setcsr(before_ | 0x8040); }
+  NoSubnormals() : before_(_mm_getcsr()) {
+    _mm_setcsr((before_ & ~_MM_ROUND_MASK) | _MM_FLUSH_ZERO_ON | kDenormalsAreZero);
+  }
   ~NoSubnormals() { _mm_setcsr(before_); }
   NoSubnormals(const NoSubnormals&) = delete;
   NoSubnormals& operator=(const NoSubnormals&) = delete;
 
  private:
+  static constexpr unsigned int kDenormalsAreZero = 0x0040;
   unsigned int before_;
 };
 

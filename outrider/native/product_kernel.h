@@ -1,9 +1,8 @@
 // The product's loops, for any instruction set: `Isa` says how 16 columns are loaded, and how they are added up.
 //
 // Each output is one chain of additions in order of k, which no tile, block or thread splits: its bits depend on its
-// row and its weights alone. Of a pair of inputs (k, k + 1) the odd one is added first, as VDPBF16PS does. Products of
-// bfloat16 numbers are exact in float32, so it makes no difference whether an addition is fused. Subnormal numbers
-// count as zero, as they do for that instruction.
+// row and its weights alone. Of a pair of inputs (k, k + 1) the odd one is added first, and additions are fused, as in
+// VDPBF16PS. Subnormal numbers count as zero, as they do for that instruction.
 //
 // Everything here has internal linkage: each file that includes it is compiled for another instruction set, and a
 // function that two of them shared would be taken from either.

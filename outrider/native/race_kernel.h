@@ -2,8 +2,9 @@
 //
 // Noise is -log(u), and 1 - u <= -log(u) <= (1 - u) / u. With n the first 32 bits of 1 - u, rounded down,
 //     weight * (1 - (n + 1) / 2^32) / (n + 1)  <=  weight / noise / 2^32  <=  weight / n.
-// Weights are within 2e-4 of their exact values, which the caller's slack covers. Those below 2^-125.5 count as so much,
-// which hides no winner: the likeliest token, of weight 1, has at least 2^-85 of weight / noise / 2^32.
+// Weights are within 2e-4 of their exact values, which the caller's slack covers. Those below 2^-90 count as so much, which
+// hides no winner: the likeliest token, of weight 1, has at least 2^-38 of weight / noise / 2^32, since u is 2^-53 or more.
+// None of these numbers is subnormal.
 
 #pragma once
 
@@ -19,7 +20,7 @@ namespace outrider {
 namespace {
 
 constexpr int kBlocks = 256;
-constexpr float kLeastExponent = -125.5f;  // of two
+constexpr float kLeastExponent = -90.0f;  // of two
 
 // 2^x for x in (-126, 0], with a relative error below 1e-4.
 inline float power_of_two(float x) {

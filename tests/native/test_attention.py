@@ -203,8 +203,38 @@ def test_a_row_without_a_number_affects_no_other(variant: int) -> None:
     layer.sessions[1].keys[50:] = torch.nan
     layer.sessions[1].values[50:] = torch.nan
     spoilt = layer.attend([(0, range(60)), (1, range(60))], variant)
-    assert torch.equal(spoilt[:, :60], clean[:, :60])
+    # Not even those of its session that come before it, in the same page.
+    assert torch.equal(spoilt[:, :110], clean[:, :110])
     assert spoilt[:, 110:].isnan().all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_value_that_is_not_seen_changes_no_bit(variant: int, dtype: torch.dtype) -> None:
+    layer = Layer(Case(dtype=dtype), (40,), seed=8)
+    layer.sessions[0].values[:36] = -0.0
+    layer.sessions[0].values[36:] = torch.inf
+    together = layer.attend([(0, range(33, 40))], variant)[0]
+    for position in range(33, 36):
+        alone = layer.attend([(0, range(position, position + 1))], variant)[0]
+        assert torch.equal(together[position - 33].view(torch.uint8), alone[0].view(torch.uint8))
+
+
+def test_a_page_without_a_weight_and_one_that_is_no_number(variant: int) -> None:
+    layer = Layer(Case(num_heads=1, num_key_heads=1, key_dim=16, value_dim=16, dtype=torch.float32), (40,), seed=9)
+    query = torch.ones(1, 1, 1, 16)
+    rows = PassRows(1, [PassBranch(layer.sessions[0].table, (0,), (39,))], [], [])
+    new = torch.zeros(1, 1, 1, 16)
+    first, second = (layer.slots(layer.sessions[0].table, places) for places in (range(32), range(32, 40)))
+    layer.keys[first], layer.keys[second] = -torch.inf, 0.0
+    layer.values[first], layer.values[second] = 5.0, 1.0
+
+    def attended() -> torch.Tensor:
+        case = layer.case
+        return run(query, new, new, layer.keys, layer.values, lay_out(rows).layout, case, variant)
+
+    assert torch.equal(attended(), torch.ones(1, 1, 1, 16))
+    layer.keys[second[:1]] = torch.tensor(0x7FC00001, dtype=torch.int32).view(torch.float32)
+    assert attended().isnan().all()
 
 
 def test_queries_may_be_views(variant: int) -> None:
@@ -228,6 +258,10 @@ def test_queries_may_be_views(variant: int) -> None:
         ({"query": torch.zeros(1, 4, 2, 8, dtype=torch.float16)}, "bfloat16 or float32"),
         ({"query": torch.zeros(2, 4, 2, 8)}, "one batch"),
         ({"query": torch.zeros(1, 3, 2, 8)}, "divide"),
+        ({"query": torch.zeros(1, 0, 2, 8)}, "divide"),
+        ({"query": torch.zeros(1, 200, 2, 8)}, "more than 96 heads"),
+        ({"new_keys": torch.zeros(0, 2, 2, 8)}, "one batch"),
+        ({"new_values": torch.zeros(2, 2, 2, 8)}, "one batch"),
         ({"new_keys": torch.zeros(1, 2, 2, 8).bfloat16()}, "query's type"),
         ({"new_keys": torch.zeros(1, 2, 3, 8)}, "do not fit"),
         ({"keys": torch.zeros(64, 8)}, "three dimensions"),
@@ -241,6 +275,8 @@ def test_queries_may_be_views(variant: int) -> None:
         ({"layout": torch.tensor([0, 1, 1, 1, 2, 0, 1], dtype=torch.int32)}, "less than 2"),
         ({"layout": torch.tensor([0, 1, 9, 1, 0], dtype=torch.int32)}, "ends too early"),
         ({"layout": torch.tensor([-1, 0], dtype=torch.int32)}, "ends too early"),
+        ({"layout": torch.tensor([0, -1], dtype=torch.int32)}, "-1 branches"),
+        ({"layout": torch.tensor([0, 1, 2, 1, 1, 1, 0, 0, 1], dtype=torch.int32)}, "row 1 twice"),
         ({"variant": 7}, "variant 7"),
     ],
 )

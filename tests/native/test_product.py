@@ -56,6 +56,13 @@ def test_an_output_is_one_chain_of_additions(product: Product, num_in: int, num_
     assert torch.equal(product(rows, weight), chained(rows, weight))
 
 
+def test_without_inputs_it_is_the_bias(product: Product) -> None:
+    rows, weight = given(3, 0, 5)
+    bias = torch.arange(5).bfloat16()
+    assert torch.equal(product(rows, weight, bias), bias.expand(3, 5))
+    assert torch.equal(product(rows, weight), torch.zeros(3, 5).bfloat16())
+
+
 @pytest.mark.parametrize("num_threads", [1, 2])
 @pytest.mark.parametrize(("num_in", "num_out"), SHAPES)
 def test_bits_depend_on_nothing_but_the_row(product: Product, num_in: int, num_out: int, num_threads: int) -> None:
@@ -136,7 +143,7 @@ def test_what_does_not_fit_is_an_error(change: dict[str, object], message: str) 
 def unbuilt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """There is no library yet."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(build, "IN_PACKAGE", tmp_path / "none")
+    monkeypatch.setattr(build, "in_package", lambda: tmp_path / "none")
 
 
 @pytest.mark.usefixtures("unbuilt")
@@ -163,6 +170,23 @@ def test_a_compiler_that_fails_costs_speed_only(
     assert "no native operators" in caplog.text
     assert "x.cpp:1: error: no such thing" in caplog.text
     assert not list(tmp_path.rglob("*.so"))
+
+
+def test_a_library_that_cannot_be_loaded_costs_speed_only(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    damaged = tmp_path / "operators.so"
+    damaged.write_text("no library")
+    monkeypatch.setattr(build, "in_package", lambda: damaged)
+    assert native.best_variant.__wrapped__() is None
+    assert "no native operators" in caplog.text
+
+
+def test_a_library_of_other_sources_is_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = build.in_package()
+    monkeypatch.setattr(build, "_COMMON", ("-O0",))
+    assert build.in_package() != now
+    assert build.in_package().parent == now.parent
 
 
 @pytest.mark.usefixtures("unbuilt")
