@@ -19,6 +19,9 @@ from outrider.client import (
 )
 from outrider.parameters import SamplingParameters
 
+# `make exactness` runs them; whose texts are used is tested without a stack in tests/drafters/test_suffix.py.
+pytestmark = pytest.mark.slow
+
 TOKENS = {"one": "a-token-of-one", "other": "a-token-of-another"}
 NUM_TOKENS = 100
 

@@ -89,7 +89,7 @@ def test_there_are_no_more_settings_than_were_decided_on() -> None:
     kinds = (ServingSettings, WorkerSettings, ModelOptions, DrafterOptions)
     kinds += (DraftSettings, TargetSettings, OrchestratorSettings)
     declared = [name for kind in kinds for name in kind.__annotations__ if name in kind.model_fields]
-    # 59, five of the HTTP API, and two of the target's engine.
-    assert len(declared) <= 66, declared
+    # 59, five of the HTTP API, two of the target's engine, and whose texts the suffix drafter learns from.
+    assert len(declared) <= 67, declared
     # None is left out: each field of a service is declared by one of these classes.
     assert set(declared) == {name for kind in kinds for name in kind.model_fields}
