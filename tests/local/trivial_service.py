@@ -21,7 +21,11 @@ def main() -> None:
         # Where it has HTTP, it claims to listen on all hosts.
         address = "0.0.0.0:4242" if http_address else "127.0.0.1:4242"
         print(json.dumps({"ready": True, "address": address, "http_address": http_address}), flush=True)
-        Path(os.environ["OUTRIDER_READY_FILE"]).write_text(address)
+        # Whole or not at all, as the services do.
+        ready_file = Path(os.environ["OUTRIDER_READY_FILE"])
+        partial = ready_file.with_suffix(".partial")
+        partial.write_text(address)
+        partial.replace(ready_file)
     if how == "stubborn":
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
     else:
