@@ -1,5 +1,6 @@
 """Conversion of frames to checked commands of the engine, and of its replies to frames."""
 
+from array import array
 from collections.abc import Sequence
 from typing import Final
 
@@ -108,11 +109,11 @@ def _open(message: draft_pb2.DraftOpen, handle: Handle, info: DrafterInfo) -> Op
     return OpenSession(handle, message.session_id, message.fencing_token, terms, *ids)
 
 
-def _prediction(token_ids: Sequence[int], info: DrafterInfo) -> tuple[int, ...]:
+def _prediction(token_ids: Sequence[int], info: DrafterInfo) -> "array[int]":
     if len(token_ids) > info.max_session_len:
         raise InvalidArgument(f"has {len(token_ids)} tokens, may have {info.max_session_len}", "prediction")
     _check_token_ids(token_ids, info.vocabulary_size, "prediction")
-    return tuple(token_ids)
+    return array("I", token_ids)
 
 
 def _advance(message: draft_pb2.DraftAdvance, handle: Handle, info: DrafterInfo) -> AdvanceSession:

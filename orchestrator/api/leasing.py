@@ -141,7 +141,7 @@ class Leasing:
         if (num_chars := prediction_chars(message, model.tokenizer, model.max_session_len)) == 0:
             return None
         terms = (message, model.tokenizer, model.vocabulary_size, model.max_session_len)
-        return Prediction(await self._encoding.run(num_chars, functools.partial(prediction_tokens, *terms)))
+        return await self._encoding.run(num_chars, lambda: Prediction(prediction_tokens(*terms)))
 
     async def encode(
         self, message: generation_pb2.GenerateRequest, model: Model, session: SessionEnd = _NEW

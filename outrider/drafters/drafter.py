@@ -10,6 +10,8 @@ from outrider.parameters import AcceptanceRule, SamplingParameters
 from outrider.tokens import FeatureSpan, NodeKind, ProposalNode, SparseDistribution
 
 _MAX_SHORT_LEN: Final = 16
+_ANY_VOCABULARY_SIZE: Final = 2**32 - 1
+"""The largest size that the wire can represent."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +44,11 @@ class DrafterInfo:
     hidden_size: int = 0
     target_fingerprint: str = ""
 
+    @classmethod
+    def of_lookup(cls, kind: str, max_session_len: int) -> Self:
+        """Return the identity of a drafter without a model: it copies token ids, and so fits any vocabulary."""
+        return cls(kind, kind, "", "", "", _ANY_VOCABULARY_SIZE, max_session_len)
+
 
 @dataclass(frozen=True, slots=True)
 class DraftTerms:
@@ -63,7 +70,7 @@ class DraftTerms:
     stop_token_ids: frozenset[int]
     cache_salt: bytes = b""
     p_min: float | None = None
-    prediction: tuple[int, ...] = ()
+    prediction: Sequence[int] = ()
 
 
 @dataclass(slots=True, eq=False)

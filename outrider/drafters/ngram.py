@@ -11,8 +11,6 @@ from outrider.parameters import AcceptanceRule
 from outrider.tokens import SparseDistribution
 
 KIND: Final = "ngram"
-ANY_VOCABULARY_SIZE: Final = 2**32 - 1
-"""A lookup copies token ids and so fits any vocabulary; this is the largest size that the wire can represent."""
 SHORTEST: Final = 2
 LONGEST: Final = 5
 """Tokens of the n-grams that are looked up. One token alone leads almost anywhere; one more than five costs an entry of
@@ -111,15 +109,7 @@ class NgramDrafter(Drafter):
     def __init__(self, shortest: int, longest: int, budget_bytes: int, max_session_len: int) -> None:
         self.times = PassTimes()
         self._indexes = BoundedStates(lambda: NgramIndex(shortest, longest), budget_bytes)
-        self._info = DrafterInfo(
-            drafter=KIND,
-            model=KIND,
-            model_fingerprint="",
-            tokenizer_fingerprint="",
-            numerics="",
-            vocabulary_size=ANY_VOCABULARY_SIZE,
-            max_session_len=max_session_len,
-        )
+        self._info = DrafterInfo.of_lookup(KIND, max_session_len)
 
     @property
     def info(self) -> DrafterInfo:

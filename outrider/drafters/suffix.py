@@ -1,12 +1,10 @@
 """Drafting from what was said: the tokens that followed the session's end elsewhere (Oliaro et al. 2024)."""
 
-from array import array
 from collections.abc import Iterator, Sequence
 from typing import Final
 
 from outrider.control.pass_times import PassTimes
 from outrider.drafters.drafter import Drafter, DrafterInfo, DraftTerms, OpenProposal, StepRows
-from outrider.drafters.ngram import ANY_VOCABULARY_SIZE
 from outrider.drafters.options import SuffixScope
 from outrider.drafters.shares import share_rows
 from outrider.drafters.states import BoundedStates
@@ -53,15 +51,7 @@ class SuffixDrafter(Drafter):
         self._corpora = BoundedStates(lambda: SuffixCorpus(max_session_len), budget_bytes)
         self._keys: dict[str, str] = {}
         self._predictions: dict[str, _Predicted] = {}
-        self._info = DrafterInfo(
-            drafter=KIND,
-            model=KIND,
-            model_fingerprint="",
-            tokenizer_fingerprint="",
-            numerics="",
-            vocabulary_size=ANY_VOCABULARY_SIZE,
-            max_session_len=max_session_len,
-        )
+        self._info = DrafterInfo.of_lookup(KIND, max_session_len)
 
     @property
     def info(self) -> DrafterInfo:
@@ -151,25 +141,23 @@ class SuffixDrafter(Drafter):
             known = self._predictions[session_id] = _Predicted(given, proposal.terms.prompt_len)
         known.follow(proposal.token_ids)
         prediction = known.prediction
-        if prediction.position is not None and prediction.position < len(known.token_ids):
+        if prediction.position is not None and prediction.position < len(prediction.token_ids):
             length = min(LONGEST, _PREDICTION_LEN + prediction.num_agreeing)
-            yield Occurrence(known.token_ids, prediction.position, length)
+            yield Occurrence(prediction.token_ids, prediction.position, length)
 
 
 class _Predicted:
     """The prediction of a session's request.
 
     Attributes:
-        given: the prediction, as the terms have it.
-        token_ids: the prediction.
+        given: as the terms have it.
         prediction: follows it.
         known_len: tokens of the session that it has followed.
     """
 
-    def __init__(self, given: tuple[int, ...], prompt_len: int) -> None:
+    def __init__(self, given: Sequence[int], prompt_len: int) -> None:
         self.given = given
-        self.token_ids = array("I", given)
-        self.prediction = Prediction(self.token_ids)
+        self.prediction = Prediction(given)
         self.known_len = prompt_len
 
     def follow(self, token_ids: Sequence[int]) -> None:
