@@ -31,7 +31,7 @@ from outrider.parameters import SamplingParameters
 from outrider.statistics import SpeculationStatistics
 
 _GREEDY: Final = 0.0
-_TREES: Final = ("model", "eagle3", "medusa")
+_TREES: Final = ("model", "eagle3", "block", "medusa")
 _PATIENT: Final = {"OUTRIDER_DRAFT_MAX_WAIT_S": "30"}
 _ALWAYS_SPECULATES: Final = {"OUTRIDER_ADAPTIVE_SPECULATION": "false"}
 
@@ -41,9 +41,10 @@ class Options:
     """Options of the benchmark.
 
     Attributes:
-        drafter: ngram, suffix, model, layers, eagle3 or medusa.
+        drafter: ngram, suffix, model, layers, eagle3, block or medusa.
         draft: model or folder of the draft, if the drafter has one; empty with eagle3 for the shipped head.
         num_layers: number of target layers of a `layers` draft.
+        at: where it runs: service, or target, within the target's process.
         model: target model.
         num_prompts: prompts per kind.
         num_tokens: maximum output tokens per generation.
@@ -55,6 +56,7 @@ class Options:
     drafter: str = "eagle3"
     draft: str = ""
     num_layers: int = 4
+    at: str = "service"
     model: str = EMBEDDED
     num_prompts: int = 10
     num_tokens: int = 64
@@ -128,7 +130,7 @@ async def _speeds(options: Options) -> dict[str, dict[str, list[float]]]:
 
 
 def _stack(options: Options, *, patient: bool) -> LocalStack:
-    draft = DraftOptions(drafter=options.drafter, model=options.draft, num_layers=options.num_layers)
+    draft = DraftOptions(options.drafter, options.draft, options.num_layers, at=options.at)
     environment = {"OUTRIDER_NUM_SPECULATIVE_TOKENS": str(options.num_speculative_tokens)}
     return LocalStack(
         StackOptions(

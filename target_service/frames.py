@@ -1,12 +1,13 @@
 """Conversion of the frames of a Verify stream to checked commands of the engine, and of its results to frames."""
 
 import time
+from array import array
 from typing import Final
 
 from outrider import wire
 from outrider.errors import InvalidArgument
 from outrider.parameters import MAX_SPECULATIVE_TOKENS, AcceptanceRule
-from outrider.tokens import ProposalPart, TokenSpan
+from outrider.tokens import MAX_PROPOSAL_NODES, ProposalPart, TokenSpan
 from outrider.v1 import target_pb2, tokens_pb2
 from target_service.engine.commands import (
     Close,
@@ -49,7 +50,7 @@ def command_from_frame(frame: target_pb2.VerifyRequestFrame, handle: Handle, max
     """
     match kind_of(frame):
         case "open":
-            return _open(frame.open, handle)
+            return _open(frame.open, handle, max_len)
         case "span":
             return Span(handle, _span(frame.span, max_len))
         case "proposal":
@@ -112,12 +113,13 @@ def _verdict(verdict: Verdict) -> target_pb2.Verdict:
     )
 
 
-def _open(message: target_pb2.VerifyOpen, handle: Handle) -> Open:
+def _open(message: target_pb2.VerifyOpen, handle: Handle, max_len: int) -> Open:
     wire.check_name(message.session_id, "session_id", least=1)
     for field in ("request_id", "traceparent", "cache_salt"):
         wire.check_name(getattr(message, field), field)
     _check_num("stop_token_ids", len(message.stop_token_ids), _MAX_STOP_TOKEN_IDS)
     _check_num("feature_layers", len(message.feature_layers), _MAX_FEATURE_LAYERS)
+    _check_num("prediction", len(message.prediction), max_len)
     return Open(
         handle=handle,
         session_id=message.session_id,
@@ -133,6 +135,7 @@ def _open(message: target_pb2.VerifyOpen, handle: Handle) -> Open:
         feature_layers=tuple(message.feature_layers),
         request_id=message.request_id,
         traceparent=message.traceparent,
+        prediction=array("I", message.prediction),
     )
 
 
@@ -155,12 +158,16 @@ def _terms(settings: target_pb2.SpeculationSettings) -> SpeculationTerms:
     num, most = settings.num_speculative_tokens, MAX_SPECULATIVE_TOKENS
     if num > most:
         raise InvalidArgument(f"num_speculative_tokens is {num}, may be at most {most}", "num_speculative_tokens")
+    if not 0 <= settings.draft_p_min <= 1:
+        raise InvalidArgument("must be in [0, 1]", "draft_p_min")
     return SpeculationTerms(
         num,
         settings.max_wait_s,
         settings.lookahead,
         settings.draft_min,
         settings.own_draft,
+        min(settings.max_nodes, MAX_PROPOSAL_NODES),
+        settings.draft_p_min if settings.HasField("draft_p_min") else None,
     )
 
 

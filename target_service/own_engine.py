@@ -115,8 +115,11 @@ def colocated_draft(model: LanguageModel, settings: TargetSettings) -> Colocated
     if settings.drafter_options is None:
         return None
     drafter = load_drafter(settings.drafter_options)
-    check_colocated(drafter, model.info.tokenizer_fingerprint)
-    return ColocatedDraft(drafter)
+    check_colocated(drafter, model)
+    if model.features is not None and drafter.info.feature_layers:
+        # Before the first session, so that all positions have them.
+        model.features.keep(drafter.info.feature_layers)
+    return ColocatedDraft(drafter, model.features)
 
 
 def remote_blocks(model: LanguageModel, settings: TargetSettings) -> RemoteBlocks | None:

@@ -16,7 +16,7 @@ from outrider.v1 import generation_pb2, tokens_pb2
 from outrider.workers.draft_session import SpeculationChoice
 
 _ID: Final = re.compile(r"[A-Za-z0-9._:-]{1,128}")
-DRAFTERS: Final = ("", "model", "ngram", "suffix", "layers", "eagle3", "medusa")
+DRAFTERS: Final = ("", "model", "ngram", "suffix", "layers", "eagle3", "block", "medusa")
 
 
 @dataclass(frozen=True, slots=True)

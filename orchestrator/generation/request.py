@@ -127,9 +127,16 @@ class RunningRequest:
         return {**ids, **log_fields(self.span)}
 
     def verify_open(
-        self, speculation: target_pb2.SpeculationSettings, window: int, feature_layers: Sequence[int]
+        self, speculation: target_pb2.SpeculationSettings, window: int, feature_layers: Sequence[int], drafter: str
     ) -> target_pb2.VerifyOpen:
-        """Return the message that opens it on a target."""
+        """Return the message that opens it on a target.
+
+        Args:
+            speculation: how it speculates there.
+            window: uncommitted tokens, at most.
+            feature_layers: layers whose features its draft takes.
+            drafter: the target's own, where it drafts for the request; else empty.
+        """
         return target_pb2.VerifyOpen(
             session_id=self.record.worker_key,
             fencing_token=self.lease.fencing_token,
@@ -144,6 +151,7 @@ class RunningRequest:
             feature_layers=feature_layers,
             request_id=self.record.request_id,
             traceparent=traceparent_of(self.span),
+            prediction=self._predicted(drafter),
         )
 
     def draft_open(self, target: worker_pb2.GetInfoResponse | None, drafter: str) -> draft_pb2.DraftOpen:
@@ -168,9 +176,11 @@ class RunningRequest:
             stop_token_ids=self.stop_token_ids,
             cache_salt=self.record.cache_salt,
             draft_p_min=self.choice.draft_p_min,
-            prediction=self.prediction.token_ids
-            if self.prediction is not None and drafter == PREDICTING_DRAFTER
-            else (),
+            prediction=self._predicted(drafter),
             request_id=self.record.request_id,
             traceparent=traceparent_of(self.span),
         )
+
+    def _predicted(self, drafter: str) -> Sequence[int]:
+        """Return the prediction where a drafter uses it."""
+        return self.prediction.token_ids if self.prediction is not None and drafter == PREDICTING_DRAFTER else ()

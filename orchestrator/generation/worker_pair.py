@@ -240,9 +240,10 @@ class WorkerPair:
         )
         self._target, self._target_error, self._opened_len = target, None, self._tokens.end
         layers = self._draft.feature_layers if self._draft else ()
+        drafter = link.info.drafter if link.info and self._target_drafts else ""
         try:
             cached_len = await target.open(
-                self._request.verify_open(self._speculation_settings(), self._window, layers)
+                self._request.verify_open(self._speculation_settings(), self._window, layers, drafter)
             )
         except OutriderError as error:
             self._target_error = error
@@ -288,6 +289,8 @@ class WorkerPair:
             lookahead=0 if draft is None or self._target_drafts else draft.lookahead,
             draft_min=choice.draft_min,
             own_draft=self._target_drafts,
+            max_nodes=choice.max_nodes,
+            draft_p_min=choice.draft_p_min,
         )
 
     @property

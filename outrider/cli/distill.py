@@ -16,7 +16,7 @@ from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, T
 from outrider.cli.examples import ExampleCommand
 from outrider.errors import OutriderError
 
-_METHODS = ("eagle3", "layers", "medusa")
+_METHODS = ("eagle3", "block", "layers", "medusa")
 
 
 @click.command(
@@ -58,6 +58,11 @@ _METHODS = ("eagle3", "layers", "medusa")
     help="Size of the draft's vocabulary, in tokens.",
 )
 @click.option("--num-layers", default=2, show_default=True, type=click.IntRange(1), help="Layers, for `layers`.")
+@click.option(
+    "--start",
+    type=click.Path(exists=True, file_okay=False, path_type=Path),
+    help="EAGLE-3 head that `block` begins as.",
+)
 @click.option("--batch", default=2048, show_default=True, type=click.IntRange(1), help="Tokens of one pass.")
 @click.option("--accumulate", default=1, show_default=True, type=click.IntRange(1), help="Passes of one step.")
 @click.option("--learning-rate", default=2e-3, show_default=True, type=click.FloatRange(0, min_open=True))
@@ -84,6 +89,7 @@ def distill(output: Path, wants_json: bool, **values: Any) -> None:
         depth=values["depth"],
         draft_vocab_size=values["vocabulary"],
         num_layers=values["num_layers"],
+        start=values["start"],
         tokens_per_batch=values["batch"],
         accumulate=values["accumulate"],
         learning_rate=values["learning_rate"],

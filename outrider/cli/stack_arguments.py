@@ -192,7 +192,9 @@ def take_stack(values: dict[str, Any]) -> StackOptions:
     drafter, draft_model, num_layers = (values.pop(name) for name in ("drafter", "draft_model", "num_layers"))
     drafter = drafter or fitting_drafter(values["model"], draft_model, num_layers)
     if draft_model and drafter not in MODEL_DRAFTERS:
-        raise InvalidArgument(f"draft_model goes with --drafter model, eagle3 or medusa, not {drafter}", "draft_model")
+        raise InvalidArgument(
+            f"draft_model goes with --drafter model, eagle3, block or medusa, not {drafter}", "draft_model"
+        )
     if num_layers is not None and drafter != "layers":
         raise InvalidArgument(f"num_layers goes with --drafter layers, not {drafter}", "num_layers")
     if values["draft_device"] and drafter in (*LOOKUPS, NO_DRAFTER):

@@ -32,7 +32,7 @@ class Speculation:
         disabled: decodes without a draft.
         num_speculative_tokens: tokens drafted per round, at most; 0 takes the service's default.
         acceptance_rule: the rule that verifies proposals; None takes the service's default.
-        drafter: model, ngram, suffix, layers, eagle3 or medusa, where several are deployed; empty takes any.
+        drafter: model, ngram, suffix, layers, eagle3, block or medusa, where several are deployed; empty takes any.
         max_nodes: nodes of a proposal, all its branches together, at most; 0 leaves it to the draft.
         lookahead: nodes that the draft may propose ahead of the target's verdicts, at most; 0 has it wait for
             each verdict, None takes the service's default.

@@ -31,7 +31,7 @@ class HeadState:
         self.values = torch.zeros_like(self.keys)
         self.features = FeatureBuffer(feature_width)
         self.last_output: Tensor | None = None
-        """Output of the last column: [H]."""
+        """Output of the last column, [1, H], and of the rows of its block behind it: [K, H]."""
         self.node_values = NodeValues.of_one_session()
         """Of this session's nodes."""
         self.drafted: DraftTree | None = None
@@ -81,7 +81,7 @@ class HeadState:
 
         Args:
             token_ids: the session's, of the columns and one more.
-            last_output: of the last of them.
+            last_output: of the last of them; see the attribute.
         """
         self._token_ids.extend(token_ids[1:] if self._token_ids else token_ids)
         self._agreed_len = len(self._token_ids)

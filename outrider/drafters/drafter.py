@@ -19,7 +19,7 @@ class DrafterInfo:
     """Identity and limits of a drafter.
 
     Attributes:
-        drafter: its kind: ngram, suffix, model, layers, eagle3 or medusa.
+        drafter: its kind: ngram, suffix, model, layers, eagle3, block or medusa.
         model: as configured; the drafter's kind where there is no model.
         model_fingerprint: SHA-256 over the model's configuration and weights; empty where there is no model.
         tokenizer_fingerprint: SHA-256 over the vocabulary; empty where any vocabulary fits.

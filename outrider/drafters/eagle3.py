@@ -32,14 +32,14 @@ _WIDTH: Final = 12
 
 
 @dataclass(slots=True)
-class _Open:
+class OpenTree:
     """A proposal's tree while it is drafted, and the head's outputs for it.
 
     Attributes:
         tree: the tree.
         state: of its session.
         edge: nodes of the current pass, or the root.
-        outputs: of each node that was run, and of the root: [H].
+        outputs: of each node that was run, and of the root: [1, H], or of a block [K, H].
         seen: the nodes' slots to which each node that was run attends, its own included.
         num_slots: slots after the columns that are taken.
     """
@@ -61,19 +61,19 @@ class _Open:
 
 
 @dataclass(frozen=True, slots=True)
-class _Rows:
+class Rows:
     """One session's rows of a pass.
 
     Attributes:
         hidden: [T, H].
-        token_ids: whose embeddings are concatenated with it.
+        embeddings: that are concatenated with it: [T, H].
         positions: of the rows.
         first: slot of the first row.
         mask: bool [T, first + T].
     """
 
     hidden: Tensor
-    token_ids: Sequence[int]
+    embeddings: Tensor
     positions: Sequence[int]
     first: int
     mask: Tensor
@@ -123,7 +123,7 @@ class Eagle3Drafter(Drafter):
         self._states = BoundedStates(
             lambda: HeadState(num_heads, head_dim, width, self._device), options.kv_budget_bytes
         )
-        self._trees: dict[OpenProposal, _Open] = {}
+        self._trees: dict[OpenProposal, OpenTree] = {}
         self._node_values = NodeValues.of_all_sessions()
 
     @property
@@ -222,7 +222,8 @@ class Eagle3Drafter(Drafter):
             proposal.complete = True  # no token is predicted after a single one
             return False
         state.match(proposal.token_ids)
-        if state.num_columns == num_needed and state.last_output is None:
+        known = state.last_output
+        if state.num_columns == num_needed and (known is None or len(known) < self._size(proposal)):
             state.truncate(num_needed - 1)
         if state.features.end < num_needed:
             proposal.missing_features_from = state.features.end
@@ -232,15 +233,22 @@ class Eagle3Drafter(Drafter):
             self._grow([proposal])
         return not proposal.complete
 
-    def _columns(self, proposal: OpenProposal, num: int) -> _Rows:
+    def _size(self, proposal: OpenProposal) -> int:
+        """Return the rows of a pass that predict what follows the text: that of the last column."""
+        return 1
+
+    def _columns(self, proposal: OpenProposal, num: int) -> Rows:
         state = self._state(proposal)
         first = state.num_columns
         features = state.features.take(num).to(self._device)
         mask = torch.ones(num, first + num, dtype=torch.bool, device=self._device).tril(first)
         token_ids = proposal.token_ids[first + 1 : first + 1 + num]
-        return _Rows(self._head.fc(features), token_ids, range(first, first + num), first, mask)
+        return Rows(self._head.fc(features), self._embed(token_ids), range(first, first + num), first, mask)
 
-    def _edge(self, proposal: OpenProposal) -> _Rows:
+    def _embed(self, token_ids: Sequence[int]) -> Tensor:
+        return functional.embedding(torch.tensor(token_ids, device=self._device), self._embedding)
+
+    def _edge(self, proposal: OpenProposal) -> Rows:
         item, num_columns = self._trees[proposal], self._state(proposal).num_columns
         num_before = item.num_slots
         item.enter()
@@ -249,13 +257,13 @@ class Eagle3Drafter(Drafter):
         mask = torch.zeros(len(depths), num_columns + item.num_slots, dtype=torch.bool, device=self._device)
         mask[:, :num_columns] = True
         mask[tuple(torch.tensor(seen, device=self._device).T)] = True
-        hidden = torch.stack([item.outputs[node.parent] for node in item.edge if node.parent is not None])
+        hidden = torch.cat([item.outputs[node.parent] for node in item.edge if node.parent is not None])
         token_ids = [node.token_id for node in item.edge]
         # A drafted token is one column after its parent.
         positions = [num_columns - 1 + depth for depth in depths]
-        return _Rows(hidden, token_ids, positions, num_columns + num_before, mask)
+        return Rows(hidden, self._embed(token_ids), positions, num_columns + num_before, mask)
 
-    def _run(self, proposals: Sequence[OpenProposal], rows: Sequence[_Rows]) -> tuple[Tensor, ...]:
+    def _run(self, proposals: Sequence[OpenProposal], rows: Sequence[Rows]) -> tuple[Tensor, ...]:
         """Run the rows of all sessions together; return each one's outputs, [T, H]."""
         lens = [len(item.positions) for item in rows]
         states = [self._state(item) for item in proposals]
@@ -264,36 +272,37 @@ class Eagle3Drafter(Drafter):
             parts = zip(states, rows, *(torch.split(item[0], lens, 1) for item in (query, key, value)), strict=True)
             return torch.cat([state.attend(q, k, v, item.first, item.mask) for state, item, q, k, v in parts])[None]
 
-        token_ids = torch.tensor([token_id for item in rows for token_id in item.token_ids], device=self._device)
         positions = torch.tensor([position for item in rows for position in item.positions], device=self._device)
         hidden = torch.cat([item.hidden for item in rows])
-        embeddings = functional.embedding(token_ids, self._embedding)
+        embeddings = torch.cat([item.embeddings for item in rows])
         return torch.split(self._head.run(hidden, embeddings, positions, attend), lens)
 
     def _store(self, proposal: OpenProposal, output: Tensor, num_columns: int) -> None:
         """Store the outputs of a pass for a session."""
         state, item = self._state(proposal), self._trees.get(proposal)
         if item is not None:
-            item.outputs.update(zip(item.edge, output.unbind(), strict=True))
+            item.outputs.update(zip(item.edge, torch.split(output, 1), strict=True))
             return
         first = state.num_columns
-        state.extend(proposal.token_ids[first : first + num_columns + 1], output[-1])
+        # From the last column on: behind it are the rows of its block, where it has one.
+        last = output[num_columns - 1 :]
+        state.extend(proposal.token_ids[first : first + num_columns + 1], last)
         self._states.weigh(proposal.session_id)
         if state.num_columns == len(proposal.token_ids) - 1:
-            self._root(proposal, output[-1])
+            self._root(proposal, last)
 
     def _root(self, proposal: OpenProposal, output: Tensor) -> None:
         state = self._state(proposal)
         tree = root_tree(proposal, self._options.tree, self._vocabulary, self._node_values, state.node_values)
         state.drafted = tree
-        self._trees[proposal] = _Open(tree, state, [tree.root], {tree.root: output})
+        self._trees[proposal] = OpenTree(tree, state, [tree.root], {tree.root: output})
 
     def _grow(self, proposals: Sequence[OpenProposal]) -> None:
         """Grow the trees by the rows of the last pass; complete the proposals whose trees are whole."""
         items = [self._trees[item] for item in proposals if item in self._trees]
         if not items:
             return
-        outputs = torch.stack([item.outputs[node] for item in items for node in item.edge])
+        outputs = torch.cat([item.outputs[node] for item in items for node in item.edge])
         logits = self._head.lm_head(self._head.norm(outputs)).split([len(item.edge) for item in items])
         for item, part in zip(items, logits, strict=True):
             item.tree.expand(item.edge, part)

@@ -7,6 +7,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
+from outrider.drafters.block import BlockDrafter
 from outrider.drafters.choices import TreeOptions
 from outrider.drafters.drafter import Drafter, DrafterInfo
 from outrider.drafters.eagle3 import Eagle3Drafter, HeadOptions
@@ -15,7 +16,15 @@ from outrider.drafters.options import DrafterKind, DrafterOptions
 from outrider.drafters.shares import PREFILL_CHUNK_LEN
 from outrider.errors import ModelUnsupported
 from outrider.lm import embedded
-from outrider.lm.heads.checkpoint import DraftManifest, feature_layers_of, load_eagle3, load_manifest, load_medusa
+from outrider.lm.heads.block import BlockHead
+from outrider.lm.heads.checkpoint import (
+    DraftManifest,
+    feature_layers_of,
+    load_block,
+    load_eagle3,
+    load_manifest,
+    load_medusa,
+)
 from outrider.lm.heads.shared import SharedWeights, read_shared
 from outrider.lm.heads.vocabulary import DraftVocabulary
 from outrider.lm.hub import local_folder
@@ -48,10 +57,10 @@ def load_head_drafter(settings: DrafterOptions) -> Drafter:
     tree = TreeOptions(settings.max_nodes or _MAX_NODES)
     if settings.drafter is DrafterKind.MEDUSA:
         return _medusa(settings, folder, manifest, shared, device, tree)
-    return _eagle3(settings, folder, manifest, shared, device, tree)
+    return _columns(settings, folder, manifest, shared, device, tree)
 
 
-def _eagle3(
+def _columns(
     settings: DrafterOptions,
     folder: Path,
     manifest: DraftManifest | None,
@@ -59,13 +68,16 @@ def _eagle3(
     device: torch.device,
     tree: TreeOptions,
 ) -> Drafter:
-    head, vocabulary = load_eagle3(folder, shared.output_layer.__getitem__)
+    is_block = settings.drafter is DrafterKind.BLOCK
+    head, vocabulary = (load_block if is_block else load_eagle3)(folder, shared.output_layer.__getitem__)
     _check_fit(folder, head.config.target_hidden_size, vocabulary, shared)
     layers = manifest.feature_layers if manifest else feature_layers_of(folder, shared.num_layers)
     info = _describe(settings, head, vocabulary, manifest, shared, layers, device)
     options = HeadOptions(settings.kv_budget_bytes, PREFILL_CHUNK_LEN, tree)
     embedding = shared.embedding.to(device, torch.bfloat16)
     pack_linears(head.to(device), joins=False)
+    if isinstance(head, BlockHead):
+        return BlockDrafter(head, vocabulary, embedding, info, options)
     return Eagle3Drafter(head, vocabulary, embedding, info, options)
 
 

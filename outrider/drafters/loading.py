@@ -23,7 +23,7 @@ def load_drafter(settings: DrafterOptions) -> Drafter:
             from outrider.drafters.model import load_model_drafter
 
             return load_model_drafter(settings)
-        case DrafterKind.EAGLE3 | DrafterKind.MEDUSA:
+        case DrafterKind.EAGLE3 | DrafterKind.BLOCK | DrafterKind.MEDUSA:
             from outrider.drafters.heads import load_head_drafter
 
             return load_head_drafter(settings)

@@ -16,6 +16,7 @@ class DrafterKind(Enum):
     SUFFIX = "suffix"
     LAYERS = "layers"
     EAGLE3 = "eagle3"
+    BLOCK = "block"
     MEDUSA = "medusa"
 
 
@@ -53,8 +54,8 @@ class DrafterOptions(ModelOptions):
 
     drafter: DrafterKind = Field(
         DrafterKind.MODEL,
-        description="How to draft; `layers` runs the target's model, `eagle3` and `medusa` a head (`embedded`: the one "
-        "that comes with Outrider), `ngram` and `suffix` none.",
+        description="How to draft; `layers` runs the target's model, `eagle3`, `block` and `medusa` a head "
+        "(`embedded`: the one that comes with Outrider), `ngram` and `suffix` none.",
     )
     suffix_scope: SuffixScope = Field(
         SuffixScope.TENANT,

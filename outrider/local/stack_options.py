@@ -14,12 +14,14 @@ from outrider.local.process import ProcessSpec
 
 EMBEDDED = "embedded"
 """Name of the model that needs no hub and no folder."""
-DRAFTERS: Final = ("ngram", "suffix", "model", "layers", "eagle3", "medusa")
-MODEL_DRAFTERS: Final = ("model", "eagle3", "medusa")
+DRAFTERS: Final = ("ngram", "suffix", "model", "layers", "eagle3", "block", "medusa")
+MODEL_DRAFTERS: Final = ("model", "eagle3", "block", "medusa")
 """Drafters with a model or a head of their own."""
 LOOKUPS: Final = ("ngram", "suffix")
 """Drafters without a model."""
-_HEADS: Final = ("eagle3", "medusa")
+PLACES: Final = ("service", "target")
+"""Where a draft runs: in processes of its own, or within the target's."""
+_HEADS: Final = ("eagle3", "block", "medusa")
 _PATH_STARTS: Final = ("/", "./", "../", "~")
 _MANIFEST: Final = "outrider_draft.json"
 _SPIN: Final = "GOMP_SPINCOUNT"
@@ -32,11 +34,13 @@ class DraftOptions:
 
     Attributes:
         drafter: one of `DRAFTERS`.
-        model: for the drafter `model`, a model that shares the target's tokenizer; for `eagle3` and `medusa`, the
-            head's folder, or `embedded`; for `layers`, the target's own model, which is taken where none is given.
+        model: for the drafter `model`, a model that shares the target's tokenizer; for `eagle3`, `block` and
+            `medusa`, the head's folder, or `embedded`; for `layers`, the target's own model, which is taken where
+            none is given.
         num_layers: for the drafter `layers`, how many.
         num_replicas: processes of this kind.
         num_threads: CPU threads of each.
+        at: `service`, in processes of its own, or `target`, within each target's process; one kind at most is there.
         environment: further settings.
     """
 
@@ -45,9 +49,12 @@ class DraftOptions:
     num_layers: int = 4
     num_replicas: int = 1
     num_threads: int = 1
+    at: str = "service"
     environment: Mapping[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        if self.at not in PLACES:
+            raise InvalidArgument(f"draft_at is {self.at!r}, must be one of {', '.join(PLACES)}", "draft_at")
         if self.drafter not in DRAFTERS:
             raise InvalidArgument(f"drafter is {self.drafter!r}, must be one of {', '.join(DRAFTERS)}", "drafter")
         if self.drafter == "model" and not self.model:
@@ -149,6 +156,8 @@ class StackOptions:
         _check_at_least("max_session_len", self.max_session_len, 0)
         _check_at_least("tensor_parallel", self.tensor_parallel, 1)
         check_folder(self.model, "model")
+        if sum(draft.at == "target" for draft in self.drafts) > 1:
+            raise InvalidArgument("one kind of draft at most can run within the targets", "draft_at")
         check_address(self.address, "address", self.num_orchestrators)
         if self.http_address:
             check_address(self.http_address, "http_address", self.num_orchestrators)
@@ -178,16 +187,29 @@ class StackOptions:
                 }
             ),
             **self._placement(self.device),
+            **self._drafter_within(),
             **self.target_environment,
         }
         for number in range(self.num_targets):
             spec = self._spec(f"target-{number}", "target_service", settings)
             yield replace(spec, cores=self.target_cores, num_ranks=self.tensor_parallel)
 
+    def _drafter_within(self) -> dict[str, str]:
+        """Return the settings of the drafter within the targets; none where there is none."""
+        draft = next((item for item in self.drafts if item.at == "target"), None)
+        if draft is None:
+            return {}
+        settings = {"OUTRIDER_COLOCATED_DRAFTER": draft.drafter}
+        if draft.drafter not in LOOKUPS:
+            settings["OUTRIDER_COLOCATED_MODEL"] = draft.model or self.model
+        if draft.drafter == "layers":
+            settings["OUTRIDER_COLOCATED_NUM_LAYERS"] = str(draft.num_layers)
+        return {**settings, **draft.environment}
+
     def draft_specs(self) -> Iterator[ProcessSpec]:
         """Yield how to start each draft."""
         numbers: Counter[str] = Counter()
-        for draft in self.drafts:
+        for draft in (item for item in self.drafts if item.at == "service"):
             settings = {
                 "OUTRIDER_DRAFTER": draft.drafter,
                 "OUTRIDER_NUM_THREADS": str(draft.num_threads),

@@ -9,6 +9,7 @@ from typing import Final, Protocol
 import torch
 
 from outrider.errors import InvalidArgument
+from outrider.lm.heads.checkpoint import load_eagle3
 from outrider.lm.heads.vocabulary import DraftVocabulary
 from outrider.lm.load_options import LoadOptions
 from outrider.lm.loading import load_model
@@ -77,7 +78,10 @@ def distill(options: DistillOptions, data: DataOptions, command: str, reporter: 
     if not len(train) or not len(held_out):
         raise InvalidArgument(f"{len(corpus)} conversations are too few for training and measurement", "data")
     counts = torch.from_numpy(train.counts(teacher.vocabulary_size))
-    vocabulary = DraftVocabulary.most_frequent(counts, options.draft_vocab_size, teacher.eos_token_ids)
+    if options.start is not None:
+        vocabulary = load_eagle3(options.start, teacher.output_layer.__getitem__)[1]
+    else:
+        vocabulary = DraftVocabulary.most_frequent(counts, options.draft_vocab_size, teacher.eos_token_ids)
     method = make_method(teacher, vocabulary, options)
     batches = _store(teacher, train, work / "train", options)
     measured = _store(teacher, held_out, work / "held_out", options)
@@ -137,7 +141,7 @@ def _results(
     chain = trainer.measure((1,) * options.depth)
     tree = TREE[: options.depth] + (1,) * (options.depth - len(TREE))
     ratio = cost_ratio(teacher, method)
-    num_guesses = 1 if options.method is MethodKind.MEDUSA else options.depth
+    num_guesses = 1 if options.method in (MethodKind.MEDUSA, MethodKind.BLOCK) else options.depth
     kind = bool(chain[True].num_rounds)
     return Results(
         method=options.method.value,

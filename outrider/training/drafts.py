@@ -2,9 +2,9 @@
 
 import torch
 
-from outrider.lm.heads.checkpoint import DraftManifest, save_eagle3, save_medusa, save_vocabulary
+from outrider.lm.heads.checkpoint import DraftManifest, save_block, save_eagle3, save_medusa, save_vocabulary
 from outrider.lm.heads.vocabulary import DraftVocabulary
-from outrider.training.methods import Eagle3Method, LayersMethod, MedusaMethod, Method
+from outrider.training.methods import BlockMethod, Eagle3Method, LayersMethod, MedusaMethod, Method
 from outrider.training.options import DistillOptions, MethodKind
 from outrider.training.teacher import Teacher
 
@@ -25,6 +25,8 @@ def save_draft(method: Method, vocabulary: DraftVocabulary, teacher: Teacher, op
     match method:
         case Eagle3Method():
             save_eagle3(options.output, method.module, vocabulary, manifest)
+        case BlockMethod():
+            save_block(options.output, method.module, vocabulary, manifest)
         case MedusaMethod():
             save_medusa(options.output, method.module, vocabulary, manifest)
         case LayersMethod():
@@ -34,7 +36,7 @@ def save_draft(method: Method, vocabulary: DraftVocabulary, teacher: Teacher, op
 def _features_of(method: MethodKind, teacher: Teacher) -> tuple[int, ...]:
     """Return the target layers whose features a draft of this kind reads."""
     match method:
-        case MethodKind.EAGLE3:
+        case MethodKind.EAGLE3 | MethodKind.BLOCK:
             return teacher.feature_layers
         case MethodKind.MEDUSA:
             return (teacher.model.config.get_text_config().num_hidden_layers,)

@@ -1,8 +1,9 @@
-"""The three kinds of drafts in training: predictions at every column of a text."""
+"""The kinds of drafts in training: predictions at every column of a text."""
 
 import copy
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
+from itertools import islice
 from typing import Any, Final
 
 import torch
@@ -10,7 +11,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 from transformers import LlamaConfig, PreTrainedModel
 
-from outrider.errors import ModelUnsupported
+from outrider.errors import InvalidArgument, ModelUnsupported
+from outrider.lm.heads.block import BlockConfig, BlockHead
+from outrider.lm.heads.checkpoint import load_eagle3
 from outrider.lm.heads.eagle3 import Eagle3Config, Eagle3Head
 from outrider.lm.heads.medusa import MedusaHeads
 from outrider.lm.heads.vocabulary import DraftVocabulary
@@ -20,6 +23,10 @@ from outrider.training.teacher_batches import TeacherBatch
 
 _HEAD_NAMES: Final = {"input_layernorm.weight": "hidden_norm.weight"}
 """Names of a decoder layer's weights in an EAGLE-3 head, where they differ."""
+_RANK: Final = 192
+"""Of the transition of a block head. DSpark has 256, for vocabularies of 150,000 tokens."""
+_CROSS_ENTROPY: Final = 0.1
+"""Its share in the loss of a block head."""
 
 
 class Method(ABC):
@@ -30,12 +37,14 @@ class Method(ABC):
         depth: number of consecutive tokens that are predicted.
         trained_depth: number of depths in the loss.
         shallow_depth: number of depths that train all weights; steps with only these are cheaper.
+        num_parts: a step's loss is of one of so many parts of the tokens, in turn, at each depth.
     """
 
     module: nn.Module
     depth: int
     trained_depth: int
     shallow_depth: int = 1
+    num_parts: int = 1
 
     @abstractmethod
     def states(self, batch: TeacherBatch, depth: int) -> Iterator[Tensor]:
@@ -45,6 +54,24 @@ class Method(ABC):
     @abstractmethod
     def head(self) -> nn.Linear:
         """The output layer over the draft vocabulary."""
+
+    def logits(self, states: Tensor, previous: Tensor) -> Tensor:
+        """Return the logits of the draft's tokens: [n, draft_size].
+
+        Args:
+            states: inputs of `head`: [n, H].
+            previous: the text's token before each that is predicted: int64 [n].
+        """
+        return functional.linear(states, self.head.weight)
+
+    def loss(self, logits: Tensor, wanted: Tensor) -> Tensor:
+        """Return the loss of predictions: a mean over tokens; here their cross entropy.
+
+        Args:
+            logits: of the draft: [n, draft_size].
+            wanted: the target's probabilities of the draft's tokens: float32 [n, draft_size].
+        """
+        return functional.cross_entropy(logits.float(), wanted)
 
 
 class Eagle3Method(Method):
@@ -72,6 +99,50 @@ class Eagle3Method(Method):
             for step in range(depth)
         )
         return self.module.unroll(batch.features.to(self.module.fc.weight.dtype), embeddings)
+
+
+class BlockMethod(Method):
+    """A head that drafts a block in one pass; see `outrider.lm.heads.block`. It may begin as a trained EAGLE-3 head.
+
+    Its loss is 0.1 of the cross entropy and 0.9 of the total variation between the draft's and the target's
+    distributions: a sampled token is accepted with a probability of 1 minus that (DSpark, section 3.3).
+    """
+
+    module: BlockHead
+    # Of a step over all tokens the loss, over so many vocabularies, takes two thirds; neighbours teach much the same.
+    num_parts = 3
+
+    def __init__(self, teacher: Teacher, vocabulary: DraftVocabulary, options: DistillOptions) -> None:
+        self.depth = self.trained_depth = self.shallow_depth = options.depth
+        eagle3 = Eagle3Config(_layer_config(teacher), teacher.hidden_size, len(vocabulary))
+        self.module = BlockHead(BlockConfig(eagle3, options.depth, min(_RANK, len(vocabulary)))).to(teacher.device)
+        _take_over(self.module.lm_head, teacher.output_layer, vocabulary)
+        _initialise_as_last_layer(self.module, teacher)
+        self._embedding = teacher.embedding
+        with torch.no_grad():
+            self.module.mask_embeddings.normal_(std=float(teacher.embedding.float().std()))
+        if options.start is not None:
+            _start_from(self.module, load_eagle3(options.start, teacher.output_layer.__getitem__)[0])
+
+    @property
+    def head(self) -> nn.Linear:
+        """The output layer."""
+        return self.module.lm_head
+
+    def states(self, batch: TeacherBatch, depth: int) -> Iterator[Tensor]:
+        """See `Method`."""
+        dtype = self.module.fc.weight.dtype
+        anchors = functional.embedding(_shifted(batch.token_ids, 1), self._embedding).to(dtype)
+        return islice(self.module.unroll(batch.features.to(dtype), [anchors]), depth)
+
+    def logits(self, states: Tensor, previous: Tensor) -> Tensor:
+        """See `Method`."""
+        return self.module.logits(states, functional.embedding(previous, self._embedding).to(states.dtype))
+
+    def loss(self, logits: Tensor, wanted: Tensor) -> Tensor:
+        """See the class."""
+        overlap = torch.minimum(logits.float().softmax(-1), wanted).sum(-1).mean()
+        return _CROSS_ENTROPY * super().loss(logits, wanted) - (1 - _CROSS_ENTROPY) * overlap
 
 
 class MedusaMethod(Method):
@@ -130,6 +201,7 @@ def make_method(teacher: Teacher, vocabulary: DraftVocabulary, options: DistillO
     torch.manual_seed(options.seed)
     kinds: dict[MethodKind, Callable[[Teacher, DraftVocabulary, DistillOptions], Method]] = {
         MethodKind.EAGLE3: Eagle3Method,
+        MethodKind.BLOCK: BlockMethod,
         MethodKind.MEDUSA: MedusaMethod,
         MethodKind.LAYERS: LayersMethod,
     }
@@ -169,7 +241,8 @@ def _initialise_as_last_layer(head: Eagle3Head, teacher: Teacher) -> None:
     against 25 % with random weights.
     """
     hidden_size, own = teacher.hidden_size, head.state_dict()
-    found = {f"midlayer.{_HEAD_NAMES.get(name, name)}": item for name, item in teacher.last_layer.items()}
+    last = {name: item for layer in teacher.last_layers(1) for name, item in layer.items()}
+    found = {f"midlayer.{_HEAD_NAMES.get(name, name)}": item for name, item in last.items()}
     found["norm.weight"] = teacher.final_norm
     with torch.no_grad():
         head.fc.weight.zero_()
@@ -181,6 +254,14 @@ def _initialise_as_last_layer(head: Eagle3Head, teacher: Teacher) -> None:
                 into = into[:, item.shape[1] :]
             if into is not None and into.shape == item.shape:
                 into.copy_(item)
+
+
+def _start_from(head: BlockHead, trained: Eagle3Head) -> None:
+    """Take over the weights of a trained EAGLE-3 head; raise `InvalidArgument` where they do not fit."""
+    try:
+        head.load_state_dict(trained.state_dict(), strict=False)
+    except RuntimeError as error:
+        raise InvalidArgument(f"does not fit this target: {str(error).splitlines()[-1].strip()}", "start") from None
 
 
 def _take_over(head: nn.Linear, output_layer: Tensor, vocabulary: DraftVocabulary) -> None:

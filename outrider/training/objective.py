@@ -1,4 +1,4 @@
-"""The training objective of drafts: cross entropy with the target's distribution at every depth."""
+"""The training objective of drafts: the loss of a method against the target's distribution, at every depth."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -45,16 +45,28 @@ def targets_of(batch: TeacherBatch, method: Method, vocabulary: DraftVocabulary)
     return Targets(rows, columns, log_probs, vocabulary.indices(batch.token_ids[rows, columns]))
 
 
-def predictions(method: Method, batch: TeacherBatch, targets: Targets, depth: int) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield, for each depth, the draft's logits [n, draft_size], and the indices of their targets: int64 [n]."""
+def predictions(
+    method: Method, batch: TeacherBatch, targets: Targets, depth: int, part: int | None = None
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield, for each depth, the draft's logits [n, draft_size], and the indices of their targets: int64 [n].
+
+    Args:
+        method: the draft.
+        batch: texts of the target.
+        targets: of the batch.
+        depth: number of depths.
+        part: which part of the targets, one of `method.num_parts`; None for all of them.
+    """
     for number, states in enumerate(method.states(batch, depth)):
         places = (targets.columns >= number + 2).nonzero().squeeze(1)
+        if part is not None:
+            places = places[(part + number) % method.num_parts :: method.num_parts]
         chosen = states[targets.rows[places], targets.columns[places] - number - 2]
-        yield functional.linear(chosen, method.head.weight), places
+        yield method.logits(chosen, batch.token_ids[targets.rows[places], targets.columns[places] - 1]), places
 
 
-def loss_of(method: Method, batch: TeacherBatch, targets: Targets, depth: int) -> Tensor:
-    """Return the cross entropy of the draft under the target: a mean over tokens, weighted over depths (`DECAY`).
+def loss_of(method: Method, batch: TeacherBatch, targets: Targets, depth: int, part: int = 0) -> Tensor:
+    """Return the loss of the draft under the target: a mean over tokens, weighted over depths (`DECAY`).
 
     The probability of tokens outside the draft vocabulary is ignored.
 
@@ -63,13 +75,14 @@ def loss_of(method: Method, batch: TeacherBatch, targets: Targets, depth: int) -
         batch: texts of the target.
         targets: of the batch.
         depth: number of depths in the loss.
+        part: see `predictions`.
     """
     total = batch.hidden.new_zeros((), dtype=torch.float32)
     weights = 0.0
-    for number, (logits, places) in enumerate(predictions(method, batch, targets, depth)):
+    for number, (logits, places) in enumerate(predictions(method, batch, targets, depth, part)):
         if len(places):
             wanted = targets.log_probs[places].exp()
-            total = total + DECAY**number * functional.cross_entropy(logits.float(), wanted)
+            total = total + DECAY**number * method.loss(logits, wanted)
             weights += DECAY**number
     return total / max(weights, 1.0)
 

@@ -16,6 +16,7 @@ class MethodKind(StrEnum):
 
     LAYERS = "layers"
     EAGLE3 = "eagle3"
+    BLOCK = "block"
     MEDUSA = "medusa"
 
 
@@ -32,6 +33,8 @@ class DistillOptions:
         depth: consecutive tokens that the draft is trained to predict, in [1, 16].
         draft_vocab_size: size of the draft vocabulary, at least 1.
         num_layers: layers of a `layers` draft, at least 1.
+        start: folder of an EAGLE-3 head that a `block` head begins as, with its vocabulary; None for the target's
+            last layer.
         tokens_per_batch: tokens per pass, padding included, at least 1.
         accumulate: passes per optimizer step, at least 1.
         learning_rate: highest learning rate of AdamW, above 0.
@@ -52,6 +55,7 @@ class DistillOptions:
     depth: int = 4
     draft_vocab_size: int = 8192
     num_layers: int = 2
+    start: Path | None = None
     tokens_per_batch: int = 2048
     accumulate: int = 1
     learning_rate: float = 2e-3
@@ -72,6 +76,7 @@ class DistillOptions:
         _check("learning_rate", self.learning_rate > 0, "above 0")
         _check("held_out", 0 < self.held_out < 1, "between 0 and 1")
         _check("depth", self.depth <= 16, "at most 16")
+        _check("start", self.start is None or self.method is MethodKind.BLOCK, "left out but for method `block`")
         _check(
             "trim",
             not self.trim or self.method is not MethodKind.LAYERS,

@@ -18,7 +18,7 @@ class Results:
     """The results of a distillation.
 
     Attributes:
-        method: layers, eagle3 or medusa.
+        method: layers, eagle3, block or medusa.
         target: name of the target, as given.
         data: source of the conversations.
         num_train: number of conversations for training.

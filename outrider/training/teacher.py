@@ -74,11 +74,10 @@ class Teacher:
         layer: torch.nn.Linear = self.model.get_output_embeddings()  # type: ignore[no-untyped-call]
         return layer.weight
 
-    @property
-    def last_layer(self) -> dict[str, Tensor]:
-        """Weights of the last decoder layer by name; empty if the model has no list of layers."""
+    def last_layers(self, num: int) -> list[dict[str, Tensor]]:
+        """Return the weights of the last decoder layers by name; none if the model has no list of layers."""
         layers = find_layers(self.model, self.model.config.get_text_config().num_hidden_layers)
-        return dict(layers[-1].state_dict()) if layers else {}
+        return [dict(layer.state_dict()) for layer in layers[-num:]]
 
     @property
     def final_norm(self) -> Tensor:

@@ -192,6 +192,7 @@ class Trainer:
         shape = [list(item.shape) for item in self._parameters]
         return {
             "method": options.method.value,
+            "start": str(options.start or ""),
             "teacher_outputs": self._store.identity,
             "shapes": shape,
             **{name: getattr(options, name) for name in names},
@@ -213,7 +214,7 @@ class Trainer:
             batch = self._store.batch(indices)
             with self._precision():
                 targets = targets_of(batch, self._method, self._vocabulary)
-                loss = loss_of(self._method, batch, targets, depth) / self._options.accumulate
+                loss = loss_of(self._method, batch, targets, depth, self._step) / self._options.accumulate
             loss.backward()  # type: ignore[no-untyped-call]
             total += loss.item()
             self._num_tokens += int(batch.lens.sum())

@@ -1,35 +1,50 @@
 """Drafting within the target's process, on its engine's thread.
 
 A step of the draft comes between two passes of the target, for all sessions that wait for a proposal together. No
-network lies between the two models, and neither runs while the other does.
+network lies between the two models, and neither runs while the other does. A head reads the target's features where
+they are.
 """
 
 import time
-from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
+from functools import partial
 from typing import Final
+
+import torch
 
 from outrider.drafters.drafter import Drafter, DraftTerms, OpenProposal
 from outrider.drafters.stepping import SentProposal, Stepper
-from outrider.errors import OutriderError
+from outrider.errors import ModelMismatch, ModelUnsupported, TokenizerMismatch
+from outrider.lm.model import FeatureSource, LanguageModel
 from outrider.serving.unexpected import UnexpectedErrors
+from outrider.tokens import Base, FeatureSpan
 from target_service.engine.request import Request
 
-_MAX_KNOWN_SESSIONS: Final = 4096
+_MAX_GONE: Final = 4096
 
 
 @dataclass(slots=True, eq=False)
 class _Drafting:
-    """A proposal for a round of a request."""
+    """A request that is drafted for, and its latest proposal.
+
+    Attributes:
+        request: the request.
+        sent: the proposal, and how much of it the request has.
+        base: the round that it is for; that of `sent` is where its tree began.
+        features_len: positions from 0 on whose features the draft has had, or does not need.
+    """
 
     request: Request
     sent: SentProposal
+    base: Base
+    features_len: int
 
     @property
     def is_wanted(self) -> bool:
-        """Whether the request still waits for it."""
-        return self.request.base == self.sent.base and _waits(self.request)
+        """Whether the request still waits for more of the proposal."""
+        waits = self.request.base == self.base and _waits(self.request)
+        return waits and not self.sent.proposal.complete
 
     def give(self, step_time_s: float, now: float) -> None:
         """Hand over the nodes drafted since the last time; a request that cannot be drafted for decodes plainly."""
@@ -44,13 +59,15 @@ class ColocatedDraft:
     """Drafts for the requests of this process; see the module. Called in the engine's thread.
 
     Args:
-        drafter: one that needs no features of the target.
+        drafter: the drafter.
+        features: the target's; needed by drafters that read them.
     """
 
-    def __init__(self, drafter: Drafter) -> None:
+    def __init__(self, drafter: Drafter, features: FeatureSource | None = None) -> None:
         self._drafter = drafter
-        self._draftings: dict[str, _Drafting] = {}
-        self._known_lens: OrderedDict[str, int] = OrderedDict()
+        self._features = features
+        self._draftings: dict[int, _Drafting] = {}
+        self._gone: set[str] = set()
         self._stepper = Stepper(drafter)
         self._unexpected = UnexpectedErrors()
 
@@ -62,65 +79,151 @@ class ColocatedDraft:
     @property
     def is_busy(self) -> bool:
         """Whether another step would extend a proposal."""
-        return bool(self._draftings)
+        return any(item.is_wanted for item in self._draftings.values())
 
-    def step(self, requests: Iterable[Request]) -> None:
-        """Run a step for the requests that wait for a proposal of this process, if any do."""
-        self._draftings = {key: item for key, item in self._draftings.items() if item.is_wanted}
+    def step(self, requests: Collection[Request]) -> None:
+        """Run a step for the requests that wait for a proposal of this process, if any do.
+
+        Args:
+            requests: all that are open.
+        """
+        self._end_others(requests)
         for request in requests:
-            if _waits(request) and request.resident.session_id not in self._draftings:
-                try:
-                    self._draftings[request.resident.session_id] = self._begin(request)
-                except Exception as error:
-                    self._do_without(request, error)
-        if not self._draftings:
+            if _waits(request):
+                self._try(request, partial(self._begin, request))
+        drafted = [item for item in self._draftings.values() if item.is_wanted]
+        if not drafted:
             return
-        self._stepper.step([item.sent.proposal for item in self._draftings.values()])
+        self._stepper.step([item.sent.proposal for item in drafted])
         now = time.monotonic()
-        for key, item in list(self._draftings.items()):
-            try:
-                item.give(self._stepper.step_time_s, now)
-            except Exception as error:
-                self._do_without(item.request, error)
-                del self._draftings[key]
-                continue
-            if item.sent.proposal.complete:
-                del self._draftings[key]
+        for item in drafted:
+            self._try(item.request, partial(self._hand_over, item, now))
 
-    def reset(self, requests: Iterable[Request], error: Exception) -> None:
+    def reset(self, requests: Collection[Request], error: Exception) -> None:
         """Drop all proposals after an error that concerns no single session: the requests decode plainly."""
         self._draftings.clear()
         for request in requests:
             if _waits(request):
                 self._do_without(request, error)
 
+    def forget(self, session_id: str) -> None:
+        """Drop what the draft keeps of a session: at once, or when the request that it drafts for ends."""
+        if any(item.request.resident.session_id == session_id for item in self._draftings.values()):
+            if len(self._gone) < _MAX_GONE:
+                self._gone.add(session_id)
+            return
+        try:
+            self._drafter.forget(session_id)
+        except Exception as error:
+            self._unexpected.log("a session could not be forgotten", error, session=session_id)
+
+    def _try(self, request: Request, do: Callable[[], None]) -> None:
+        try:
+            do()
+        except Exception as error:
+            self._do_without(request, error)
+
     def _do_without(self, request: Request, error: Exception) -> None:
         self._unexpected.log("drafting failed, the request decodes plainly", error, **request.log_fields)
         request.speculation.refuse(len(request.resident.token_ids))
+        self._draftings.pop(request.number, None)
 
-    def _begin(self, request: Request) -> _Drafting:
+    def _end_others(self, requests: Collection[Request]) -> None:
+        """Drop the proposals of requests that are closed."""
+        if not self._draftings:
+            return
+        gone = self._draftings.keys() - {request.number for request in requests}
+        for number in gone:
+            item = self._draftings.pop(number)
+            self._drafter.end(item.sent.proposal)
+            if (session_id := item.request.resident.session_id) in self._gone:
+                self._gone.discard(session_id)
+                self.forget(session_id)
+
+    def _begin(self, request: Request) -> None:
+        """Have a proposal for the round of a request, if it has none: the last one goes on where it can."""
+        item = self._draftings.get(request.number)
+        if item is not None and item.base == request.base:
+            return
+        if item is not None and self._goes_on(item):
+            return
         session_id, tokens = request.resident.session_id, request.resident.token_ids
-        # Tokens that the draft has beyond the known length are its own guesses.
-        self._drafter.truncate(session_id, min(self._known_lens.get(session_id, 0), len(tokens)))
-        self._known_lens[session_id] = len(tokens)
-        self._known_lens.move_to_end(session_id)
-        # A session that is dropped from here is run by the draft from its first token again.
-        if len(self._known_lens) > _MAX_KNOWN_SESSIONS:
-            self._known_lens.popitem(last=False)
-        terms = DraftTerms(
-            request.parameters, request.rule, request.prompt_len, request.stop_token_ids, request.cache_salt
+        # The tokens of an earlier request of the session need not be those of this one.
+        known_len = item.base.len if item is not None else 0
+        features_len = item.features_len if item is not None else self._drafter.resume(session_id)
+        self._drafter.truncate(session_id, known_len)
+        proposal = OpenProposal(
+            session_id,
+            tokens,
+            self._terms(request),
+            self._num_wanted(request),
+            request.speculation.terms.max_nodes,
+            max_len=self._drafter.info.max_session_len,
         )
-        proposal = OpenProposal(session_id, tuple(tokens), terms, request.speculation.num_wanted)
-        return _Drafting(request, SentProposal(request.base, proposal, len(tokens)))
+        sent = SentProposal(request.base, proposal, len(tokens))
+        item = self._draftings[request.number] = _Drafting(request, sent, request.base, features_len)
+        self._give_features(item, features_len)
+
+    def _goes_on(self, item: _Drafting) -> bool:
+        """Have the drafter observe what became of a proposal; return whether the proposal goes on, else end it."""
+        request, proposal = item.request, item.sent.proposal
+        news = request.resident.token_ids[item.base.len :]
+        if news and proposal.refusal is None:
+            proposal.num_speculative_tokens = self._num_wanted(request)
+            if self._drafter.advance(proposal, news):
+                item.sent.advance(request.base)
+                item.base = request.base
+                return True
+        self._drafter.end(proposal)
+        return False
+
+    def _hand_over(self, item: _Drafting, now: float) -> None:
+        item.give(self._stepper.step_time_s, now)
+        start = item.sent.proposal.missing_features_from
+        if start is not None:
+            self._give_features(item, start)
+
+    def _give_features(self, item: _Drafting, start: int) -> None:
+        """Give the drafter the features of the session's cached positions from `start` on."""
+        layers, resident = self._drafter.info.feature_layers, item.request.resident
+        end = resident.cache.cached_len
+        if not layers or self._features is None or start >= end:
+            return
+        rows = self._features.read(resident.cache, layers, start, end)
+        self._drafter.give(resident.session_id, FeatureSpan(start, rows.cpu().view(torch.uint8).numpy().tobytes()))
+        item.features_len, item.sent.proposal.missing_features_from = end, None
+
+    def _num_wanted(self, request: Request) -> int:
+        """Return the length of the main line to propose, cut where the longest session of the drafter ends."""
+        room = self._drafter.info.max_session_len - len(request.resident.token_ids)
+        return min(request.speculation.num_wanted, room)
+
+    def _terms(self, request: Request) -> DraftTerms:
+        return DraftTerms(
+            request.parameters,
+            request.rule,
+            request.prompt_len,
+            request.stop_token_ids,
+            request.cache_salt,
+            request.speculation.terms.p_min,
+            request.prediction,
+        )
 
 
-def check_colocated(drafter: Drafter, tokenizer_fingerprint: str) -> None:
-    """Raise `OutriderError` unless a drafter can draft within a target of that tokenizer."""
-    info = drafter.info
-    if info.feature_layers:
-        raise OutriderError(f"{info.drafter} drafts from features, which takes a draft service")
-    if info.tokenizer_fingerprint and tokenizer_fingerprint and info.tokenizer_fingerprint != tokenizer_fingerprint:
-        raise OutriderError(f"{info.model} has another tokenizer than the target")
+def check_colocated(drafter: Drafter, model: LanguageModel) -> None:
+    """Raise `OutriderError` unless a drafter can draft within a target that runs this model."""
+    info, target = drafter.info, model.info
+    own, others = info.tokenizer_fingerprint, target.tokenizer_fingerprint
+    if own and others and own != others:
+        raise TokenizerMismatch(f"{info.model} has another tokenizer than the target", draft=own, target=others)
+    if not info.feature_layers:
+        return
+    if model.features is None or info.hidden_size != target.hidden_size:
+        raise ModelUnsupported(f"{info.model} takes features of {info.hidden_size} numbers, which this target has not")
+    if info.target_fingerprint and target.weights_fingerprint not in ("", info.target_fingerprint):
+        raise ModelMismatch(
+            f"{info.model} was made for target {info.target_fingerprint}, this is {target.weights_fingerprint}"
+        )
 
 
 def _waits(request: Request) -> bool:

@@ -1,5 +1,6 @@
 """Commands from streams to a target's engine."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -22,6 +23,8 @@ class SpeculationTerms:
         lookahead: most nodes that its draft may hold ahead of the text; 0 where it waits for verdicts.
         draft_min: shortest main line that is verified.
         own_draft: whether this process drafts.
+        max_nodes: most nodes of a proposal of this process; 0 leaves it to the drafter.
+        p_min: probability below which the drafter of this process ends a branch; None leaves it to the drafter.
     """
 
     num_speculative_tokens: int = 0
@@ -29,6 +32,8 @@ class SpeculationTerms:
     lookahead: int = 0
     draft_min: int = 0
     own_draft: bool = False
+    max_nodes: int = 0
+    p_min: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +54,7 @@ class Open:
     feature_layers: tuple[int, ...] = ()
     request_id: str = ""
     traceparent: str = ""
+    prediction: Sequence[int] = ()
 
 
 @dataclass(frozen=True, slots=True)

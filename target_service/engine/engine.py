@@ -172,6 +172,8 @@ class Engine:
     def forget(self, session_id: str) -> None:
         """Forget a session as soon as no request runs on it."""
         self.requests.forget(session_id)
+        if self._draft is not None:
+            self._draft.forget(session_id)
 
     @property
     def step_s(self) -> float:

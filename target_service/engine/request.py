@@ -1,5 +1,6 @@
 """A request of the engine: what its rows, its draws and its features need beside `OpenRequest`."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from outrider.lm.model import KVCache
@@ -18,6 +19,7 @@ class Request(OpenRequest[KVCache]):
         feature_layers: layers whose features the session's draft requested.
         features_len: positions from 0 on whose features were sent, or are not needed.
         is_restoring: whether blocks of its KV cache are being fetched.
+        prediction: tokens that its output is expected to be, for a draft within this process.
     """
 
     rule: AcceptanceRule
@@ -25,6 +27,7 @@ class Request(OpenRequest[KVCache]):
     feature_layers: tuple[int, ...] = ()
     features_len: int = 0
     is_restoring: bool = False
+    prediction: Sequence[int] = ()
 
     @property
     def num_uncached(self) -> int:

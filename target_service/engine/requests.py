@@ -127,6 +127,7 @@ class Requests:
             ),
             cache_salt=command.cache_salt,
             request_id=command.request_id,
+            prediction=command.prediction,
             span=TRACER.start_span(
                 "verify",
                 context_of(command.traceparent),

@@ -8,9 +8,10 @@ from target_service.engine.commands import Open
 def check_vocabulary(command: Open, size: int) -> None:
     """Raise `InvalidArgument` if a request names a token id outside a vocabulary of `size` tokens."""
     command.parameters.check_vocabulary(size)
-    largest = max(command.stop_token_ids, default=0)
-    if largest >= size:
-        raise InvalidArgument(f"stop_token_ids has token id {largest}, the vocabulary has {size}", "stop_token_ids")
+    for field, token_ids in (("stop_token_ids", command.stop_token_ids), ("prediction", command.prediction)):
+        largest = max(token_ids, default=0)
+        if largest >= size:
+            raise InvalidArgument(f"has token id {largest}, the vocabulary has {size}", field)
 
 
 def check_node(node: ProposalNode, size: int) -> None:

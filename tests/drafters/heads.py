@@ -7,16 +7,19 @@ from torch import Tensor
 from torch.nn import functional
 from transformers import LlamaConfig
 
+from outrider.drafters.block import BlockDrafter
 from outrider.drafters.choices import TreeOptions
 from outrider.drafters.drafter import DrafterInfo
 from outrider.drafters.eagle3 import Eagle3Drafter, HeadOptions
 from outrider.drafters.medusa import MedusaDrafter
+from outrider.lm.heads.block import BlockConfig, BlockHead
 from outrider.lm.heads.eagle3 import Eagle3Config, Eagle3Head
 from outrider.lm.heads.medusa import MedusaHeads
 from outrider.lm.heads.vocabulary import DraftVocabulary
 from outrider.tokens import FeatureSpan
 
 V, D, H = 40, 24, 16
+BLOCK_SIZE = 5
 CPU = torch.device("cpu")
 VOCABULARY = DraftVocabulary(torch.arange(0, V, 5).repeat_interleave(3) + torch.arange(3).repeat(8), V)
 LAYER = LlamaConfig(
@@ -76,6 +79,39 @@ class TinyEagle3:
         *_, last = self.head.unroll(self.features[None, :num_columns], embeddings)
         logits: Tensor = self.head.lm_head(last[0, -1])
         return logits.float()
+
+
+@dataclass
+class TinyBlock(TinyEagle3):
+    """The same of a block head."""
+
+    head: BlockHead
+
+    @classmethod
+    def make(cls, seed: int = 38) -> "TinyBlock":
+        """Returns one with features of 100 positions; by this seed no two logits of the tests' texts nearly tie."""
+        torch.manual_seed(seed)
+        head = BlockHead(BlockConfig(Eagle3Config(LAYER, H, D), BLOCK_SIZE, 8)).requires_grad_(False).eval()
+        for parameter in head.parameters():
+            if parameter.ndim > 1:
+                parameter.copy_(torch.randn_like(parameter) / 3)
+        embedding, features = torch.randn(V, H), torch.randn(100, 3 * H)
+        return cls(head.bfloat16(), embedding.bfloat16(), features.bfloat16())
+
+    def drafter(
+        self, *, chunk: int = 64, budget: int = 1 << 22, tree: TreeOptions | None = None, target: str = ""
+    ) -> BlockDrafter:
+        """Returns a drafter over it."""
+        options = HeadOptions(budget, chunk, tree or TreeOptions())
+        return BlockDrafter(self.head, VOCABULARY, self.embedding, info("block", (0, 1, 2), target), options)
+
+    def logits(self, token_ids: tuple[int, ...], path: tuple[int, ...] = ()) -> Tensor:
+        """Returns the logits behind session and path, [D], as training computes them."""
+        text, num_columns = torch.tensor(token_ids), len(token_ids) - 1
+        anchors = functional.embedding(text[1:], self.embedding)[None]
+        states = list(self.head.unroll(self.features[None, :num_columns], [anchors]))[len(path)][0, -1]
+        before = self.embedding[(*token_ids, *path)[-1]]
+        return self.head.logits(states, before).float()
 
 
 @dataclass

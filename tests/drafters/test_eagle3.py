@@ -1,4 +1,4 @@
-"""What an EAGLE-3 drafter proposes is what the head, unrolled as in training, would say."""
+"""What a drafter over features proposes is what its head (EAGLE-3, block), unrolled as in training, would say."""
 
 import pytest
 import torch
@@ -10,15 +10,15 @@ from outrider.parameters import AcceptanceRule, SamplingParameters
 from outrider.speculation.randomness import Counter, KeyedSource, Purpose
 from outrider.tokens import ROOT, FeatureSpan, NodeKind, ProposalTree
 from tests.draft_service.conftest import draft, proposal, terms
-from tests.drafters.heads import VOCABULARY, TinyEagle3, V
+from tests.drafters.heads import VOCABULARY, TinyBlock, TinyEagle3, V
 
 GREEDY = terms(SamplingParameters(temperature=0.0))
 TEXT = tuple(3 + 7 * index % (V - 3) for index in range(40))
 
 
-@pytest.fixture
-def tiny() -> TinyEagle3:
-    return TinyEagle3.make()
+@pytest.fixture(params=[TinyEagle3, TinyBlock], ids=["eagle3", "block"])
+def tiny(request: pytest.FixtureRequest) -> TinyEagle3:
+    return request.param.make()  # type: ignore[no-any-return]
 
 
 def greedy_chain(tiny: TinyEagle3, token_ids: tuple[int, ...], num: int) -> tuple[int, ...]:

@@ -66,6 +66,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     scope="module",
     params=[
         MethodKind.EAGLE3,
+        pytest.param(MethodKind.BLOCK, marks=pytest.mark.slow),
         pytest.param(MethodKind.LAYERS, marks=pytest.mark.slow),
         pytest.param(MethodKind.MEDUSA, marks=pytest.mark.slow),
     ],
@@ -101,9 +102,14 @@ def folder(method: MethodKind, target: Path, data: Path, tmp_path_factory: pytes
     return output
 
 
-DRAFTERS = {MethodKind.LAYERS: "model", MethodKind.EAGLE3: "eagle3", MethodKind.MEDUSA: "medusa"}
+DRAFTERS = {
+    MethodKind.LAYERS: "model",
+    MethodKind.EAGLE3: "eagle3",
+    MethodKind.BLOCK: "block",
+    MethodKind.MEDUSA: "medusa",
+}
 """The drafter that runs what a method makes."""
-NUM_FEATURES = {MethodKind.LAYERS: 0, MethodKind.EAGLE3: 3, MethodKind.MEDUSA: 1}
+NUM_FEATURES = {MethodKind.LAYERS: 0, MethodKind.EAGLE3: 3, MethodKind.BLOCK: 3, MethodKind.MEDUSA: 1}
 """Layers of the target that it is given features of."""
 
 

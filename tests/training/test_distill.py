@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM
 from outrider.drafters.loading import load_drafter
 from outrider.drafters.options import DrafterKind, DrafterOptions
 from outrider.errors import InvalidArgument, ModelUnsupported
-from outrider.lm.heads.checkpoint import load_eagle3, load_manifest, load_medusa, load_vocabulary
+from outrider.lm.heads.checkpoint import load_block, load_eagle3, load_manifest, load_medusa, load_vocabulary
 from outrider.lm.heads.eagle3 import usual_feature_layers
 from outrider.lm.heads.vocabulary import DraftVocabulary
 from outrider.training.distill import DataOptions, distill
@@ -32,7 +32,7 @@ from tests.training.models import save_target
 
 SYNTHESIS = SynthesisOptions(num_conversations=192, max_turn_len=8, max_answer_len=40, shard_size=64)
 # Minimum gain over an untrained draft in the greedy acceptance rate at the first position.
-GAIN = {MethodKind.EAGLE3: 0.2, MethodKind.MEDUSA: 0.05, MethodKind.LAYERS: 0.15}
+GAIN = {MethodKind.EAGLE3: 0.2, MethodKind.BLOCK: 0.2, MethodKind.MEDUSA: 0.05, MethodKind.LAYERS: 0.15}
 
 
 class RecordedProgress:
@@ -83,6 +83,7 @@ def _points(output: Path) -> list[dict[str, Any]]:
     "method",
     [
         MethodKind.EAGLE3,
+        pytest.param(MethodKind.BLOCK, marks=pytest.mark.slow),
         pytest.param(MethodKind.MEDUSA, marks=pytest.mark.slow),
         pytest.param(MethodKind.LAYERS, marks=pytest.mark.slow),
     ],
@@ -112,6 +113,8 @@ def _check_folder(folder: Path, method: MethodKind, target: str) -> None:
     match method:
         case MethodKind.EAGLE3:
             assert len(load_eagle3(folder)[1]) == 48
+        case MethodKind.BLOCK:
+            assert load_block(folder)[0].block.block_size == 3
         case MethodKind.MEDUSA:
             assert len(load_medusa(folder)[0].heads) == 3
         case MethodKind.LAYERS:

@@ -1,4 +1,4 @@
-"""Checkpoints of EAGLE-3 and Medusa heads in the published layouts, with a manifest that identifies the target.
+"""Checkpoints of EAGLE-3, block and Medusa heads in the published layouts, with a manifest that identifies the target.
 
 A folder has `config.json` and `model.safetensors` (or a published `pytorch_model.bin`), and, if Outrider wrote it,
 `outrider_draft.json`, the manifest. The weights of EAGLE-3 are named `fc`, `midlayer.*`, `norm`, `lm_head`, with the
@@ -19,6 +19,7 @@ from torch import Tensor
 from transformers import LlamaConfig
 
 from outrider.errors import ModelUnsupported
+from outrider.lm.heads.block import BlockConfig, BlockHead
 from outrider.lm.heads.eagle3 import Eagle3Config, Eagle3Head, usual_feature_layers
 from outrider.lm.heads.medusa import MedusaHeads
 from outrider.lm.heads.vocabulary import DraftVocabulary
@@ -26,6 +27,7 @@ from outrider.lm.heads.vocabulary import DraftVocabulary
 _MANIFEST: Final = "outrider_draft.json"
 _FORMAT: Final = 1
 _HEAD: Final = "lm_head.weight"
+_BLOCK: Final = "OutriderBlockHead"
 
 OutputRows = Callable[[Tensor], Tensor]
 """Returns the rows of the target's output layer for token ids, int64 [n]: [n, H]; for heads saved without them."""
@@ -36,7 +38,7 @@ class DraftManifest:
     """The description of a draft and of the target that it was trained for.
 
     Attributes:
-        method: layers, eagle3 or medusa.
+        method: layers, eagle3, block or medusa.
         target: name of the target, as given to `outrider distill`.
         target_fingerprint: SHA-256 of the target's weights; see `weights_fingerprint`.
         tokenizer_fingerprint: SHA-256 of the vocabulary; see `vocabulary_fingerprint`.
@@ -81,10 +83,16 @@ def load_manifest(folder: Path) -> DraftManifest | None:
 
 def save_eagle3(folder: Path, head: Eagle3Head, vocabulary: DraftVocabulary, manifest: DraftManifest) -> None:
     """Write an EAGLE-3 head in bfloat16."""
+    _save_eagle3(folder, head, vocabulary, manifest, {"architectures": ["LlamaForCausalLMEagle3"]})
+
+
+def _save_eagle3(
+    folder: Path, head: Eagle3Head, vocabulary: DraftVocabulary, manifest: DraftManifest, more: Mapping[str, Any]
+) -> None:
     weights = {name: item.to(torch.bfloat16) for name, item in head.state_dict().items()}
     config = {
         **head.config.layer.to_diff_dict(),
-        "architectures": ["LlamaForCausalLMEagle3"],
+        **more,
         "model_type": "llama",
         "draft_vocab_size": len(vocabulary),
         "target_hidden_size": head.config.target_hidden_size,
@@ -106,6 +114,15 @@ def load_eagle3(folder: Path, output_rows: OutputRows | None = None) -> tuple[Ea
     Raises:
         ModelUnsupported: a file, weight or map is missing or has the wrong shape; the message names it.
     """
+    _, shape, weights, vocabulary = _read_eagle3(folder)
+    head = Eagle3Head(shape).to(torch.bfloat16)
+    _add_output_layer(weights, vocabulary, output_rows)
+    _fill(head, weights)
+    return head, vocabulary
+
+
+def _read_eagle3(folder: Path) -> tuple[dict[str, Any], Eagle3Config, dict[str, Tensor], DraftVocabulary]:
+    """Return configuration, shape, weights without embeddings, and vocabulary of a checkpoint."""
     config = _config(folder)
     layer_fields = config.get("transformer_layer_config", config)
     layer = LlamaConfig(**{key: value for key, value in layer_fields.items() if key not in ("architectures", "dtype")})
@@ -117,11 +134,8 @@ def load_eagle3(folder: Path, output_rows: OutputRows | None = None) -> tuple[Ea
         len(vocabulary),
         bool(config.get("norm_before_residual", False)),
     )
-    head = Eagle3Head(shape).to(torch.bfloat16)
     weights.pop("embed_tokens.weight", None)
-    _add_output_layer(weights, vocabulary, output_rows)
-    _fill(head, weights)
-    return head, vocabulary
+    return config, shape, weights, vocabulary
 
 
 def feature_layers_of(folder: Path, num_layers: int) -> tuple[int, ...]:
@@ -136,6 +150,25 @@ def feature_layers_of(folder: Path, num_layers: int) -> tuple[int, ...]:
     config, name = _config(folder), "eagle_aux_hidden_state_layer_ids"
     inputs, outputs = config.get(name), config.get("eagle_config", {}).get(name)
     return tuple(inputs or [layer + 1 for layer in outputs or ()]) or usual_feature_layers(num_layers)
+
+
+def save_block(folder: Path, head: BlockHead, vocabulary: DraftVocabulary, manifest: DraftManifest) -> None:
+    """Write a block head in bfloat16: an EAGLE-3 checkpoint with further weights."""
+    block = {"architectures": [_BLOCK], "block_size": head.block.block_size, "transition_rank": head.block.rank}
+    _save_eagle3(folder, head, vocabulary, manifest, block)
+
+
+def load_block(folder: Path, output_rows: OutputRows | None = None) -> tuple[BlockHead, DraftVocabulary]:
+    """Return a block head and its vocabulary, in bfloat16; arguments and errors as of `load_eagle3`."""
+    config, shape, weights, vocabulary = _read_eagle3(folder)
+    try:
+        block = BlockConfig(shape, config["block_size"], config["transition_rank"])
+    except KeyError as error:
+        raise ModelUnsupported(f"{folder / 'config.json'} has no {error.args[0]}") from error
+    head = BlockHead(block).to(torch.bfloat16)
+    _add_output_layer(weights, vocabulary, output_rows)
+    _fill(head, weights)
+    return head, vocabulary
 
 
 def save_medusa(folder: Path, heads: MedusaHeads, vocabulary: DraftVocabulary, manifest: DraftManifest) -> None:

@@ -1,0 +1,102 @@
+"""Drafting a whole block in one pass: a proposal's depths cost a lookup and two small products each.
+
+The pass runs the columns that are missing, as `eagle3` does, and behind the last one the mask rows of the block
+(`outrider.lm.heads.block`). The tree then grows depth by depth, over the nodes of all sessions together: row k of a
+session's block gives the logits after each of its nodes of that depth, with the transition from the node's token.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from outrider.drafters.drafter import DrafterInfo, OpenProposal, StepRows
+from outrider.drafters.eagle3 import Eagle3Drafter, HeadOptions, OpenTree, Rows
+from outrider.drafters.tree_order import Node
+from outrider.lm.heads.block import BlockHead
+from outrider.lm.heads.vocabulary import DraftVocabulary
+
+_WIDTH = 12
+"""Nodes of a session that are expanded at a time, at most."""
+
+
+class BlockDrafter(Eagle3Drafter):
+    """A `Drafter` that runs a block head; a step is a pass over the rows of all sessions, and completes a proposal.
+
+    Args:
+        head: in bfloat16.
+        vocabulary: the tokens that it can predict.
+        embedding: the target's input embeddings: [V, H].
+        info: identity and limits.
+        options: see there.
+    """
+
+    def __init__(
+        self, head: BlockHead, vocabulary: DraftVocabulary, embedding: Tensor, info: DrafterInfo, options: HeadOptions
+    ) -> None:
+        super().__init__(head, vocabulary, embedding, info, options)
+        self._block = head
+
+    def step(self, proposals: Sequence[OpenProposal]) -> StepRows:
+        """Run one pass: of each session columns that are missing, and its block once they end the text."""
+        for item in proposals:
+            item.num_speculative_tokens = min(item.num_speculative_tokens, self._block.block.block_size)
+        return super().step(proposals)
+
+    def _columns(self, proposal: OpenProposal, num: int) -> Rows:
+        """Return the rows of columns, and those of the block where they end the text."""
+        columns = super()._columns(proposal, num)
+        size = self._size(proposal)
+        if columns.first + num < len(proposal.token_ids) - 1 or size == 1:
+            return columns
+        total = num + size - 1
+        mask = torch.ones(total, columns.first + total, dtype=torch.bool, device=columns.mask.device)
+        return Rows(
+            torch.cat([columns.hidden, columns.hidden[-1:] + self._block.mask_features[: size - 1]]),
+            torch.cat([columns.embeddings, self._block.mask_embeddings[: size - 1]]),
+            range(columns.first, columns.first + total),
+            columns.first,
+            mask.tril(columns.first),
+        )
+
+    def _size(self, proposal: OpenProposal) -> int:
+        """Return the rows of a block: one for each token of a path."""
+        return max(1, proposal.num_speculative_tokens)
+
+    def _grow(self, proposals: Sequence[OpenProposal]) -> None:
+        """Grow the trees to the end, depth by depth, and complete their proposals."""
+        items = [self._trees.pop(item) for item in proposals if item in self._trees]
+        if not items:
+            return
+        blocks = [item.outputs[item.tree.root] for item in items]
+        states = self._block.norm(torch.cat(blocks))
+        logits = self._block.lm_head(states)
+        firsts = [sum(map(len, blocks[:place])) for place in range(len(items))]
+        edges = [(item, first, item.edge) for item, first in zip(items, firsts, strict=True)]
+        while edges:
+            self._expand(edges, states, logits)
+            edges = [(item, first, edge) for item, first, _ in edges if (edge := _edge(item))]
+        for item in items:
+            item.tree.proposal.fill(item.tree.take())
+
+    def _expand(self, edges: Sequence[tuple[OpenTree, int, list[Node]]], states: Tensor, logits: Tensor) -> None:
+        """Expand nodes of all sessions, given the states and logits of all rows: [R, H], [R, D]."""
+        rows = [first + node.depth for _, first, nodes in edges for node in nodes]
+        before = [_token_before(item, node) for item, _, nodes in edges for node in nodes]
+        chosen = torch.tensor(rows, device=states.device)
+        embeddings = functional.embedding(torch.tensor(before, device=states.device), self._embedding)
+        found = logits[chosen] + self._block.transition(embeddings, states[chosen])
+        for (item, _, nodes), part in zip(
+            edges, torch.split(found, [len(nodes) for _, _, nodes in edges]), strict=True
+        ):
+            item.tree.expand(nodes, part)
+
+
+def _token_before(item: OpenTree, node: Node) -> int:
+    """Return the token of a node; at the root the text's last one."""
+    return item.tree.proposal.token_ids[-1] if node is item.tree.root else node.token_id
+
+
+def _edge(item: OpenTree) -> list[Node]:
+    return [node for _, node in item.tree.frontier(_WIDTH)]
