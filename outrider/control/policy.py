@@ -29,6 +29,7 @@ from typing import Final
 
 from outrider.control.decaying_mean import DecayingMean
 from outrider.control.draft_times import AnswerTimes, DraftTimes
+from outrider.control.guard import SpeculationGuard
 from outrider.control.pass_times import PassTimes
 from outrider.speculation.acceptance import AcceptanceRates
 
@@ -69,12 +70,14 @@ class WorkerStatistics:
         rates: the values of nodes.
         answers: the times of drafts' answers.
         prediction_ratio: accepted tokens for each that a main line was expected to yield.
+        guard: whether sessions speculate at all.
     """
 
     times: PassTimes = field(default_factory=PassTimes)
     rates: AcceptanceRates = field(default_factory=lambda: AcceptanceRates(decay=_DECAY, prior_weight=_PRIOR_WEIGHT))
     answers: AnswerTimes = field(default_factory=AnswerTimes)
     prediction_ratio: DecayingMean = field(default_factory=lambda: DecayingMean(0.02, 1.0, 20))
+    guard: SpeculationGuard = field(default_factory=SpeculationGuard)
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,6 +185,8 @@ class SpeculationPolicy:
             waits = depth < max_depth
             expects = self._waiting(max_depth, depth, is_running=is_running) if waits else self._now(stock)
             return RoundPlan(self.max_wait_s if waits else 0.0, max_depth, max_depth, expects=expects)
+        if not self._statistics.guard.allows:
+            return RoundPlan(expects=self._now(stock))
         shortest = min(max(depth + 1, min_depth), max_depth)
         # While the draft runs whether or not the round waits, a change of plan costs nothing.
         margin = 1.0 if runs_ahead else _MARGIN if self._plain_rounds == 0 else 1 / _MARGIN

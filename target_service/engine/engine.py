@@ -90,6 +90,7 @@ class Engine:
             model,
             self._scheduler,
             self._times,
+            statistics.guard,
             self.requests,
             features,
             self._restoring,

@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from outrider.control.guard import SpeculationGuard
 from outrider.control.pass_times import PassTimes
 from outrider.lm.model import LanguageModel
 from outrider.serving.unexpected import UnexpectedErrors
@@ -32,6 +33,7 @@ class Passes:
         model: the target.
         scheduler: makes their shares.
         times: of the passes; each is observed.
+        guard: compares the rates with speculation and without.
         requests: those that are open.
         features: sends the features that drafts request.
         restoring: writes the pages that passes complete; None where nothing is written.
@@ -51,6 +53,7 @@ class Passes:
         model: LanguageModel,
         scheduler: Scheduler,
         times: PassTimes,
+        guard: SpeculationGuard,
         requests: Requests,
         features: FeatureSender,
         restoring: Restoring | None,
@@ -60,6 +63,7 @@ class Passes:
         self._model = model
         self._scheduler = scheduler
         self._times = times
+        self._guard = guard
         self._requests = requests
         self._features = features
         self._restoring = restoring
@@ -87,17 +91,25 @@ class Passes:
         self.on_pass(duration_s)
         self.host.apply_gentle()
         judged = [(share, logits) for share, logits in zip(shares, outputs, strict=True) if share.step.wants_logits]
+        num_tokens = 0
         for share, result in self._judge(judged):
+            num_tokens += len(result.token_ids)
             try:
                 self._conclude(share, result, duration_s, expected_s)
             except Exception as error:
                 self.host.fail_request(share.request, error)
+        self._observe_rate(shares, num_tokens)
         for share in shares:
             if not share.step.wants_logits:
                 self._go_on(share.request)
         for stream in dict.fromkeys(share.request.handle.stream for share in shares):
             stream.flush()
         self._write_behind()
+
+    def _observe_rate(self, shares: Sequence[Share], num_tokens: int) -> None:
+        can_speculate = any(share.request.speculation.terms.num_speculative_tokens for share in shares)
+        counts = can_speculate and not any(share.is_prefill for share in shares)
+        self._guard.observe(time.monotonic(), len(shares), num_tokens, counts=counts)
 
     def _divide(self, shares: list[Share], error: Exception) -> None:
         """Run the halves of a pass that failed; the session that fails alone ends alone."""

@@ -1,0 +1,116 @@
+"""Never slower than plain decoding: a target's rate with speculation and without it, compared by turns.
+
+A session's controller (`policy`) weighs what it can predict: passes, waits, the values of nodes. What it cannot is what
+drafts take from the target itself, where they share its cores, its memory or its device. So the whole is measured. Now
+and then all sessions of a target decode without drafts for a few passes, or, where speculation is off, with them; the
+output tokens a second decide which of both goes on. It is asked again the less often the more often it was confirmed.
+
+The rates depend on how many sessions decode: each power of two has its own.
+"""
+
+from dataclasses import dataclass, field
+from typing import Final
+
+_WORTH: Final = 0.98
+"""Speculation goes on above this ratio of the rates: what is measured as equal may pay once the text changes."""
+_SETTLE: Final = 2
+"""Passes after a change that do not count: proposals are on their way, or the first ones are."""
+_TURNS: Final = {True: 16, False: 8}
+"""Passes of a trial, with speculation and without: the tokens of plain passes vary less."""
+_FIRST: Final = {True: 48, False: 128}
+_MOST: Final = {True: 1024, False: 2048}
+"""Passes with speculation, and without, from one trial of the other to the next: at first, and at most."""
+_DECAY: Final = 0.985
+_MAX_RATIO: Final = 4.0
+"""A pass counts as at most so many times as long as the mean: a stall of the machine shows nothing."""
+
+
+@dataclass(slots=True)
+class _Rate:
+    """Tokens and seconds of passes, in which old ones decay."""
+
+    tokens: float = 0.0
+    seconds: float = 0.0
+    num: float = 0.0
+
+    def add(self, tokens: int, seconds: float) -> None:
+        if self.num > 0:
+            seconds = min(seconds, _MAX_RATIO * self.seconds / self.num)
+        self.tokens = _DECAY * self.tokens + tokens
+        self.seconds = _DECAY * self.seconds + seconds
+        self.num = _DECAY * self.num + 1
+
+    @property
+    def value(self) -> float:
+        return self.tokens / self.seconds if self.seconds > 0 else 0.0
+
+
+@dataclass(slots=True)
+class _Case:
+    """What is known for a number of sessions.
+
+    Attributes:
+        speculates: what goes on but for trials.
+        is_trial: whether the other is being tried.
+        num_passes: since that changed.
+        interval: passes until the next trial.
+        rates: with speculation (True) and without.
+    """
+
+    speculates: bool = True
+    is_trial: bool = False
+    num_passes: int = 0
+    interval: int = _FIRST[True]
+    rates: dict[bool, _Rate] = field(default_factory=lambda: {True: _Rate(), False: _Rate()})
+
+    @property
+    def allows(self) -> bool:
+        return self.speculates is not self.is_trial
+
+    def observe(self, num_tokens: int, seconds: float) -> None:
+        self.num_passes += 1
+        if self.num_passes > _SETTLE:
+            self.rates[self.allows].add(num_tokens, seconds)
+        if not self.is_trial and self.num_passes >= self.interval:
+            self.is_trial, self.num_passes = True, 0
+            self.rates[self.allows] = _Rate()
+        elif self.is_trial and self.num_passes >= _SETTLE + _TURNS[self.allows]:
+            self._decide()
+
+    def _decide(self) -> None:
+        before = self.speculates
+        self.speculates = self.rates[True].value >= _WORTH * self.rates[False].value
+        same = self.speculates is before
+        self.interval = min(2 * self.interval, _MOST[before]) if same else _FIRST[self.speculates]
+        self.is_trial, self.num_passes = False, 0
+
+
+class SpeculationGuard:
+    """Decides for all sessions of a target whether they speculate; see the module."""
+
+    def __init__(self) -> None:
+        self._cases: dict[int, _Case] = {}
+        self._case = self._cases.setdefault(1, _Case())
+        self._last_s: float | None = None
+
+    @property
+    def allows(self) -> bool:
+        """Whether sessions may have drafts now."""
+        return self._case.allows
+
+    def observe(self, now: float, num_sessions: int, num_tokens: int, *, counts: bool) -> None:
+        """Observe a pass.
+
+        Args:
+            now: monotonic time of its end, in seconds.
+            num_sessions: that took part in it.
+            num_tokens: that it output.
+            counts: whether it shows a rate: sessions could speculate, and no prompt took part.
+        """
+        last_s, self._last_s = self._last_s, now if counts else None
+        if not counts:
+            return
+        case = self._cases.setdefault(num_sessions.bit_length(), _Case())
+        if last_s is not None and case is self._case:
+            case.observe(num_tokens, now - last_s)
+        self._case = case

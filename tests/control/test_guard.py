@@ -1,0 +1,92 @@
+"""A target that is slower with drafts than without goes on without them, and finds out when that changes."""
+
+import random
+
+import pytest
+
+from outrider.control.guard import SpeculationGuard
+
+
+class Worker:
+    """A target whose passes take a given time; with drafts they output more tokens, and may take longer."""
+
+    def __init__(self, num_sessions: int = 8, seed: int = 0) -> None:
+        self.guard = SpeculationGuard()
+        self.now = 0.0
+        self.num_sessions = num_sessions
+        self._random = random.Random(seed)
+
+    def run(self, num_passes: int, *, slowdown: float, accepted: float, noise: float = 0.1) -> tuple[float, float]:
+        """Runs passes; returns tokens a second over those of plain decoding, and the share with drafts."""
+        started, tokens, speculating = self.now, 0, 0
+        for _ in range(num_passes):
+            allows = self.guard.allows
+            speculating += allows
+            pass_s = 0.02 * (slowdown if allows else 1.0) * self._random.uniform(1 - noise, 1 + noise)
+            more = sum(self._random.random() < accepted for _ in range(self.num_sessions)) if allows else 0
+            self.now += pass_s
+            tokens += self.num_sessions + more
+            self.guard.observe(self.now, self.num_sessions, self.num_sessions + more, counts=True)
+        return tokens / (self.now - started) / (self.num_sessions / 0.02), speculating / num_passes
+
+
+@pytest.mark.parametrize("num_sessions", [1, 2, 4, 8, 16, 32])
+@pytest.mark.parametrize(("slowdown", "accepted"), [(1.5, 0.1), (1.3, 0.0), (1.1, 0.0)])
+def test_drafts_that_cost_more_than_they_bring_cost_nearly_nothing(
+    num_sessions: int, slowdown: float, accepted: float
+) -> None:
+    worker = Worker(num_sessions)
+    worker.run(500, slowdown=slowdown, accepted=accepted)
+    rate, _ = worker.run(4000, slowdown=slowdown, accepted=accepted)
+    assert rate > 0.98
+
+
+@pytest.mark.parametrize("num_sessions", [1, 4, 32])
+def test_drafts_that_pay_go_on_but_for_one_pass_in_a_hundred(num_sessions: int) -> None:
+    worker = Worker(num_sessions)
+    worker.run(500, slowdown=1.1, accepted=0.6)
+    rate, share = worker.run(4000, slowdown=1.1, accepted=0.6)
+    assert share > 0.97 and rate > 0.98 * 1.6 / 1.1
+
+
+def test_a_change_is_noticed_both_ways() -> None:
+    worker = Worker()
+    worker.run(600, slowdown=1.5, accepted=0.1)
+    # No later than after the longest interval without speculation, and a trial.
+    worker.run(2100, slowdown=1.1, accepted=0.8)
+    assert worker.run(1000, slowdown=1.1, accepted=0.8)[1] > 0.95
+    worker.run(1100, slowdown=1.5, accepted=0.1)
+    assert worker.run(1000, slowdown=1.5, accepted=0.1)[1] < 0.2
+
+
+def test_each_number_of_sessions_has_its_own_answer() -> None:
+    worker = Worker(16)
+    worker.run(600, slowdown=1.5, accepted=0.1)
+    assert not worker.guard.allows
+    worker.num_sessions = 1
+    worker.run(2, slowdown=1.0, accepted=0.8)
+    assert worker.guard.allows
+    worker.num_sessions = 33
+    worker.run(2, slowdown=1.5, accepted=0.1)
+    assert worker.guard.allows  # never seen
+    worker.num_sessions = 31
+    worker.run(2, slowdown=1.5, accepted=0.1)
+    assert not worker.guard.allows
+
+
+def test_a_stall_of_the_machine_decides_nothing() -> None:
+    worker = Worker(4)
+    worker.run(47, slowdown=1.1, accepted=0.6)
+    worker.now += 30
+    worker.run(400, slowdown=1.1, accepted=0.6)
+    assert worker.run(500, slowdown=1.1, accepted=0.6)[1] > 0.9
+
+
+def test_passes_with_prompts_and_pauses_between_requests_show_no_rate() -> None:
+    worker = Worker(1)
+    for _ in range(2000):
+        worker.now += 5.0
+        worker.guard.observe(worker.now, 1, 1, counts=False)
+        worker.now += 0.02
+        worker.guard.observe(worker.now, 1, 1, counts=True)
+    assert worker.guard.allows
