@@ -1,5 +1,6 @@
 """A draft that `outrider distill` made, behind the real services: it guesses well, and changes nothing."""
 
+import asyncio
 import json
 import shutil
 from collections.abc import AsyncIterator
@@ -115,9 +116,15 @@ NUM_FEATURES = {MethodKind.LAYERS: 0, MethodKind.EAGLE3: 3, MethodKind.BLOCK: 3,
 
 @pytest.fixture(scope="module")
 async def client(method: MethodKind, target: Path, folder: Path) -> AsyncIterator[OutriderClient]:
-    options = StackOptions(
+    async with LocalStack(_options(method, target, folder, "service")) as stack, stack.client() as client:
+        await until_all_in_rotation(stack)
+        yield client
+
+
+def _options(method: MethodKind, target: Path, folder: Path, place: str) -> StackOptions:
+    return StackOptions(
         model=str(target),
-        drafts=(DraftOptions(drafter=DRAFTERS[method], model=str(folder)),),
+        drafts=(DraftOptions(drafter=DRAFTERS[method], model=str(folder), at=place),),
         target_threads=1,
         target_environment={"OUTRIDER_ADAPTIVE_SPECULATION": "false", "OUTRIDER_COMPILE": "false"},
         orchestrator_environment={
@@ -125,9 +132,6 @@ async def client(method: MethodKind, target: Path, folder: Path) -> AsyncIterato
             "OUTRIDER_NUM_SPECULATIVE_TOKENS": "3",
         },
     )
-    async with LocalStack(options) as stack, stack.client() as client:
-        await until_all_in_rotation(stack)
-        yield client
 
 
 async def until_drafted(client: OutriderClient, request: GenerationRequest) -> Generation:
@@ -179,6 +183,35 @@ async def test_rejection_is_served_from_the_tokens_that_they_can_say(
     generation = await until_drafted(client, request)
     assert generation.statistics.acceptance_rate > 0.1
     assert (await client.complete(request)).token_ids == generation.token_ids
+
+
+async def test_within_the_target_they_change_nothing_and_nothing_crosses_the_network(
+    method: MethodKind, target: Path, folder: Path
+) -> None:
+    async with LocalStack(_options(method, target, folder, "target")) as stack, stack.client() as client:
+        await until_all_in_rotation(stack)
+        for temperature, max_nodes, rule in (
+            (0.0, 0, AcceptanceRule.COUPLED),
+            (1.0, 3, AcceptanceRule.COUPLED),
+            (1.0, 10, AcceptanceRule.COUPLED),
+            (1.0, 8, AcceptanceRule.REJECTION),
+        ):
+            speculation = Speculation(acceptance_rule=rule, max_nodes=max_nodes)
+            asked = [_asking(prompt, speculation, temperature=temperature, max_tokens=60) for prompt in PROMPTS]
+            drafted = await asyncio.gather(*map(client.complete, asked))
+            again = await asyncio.gather(*map(client.complete, asked))
+            assert [one.token_ids for one in again] == [one.token_ids for one in drafted]
+            for prompt, generation in zip(PROMPTS, drafted, strict=True):
+                assert generation.statistics.acceptance_rate > 0.1
+                assert generation.statistics.feature_bytes == 0
+                if rule is AcceptanceRule.COUPLED:
+                    plain = Speculation(disabled=True)
+                    alone = _asking(prompt, plain, temperature=temperature, max_tokens=60)
+                    assert (await client.complete(alone)).token_ids == generation.token_ids
+        # A conversation goes on with the columns of its first turn.
+        first = await client.complete(_asking(PROMPTS[0], Speculation(), max_tokens=30))
+        second = await client.complete(_asking(PROMPTS[1], Speculation(), max_tokens=30, session_id=first.session_id))
+        assert second.statistics.acceptance_rate > 0.1
 
 
 async def test_a_conversation_goes_on_with_features_of_what_is_new(client: OutriderClient, method: MethodKind) -> None:
