@@ -201,6 +201,7 @@ class RequestStatistics:
         self._queue_time_s = 0.0
         self._num_expected_tokens = 0
         self._expected_time_s = 0.0
+        self._drafter = ("", "")
 
     def record_verdict(self, verdict: target_pb2.Verdict, num_tokens: int) -> None:
         """Count a pass, of whose tokens `num_tokens` belong to the output."""
@@ -228,6 +229,10 @@ class RequestStatistics:
         if self._num_cached_prompt_tokens is None:
             self._num_cached_prompt_tokens = num_tokens
 
+    def record_drafter(self, drafter: str, place: str) -> None:
+        """Record which drafter proposes, and where it runs."""
+        self._drafter = drafter, place
+
     def record_features(self, num_bytes: int) -> None:
         """Count features that a target sent for the draft."""
         self._feature_bytes += num_bytes
@@ -242,7 +247,10 @@ class RequestStatistics:
         first_token_s = self._first_token_s or 0.0
         statistics = self._statistics
         num_later = statistics.num_output_tokens - 1
+        drafter, draft_at = self._drafter
         return generation_pb2.GenerationStatistics(
+            drafter=drafter,
+            draft_at=draft_at,
             num_drafts=statistics.num_drafts,
             num_draft_tokens=statistics.num_draft_tokens,
             num_accepted_tokens=statistics.num_accepted_tokens,

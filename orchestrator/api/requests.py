@@ -6,6 +6,7 @@ import secrets
 from dataclasses import dataclass
 from typing import Final
 
+from orchestrator.generation.placement import PLACES
 from orchestrator.settings import OrchestratorSettings
 from orchestrator.store.record import derived_session_id, is_derived
 from outrider import wire
@@ -95,6 +96,8 @@ def _speculation(
         raise InvalidArgument(
             f"drafter is {speculation.drafter!r}, must be one of {', '.join(DRAFTERS[1:])}", "drafter"
         )
+    if speculation.draft_at not in ("", *PLACES):
+        raise InvalidArgument(f"draft_at is {speculation.draft_at!r}, must be one of {', '.join(PLACES)}", "draft_at")
     num = speculation.num_speculative_tokens or settings.num_speculative_tokens
     if speculation.draft_min > num:
         raise InvalidArgument(f"draft_min is {speculation.draft_min}, rounds verify at most {num}", "draft_min")
@@ -106,6 +109,7 @@ def _speculation(
     return SpeculationChoice(
         num_speculative_tokens=0 if speculation.disabled else num,
         drafter=speculation.drafter,
+        draft_at=speculation.draft_at,
         max_nodes=speculation.max_nodes,
         lookahead=lookahead,
         draft_min=speculation.draft_min,

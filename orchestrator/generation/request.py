@@ -1,11 +1,12 @@
 """A running request: its session, lease and tokens, and the messages that open it on workers."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Final
 
 from opentelemetry.trace import Span
 
+from orchestrator.generation.placement import Placement
 from orchestrator.metrics import OrchestratorMetrics
 from orchestrator.settings import OrchestratorSettings
 from orchestrator.store.record import SessionRecord
@@ -37,6 +38,7 @@ class Services:
         settings: of the process.
         metrics: of the process.
         window: maximum number of uncommitted tokens of a session at the target, at least 1.
+        placement: where requests draft.
     """
 
     store: SessionStore
@@ -44,6 +46,7 @@ class Services:
     settings: OrchestratorSettings
     metrics: OrchestratorMetrics
     window: int = _WINDOW
+    placement: Placement = field(default_factory=Placement)
 
 
 class SessionTokens:

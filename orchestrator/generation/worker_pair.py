@@ -7,6 +7,7 @@ import time
 from collections.abc import Sequence
 from typing import Final
 
+from orchestrator.generation.placement import SERVICE, TARGET
 from orchestrator.generation.request import PREDICTING_DRAFTER, RunningRequest, Services
 from orchestrator.generation.target_losses import TargetLosses
 from orchestrator.metrics import RequestStatistics
@@ -75,6 +76,11 @@ class WorkerPair:
         self._draft_retry_at = 0.0
         self._draft_has_proposed = False
         self._is_closed = False
+        self._placement = services.placement
+        self._place = SERVICE
+        self._compares = False
+        self._rounds_s = 0.0
+        self._num_round_tokens = 0
 
     @property
     def replica(self) -> str:
@@ -133,6 +139,8 @@ class WorkerPair:
     def close(self, committed_len: int) -> None:
         """Close the sessions on both workers."""
         self._is_closed = True
+        if self._compares and self._target is not None:
+            self._placement.observe(self._target.link.address, self._place, self._rounds_s, self._num_round_tokens)
         if self._draft is not None:
             self._draft.close()
         if self._target is not None:
@@ -151,6 +159,7 @@ class WorkerPair:
             return
         self._failing_since = None
         self._failed_targets.clear()
+        self._observe_round(verdict)
         self._tokens.append(list(verdict.token_ids))
         self._verdicts.append(verdict)
         if verdict.num_recomputed_tokens:
@@ -159,6 +168,17 @@ class WorkerPair:
             known = self._tokens.since(self._draft.known_len)
             self._draft.advance(known, verdict.num_speculative_tokens, verdict.lookahead)
         self.arrived.set()
+
+    def _observe_round(self, verdict: target_pb2.Verdict) -> None:
+        """Count a round for the place where it drafted, but for the first, which runs the prompt."""
+        if self._num_round_tokens or verdict.wait_time_s > 0:
+            self._rounds_s += verdict.model_time_s + verdict.wait_time_s
+        self._num_round_tokens += len(verdict.token_ids)
+        if verdict.num_proposed_nodes:
+            own = self._target.link.info if self._target_drafts and self._target else None
+            other = self._draft.link.info if self._draft else None
+            if (info := own or other) is not None:
+                self._statistics.record_drafter(info.drafter, TARGET if own else SERVICE)
 
     def _on_target_error(self, error: OutriderError) -> None:
         self._target_error = error
@@ -208,6 +228,9 @@ class WorkerPair:
         )
         self._draft = None
         self._draft_retry_at = time.monotonic() + self._settings.draft_retry_s
+        if self._compares:
+            # The target drafts on for itself, and what this request shows is no place's alone.
+            self._place, self._compares = TARGET, False
         if isinstance(error, _OWN):
             # Every other draft would fail too; and since the draft has not failed, other requests keep using it.
             self._draft_retry_at = math.inf
@@ -239,6 +262,7 @@ class WorkerPair:
             self._tokens.read_from,
         )
         self._target, self._target_error, self._opened_len = target, None, self._tokens.end
+        self._choose_place(link)
         layers = self._draft.feature_layers if self._draft else ()
         drafter = link.info.drafter if link.info and self._target_drafts else ""
         try:
@@ -293,11 +317,31 @@ class WorkerPair:
             draft_p_min=choice.draft_p_min,
         )
 
+    def _choose_place(self, link: WorkerLink) -> None:
+        """Choose where to draft beside a target: where the request says, else where it can, or where it is better."""
+        choice, has_own = self._request.choice, self._has_fitting_drafter(link)
+        self._rounds_s, self._num_round_tokens, self._compares = 0.0, 0, False
+        if not has_own or choice.draft_at == SERVICE:
+            self._place = SERVICE
+        elif choice.draft_at == TARGET or self._free_draft() is None:
+            self._place = TARGET
+        elif self._request.prediction is not None and not choice.drafter:
+            self._place = SERVICE if link.info is None or link.info.drafter != PREDICTING_DRAFTER else TARGET
+        else:
+            self._place, self._compares = self._placement.choose(link.address), True
+        if self._place == TARGET and self._draft is not None:
+            self._draft.close()
+            self._draft = None
+
+    def _has_fitting_drafter(self, link: WorkerLink) -> bool:
+        """Whether a target can draft for itself, with a drafter that the request accepts."""
+        drafter = link.info.drafter if link.info is not None else ""
+        return bool(drafter) and self._request.choice.drafter in ("", drafter)
+
     @property
     def _target_drafts(self) -> bool:
-        """Whether the target drafts for itself, with a drafter that the request accepts."""
-        info = self._target.link.info if self._target else None
-        return info is not None and bool(info.drafter) and self._request.choice.drafter in ("", info.drafter)
+        """Whether the target drafts for itself."""
+        return self._target is not None and self._place == TARGET and self._has_fitting_drafter(self._target.link)
 
     def _free_draft(self) -> WorkerLink | None:
         """Return a draft for the request: one that uses its prediction, where it has one and names no other drafter."""
@@ -313,7 +357,7 @@ class WorkerPair:
     def _attach_draft(self, committed_len: int) -> None:
         """Open the session on a draft, where the request needs one and one is in rotation; without waiting."""
         choice = self._request.choice
-        if not choice.num_speculative_tokens or self._draft or self._target_drafts:
+        if not choice.num_speculative_tokens or self._draft or self._place == TARGET:
             return
         if time.monotonic() < self._draft_retry_at:
             return

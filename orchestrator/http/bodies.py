@@ -40,6 +40,7 @@ class SpeculationOptions(Body):
     num_speculative_tokens: Count | None = None
     acceptance_rule: Literal["coupled", "rejection", "engine"] | None = None
     drafter: str | None = None
+    draft_at: Literal["service", "target"] | None = None
     max_nodes: Count | None = None
     lookahead: Count | None = None
     draft_min: Count | None = None

@@ -27,6 +27,7 @@ _SPECULATION: Final = (
     "disabled",
     "num_speculative_tokens",
     "drafter",
+    "draft_at",
     "max_nodes",
     "lookahead",
     "draft_min",

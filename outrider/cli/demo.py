@@ -2,7 +2,8 @@
 
 import asyncio
 import sys
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from statistics import median
 
 import click
@@ -20,7 +21,7 @@ from outrider.client.client import OutriderClient
 from outrider.client.events import Generation
 from outrider.client.request import GenerationRequest, Message, Speculation
 from outrider.errors import OutriderError
-from outrider.local.stack_options import DraftOptions
+from outrider.local.stack_options import HEADS, LOOKUPS, DraftOptions
 from outrider.parameters import SamplingParameters
 
 _REPEATS = 3
@@ -33,8 +34,6 @@ The outrider rode ahead of the carriage to look at the road. Where the road was 
 at full speed. Where the road was bad he came back, and the carriage took its own way. So the carriage never went where
 it would not have gone without him, and it came home long before the others.
 """
-_PROMPTS = {"a question": (_PLAIN, "eagle3"), "a copy": (_COPY, "ngram")}
-"""Prompts by name, each with the drafter that suits it best."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,9 +41,10 @@ class Comparison:
     """One prompt with speculation and without; tokens per second are medians over interleaved runs."""
 
     name: str
-    drafter: str
-    speculative: list[Generation]
-    plain: list[Generation]
+    prompt: str
+    draft: DraftOptions
+    speculative: list[Generation] = field(default_factory=list)
+    plain: list[Generation] = field(default_factory=list)
 
     @property
     def is_equal(self) -> bool:
@@ -72,27 +72,28 @@ def demo(max_tokens: int, **values: object) -> None:
     difference ends the command with an error.
     """
     options = take_stack({"drafter": None, **values})
-    if [draft.drafter for draft in options.drafts] == ["eagle3"]:
+    if options.drafts and options.drafts[0].drafter in HEADS:
         options = replace(options, drafts=(*options.drafts, DraftOptions("ngram")))
-    drafters = [draft.drafter for draft in options.drafts]
     parameters = SamplingParameters(temperature=0, max_tokens=max_tokens)
 
     async def run() -> list[Comparison]:
         click.echo("starting Valkey, a target, drafts and an orchestrator on this machine", err=True)
         async with started(options) as stack, stack.client() as client:
             await _answer(client, parameters)
-            return [
-                await _compare(
-                    client, Comparison(name, best if best in drafters else drafters[0], [], []), prompt, parameters
-                )
-                for name, (prompt, best) in _PROMPTS.items()
-            ]
+            return [await _compare(client, comparison, parameters) for comparison in _planned(options.drafts)]
 
     comparisons = asyncio.run(run())
     Console().print(_table(comparisons))
     _print_next_steps()
     if different := [comparison.name for comparison in comparisons if not comparison.is_equal]:
         raise OutriderError(f"speculation changed the text of: {', '.join(different)}")
+
+
+def _planned(drafts: Sequence[DraftOptions]) -> list[Comparison]:
+    """Return what to compare: a question at each place where a head drafts, a copy with prompt lookup where it runs."""
+    heads = [draft for draft in drafts if draft.drafter in HEADS] or list(drafts[:1]) or [DraftOptions()]
+    copying = next((draft for draft in drafts if draft.drafter in LOOKUPS), heads[0])
+    return [*(Comparison("a question", _PLAIN, draft) for draft in heads), Comparison("a copy", _COPY, copying)]
 
 
 def _print_next_steps() -> None:
@@ -109,16 +110,15 @@ async def _answer(client: OutriderClient, parameters: SamplingParameters) -> Non
     click.echo()
 
 
-async def _compare(
-    client: OutriderClient, comparison: Comparison, prompt: str, parameters: SamplingParameters
-) -> Comparison:
+async def _compare(client: OutriderClient, comparison: Comparison, parameters: SamplingParameters) -> Comparison:
+    draft = comparison.draft
     # Interleaved, so that whatever else the machine does falls on both.
     for _ in range(_REPEATS):
         for runs, speculation in (
-            (comparison.speculative, Speculation(drafter=comparison.drafter)),
+            (comparison.speculative, Speculation(drafter=draft.drafter, draft_at=draft.at)),
             (comparison.plain, Speculation(disabled=True)),
         ):
-            runs.append(await client.complete(_request(prompt, parameters, speculation)))
+            runs.append(await client.complete(_request(comparison.prompt, parameters, speculation)))
     return comparison
 
 
@@ -138,7 +138,8 @@ def _figures(comparison: Comparison) -> dict[str, str]:
     statistics = comparison.speculative[0].statistics
     speculative, plain = _speed(comparison.speculative), _speed(comparison.plain)
     return {
-        "drafter": comparison.drafter,
+        "drafter": comparison.draft.drafter,
+        "draft at": comparison.draft.at,
         "tokens": str(len(comparison.speculative[0].token_ids)),
         "acceptance rate": f"{statistics.acceptance_rate:.0%}",
         "mean acceptance length": f"{statistics.mean_acceptance_length:.2f}",

@@ -9,7 +9,7 @@ import click
 from outrider.client.addresses import checked_addresses
 from outrider.client.request import Speculation
 from outrider.errors import InvalidArgument
-from outrider.local.stack_options import DRAFTERS
+from outrider.local.stack_options import DRAFTERS, PLACES
 from outrider.parameters import AcceptanceRule, SamplingParameters
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -96,6 +96,13 @@ drafter_option = click.option(
     help="Which drafter to use; a local stack starts this one. [default: any; in a local stack one that fits]",
 )
 
+draft_at_option = click.option(
+    "--draft-at",
+    type=click.Choice(PLACES),
+    help="Where the draft runs: in a service of its own, or within the target's process. [default: where it is "
+    "measured to be faster; a local stack starts a head at both]",
+)
+
 speculation_options = stacked(
     click.option(
         "--num-speculative-tokens",
@@ -134,6 +141,7 @@ speculation_options = stacked(
         help="Nodes of a proposal tree, at most; K make it a chain. [default: the draft's]",
     ),
     drafter_option,
+    draft_at_option,
     click.option(
         "--acceptance-rule",
         type=click.Choice(_RULES),
@@ -220,7 +228,7 @@ def _is_given(value: object) -> bool:
 
 
 def take_speculation(values: dict[str, Any]) -> Speculation:
-    """Take the options of `speculation_options` out of `values`; leave the drafter there for `take_stack`."""
+    """Take the options of `speculation_options` out of `values`; leave the drafter and its place for `take_stack`."""
     rule, drafter = values.pop("acceptance_rule"), values["drafter"]
     if values.pop("no_speculation"):
         values["drafter"] = drafter = NO_DRAFTER
@@ -233,6 +241,7 @@ def take_speculation(values: dict[str, Any]) -> Speculation:
         draft_p_min=values.pop("draft_p_min"),
         acceptance_rule=AcceptanceRule(rule) if rule else None,
         drafter="" if drafter in (None, NO_DRAFTER) else drafter,
+        draft_at=values["draft_at"] or "",
         # For the line that shows how much of a long prompt was read.
         report=True,
     )

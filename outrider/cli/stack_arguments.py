@@ -4,6 +4,7 @@ import json
 import os
 import re
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from typing import Any, Final
 
 import click
@@ -11,7 +12,17 @@ from click.core import ParameterSource
 
 from outrider.cli.options import NO_DRAFTER, F, stacked
 from outrider.errors import InvalidArgument
-from outrider.local.stack_options import EMBEDDED, LOOKUPS, MODEL_DRAFTERS, DraftOptions, StackOptions, fitting_drafter
+from outrider.local.stack_options import (
+    EMBEDDED,
+    HEADS,
+    LOOKUPS,
+    MODEL_DRAFTERS,
+    SERVICE,
+    TARGET,
+    DraftOptions,
+    StackOptions,
+    fitting_drafter,
+)
 
 _UNITS: Final = {"": 1, "kib": 1 << 10, "mib": 1 << 20, "gib": 1 << 30, "tib": 1 << 40}
 _UNITS_OF_TEN: Final = {"kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
@@ -182,7 +193,7 @@ _OF_A_STACK: Final = frozenset((*_PASSED, "draft_model", "num_layers"))
 
 
 def take_stack(values: dict[str, Any]) -> StackOptions:
-    """Take the options of `stack_options`, and the drafter, out of `values`.
+    """Take the options of `stack_options`, the drafter and its place out of `values`.
 
     Raises:
         InvalidArgument: a value is wrong.
@@ -200,7 +211,14 @@ def take_stack(values: dict[str, Any]) -> StackOptions:
     if values["draft_device"] and drafter in (*LOOKUPS, NO_DRAFTER):
         raise InvalidArgument(f"draft_device goes with a drafter that has a model, not {drafter}", "draft_device")
     layers = {} if num_layers is None else {"num_layers": num_layers}
-    drafts = () if drafter == NO_DRAFTER else (DraftOptions(drafter, draft_model, **layers),)
+    draft_at = values.pop("draft_at", None)
+    if draft_at == TARGET and (drafter == NO_DRAFTER or values["draft_device"]):
+        raise InvalidArgument("a draft within the target has no device of its own, and is a draft", "draft_at")
+    draft = None if drafter == NO_DRAFTER else DraftOptions(drafter, draft_model, **layers, at=draft_at or SERVICE)
+    drafts: tuple[DraftOptions, ...] = () if draft is None else (draft,)
+    if draft is not None and draft_at is None and drafter in HEADS and not values["draft_device"]:
+        # On one device the target is a good place too: which one is better is measured.
+        drafts = (draft, replace(draft, at=TARGET))
     passed = {name: value for name in _PASSED if (value := values.pop(name)) is not None}
     return StackOptions(drafts=drafts, **passed | {"quantization": _quantization(passed["quantization"])})
 

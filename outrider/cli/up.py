@@ -11,7 +11,7 @@ import click
 from outrider.cli.connection import started
 from outrider.cli.examples import ExampleCommand
 from outrider.cli.next_steps import grpc_lines, http_lines, served_name
-from outrider.cli.options import drafter_option
+from outrider.cli.options import draft_at_option, drafter_option
 from outrider.cli.stack_arguments import stack_options, take_stack, variable_option
 from outrider.errors import Unavailable
 from outrider.local.process import ServiceProcess
@@ -40,6 +40,7 @@ def _names(context: click.Context, parameter: click.Parameter, values: tuple[str
     ),
 )
 @drafter_option
+@draft_at_option
 @stack_options
 @click.option("--num-targets", type=click.IntRange(1), default=1, show_default=True, help="Target processes.")
 @click.option("--num-drafts", type=click.IntRange(1), default=1, show_default=True, help="Draft processes.")

@@ -33,6 +33,8 @@ class Speculation:
         num_speculative_tokens: tokens drafted per round, at most; 0 takes the service's default.
         acceptance_rule: the rule that verifies proposals; None takes the service's default.
         drafter: model, ngram, suffix, layers, eagle3, block or medusa, where several are deployed; empty takes any.
+        draft_at: where the draft runs: `service` or `target`, within the target's process; empty for where it is
+            measured to be worth more.
         max_nodes: nodes of a proposal, all its branches together, at most; 0 leaves it to the draft.
         lookahead: nodes that the draft may propose ahead of the target's verdicts, at most; 0 has it wait for
             each verdict, None takes the service's default.
@@ -45,6 +47,7 @@ class Speculation:
     num_speculative_tokens: int = 0
     acceptance_rule: AcceptanceRule | None = None
     drafter: str = ""
+    draft_at: str = ""
     max_nodes: int = 0
     lookahead: int | None = None
     draft_min: int = 0
@@ -57,6 +60,7 @@ class Speculation:
             disabled=self.disabled,
             num_speculative_tokens=checked_uint32("num_speculative_tokens", self.num_speculative_tokens),
             drafter=self.drafter,
+            draft_at=self.draft_at,
             max_nodes=checked_uint32("max_nodes", self.max_nodes),
             lookahead=(None if self.lookahead is None else checked_uint32("lookahead", self.lookahead)),
             draft_min=checked_uint32("draft_min", self.draft_min),

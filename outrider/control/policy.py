@@ -69,6 +69,7 @@ class WorkerStatistics:
         times: the times of passes and rounds.
         rates: the values of nodes.
         answers: the times of drafts' answers.
+        own_answers: those of the draft within the target's process.
         prediction_ratio: accepted tokens for each that a main line was expected to yield.
         guard: whether sessions speculate at all.
     """
@@ -76,6 +77,7 @@ class WorkerStatistics:
     times: PassTimes = field(default_factory=PassTimes)
     rates: AcceptanceRates = field(default_factory=lambda: AcceptanceRates(decay=_DECAY, prior_weight=_PRIOR_WEIGHT))
     answers: AnswerTimes = field(default_factory=AnswerTimes)
+    own_answers: AnswerTimes = field(default_factory=AnswerTimes)
     prediction_ratio: DecayingMean = field(default_factory=lambda: DecayingMean(0.02, 1.0, 20))
     guard: SpeculationGuard = field(default_factory=SpeculationGuard)
 
@@ -137,11 +139,15 @@ class SpeculationPolicy:
         max_wait_s: longest wait; 0 where no proposal will arrive.
         statistics: of all sessions of the target; the session adds to them.
         adapts: whether to stop waiting where that does not pay; without it every round waits.
+        drafts_here: whether the target drafts itself, which it does for rounds that wait.
     """
 
-    def __init__(self, max_wait_s: float, statistics: WorkerStatistics, *, adapts: bool = True) -> None:
+    def __init__(
+        self, max_wait_s: float, statistics: WorkerStatistics, *, adapts: bool = True, drafts_here: bool = False
+    ) -> None:
         self.max_wait_s = max_wait_s
-        self.draft = DraftTimes(statistics.answers)
+        self._drafts_here = drafts_here
+        self.draft = DraftTimes(statistics.own_answers if drafts_here else statistics.answers)
         self.rates = AcceptanceRates(statistics.rates)
         self._statistics = statistics
         self._times = statistics.times
@@ -165,7 +171,6 @@ class SpeculationPolicy:
         min_depth: int = 0,
         runs_ahead: bool = False,
         is_answering: bool = False,
-        drafts_here: bool = False,
     ) -> RoundPlan:
         """Return the plan of the next round, or, called again within a round, of the rest of it.
 
@@ -176,7 +181,6 @@ class SpeculationPolicy:
             min_depth: shortest main line that may be waited for.
             runs_ahead: whether the draft goes on without waiting for verdicts.
             is_answering: whether its answer to the last verdict has begun to arrive.
-            drafts_here: whether the target drafts itself, which it does for rounds that wait.
         """
         if self.max_wait_s <= 0 or max_depth <= 0:
             return RoundPlan(expects=self._now([]))
@@ -200,7 +204,7 @@ class SpeculationPolicy:
         elif self._plain_rounds >= self._retry_rounds:
             self._retry_rounds = min(2 * self._retry_rounds, _MAX_RETRY_ROUNDS)
             goal = max_depth
-        elif drafts_here and self._is_trial:
+        elif self._drafts_here and self._is_trial:
             goal = shortest
         else:
             is_wanted, is_trial = runs_ahead and self._is_worth_drafting, self._is_trial
@@ -209,6 +213,12 @@ class SpeculationPolicy:
         expects = self._waiting(goal, depth, is_running=is_running)
         self._expected_wait_s = expects.wait_s if expects.is_known else None
         return RoundPlan(self._patience_s(), goal, goal, expects=expects)
+
+    def move(self, *, drafts_here: bool) -> None:
+        """Have proposals from elsewhere from now on, whose answers take other times."""
+        if drafts_here is not self._drafts_here:
+            self._drafts_here = drafts_here
+            self.draft = DraftTimes(self._statistics.own_answers if drafts_here else self._statistics.answers)
 
     def expect_whole(self, max_depth: int) -> Expectation:
         """Return the expectation of a round once a main line of the greatest length has arrived."""

@@ -19,9 +19,12 @@ MODEL_DRAFTERS: Final = ("model", "eagle3", "block", "medusa")
 """Drafters with a model or a head of their own."""
 LOOKUPS: Final = ("ngram", "suffix")
 """Drafters without a model."""
-PLACES: Final = ("service", "target")
+SERVICE: Final = "service"
+TARGET: Final = "target"
+PLACES: Final = (SERVICE, TARGET)
 """Where a draft runs: in processes of its own, or within the target's."""
-_HEADS: Final = ("eagle3", "block", "medusa")
+HEADS: Final = ("eagle3", "block", "medusa")
+"""Drafters over the target's features."""
 _PATH_STARTS: Final = ("/", "./", "../", "~")
 _MANIFEST: Final = "outrider_draft.json"
 _SPIN: Final = "GOMP_SPINCOUNT"
@@ -49,7 +52,7 @@ class DraftOptions:
     num_layers: int = 4
     num_replicas: int = 1
     num_threads: int = 1
-    at: str = "service"
+    at: str = SERVICE
     environment: Mapping[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -156,7 +159,7 @@ class StackOptions:
         _check_at_least("max_session_len", self.max_session_len, 0)
         _check_at_least("tensor_parallel", self.tensor_parallel, 1)
         check_folder(self.model, "model")
-        if sum(draft.at == "target" for draft in self.drafts) > 1:
+        if sum(draft.at == TARGET for draft in self.drafts) > 1:
             raise InvalidArgument("one kind of draft at most can run within the targets", "draft_at")
         check_address(self.address, "address", self.num_orchestrators)
         if self.http_address:
@@ -196,7 +199,7 @@ class StackOptions:
 
     def _drafter_within(self) -> dict[str, str]:
         """Return the settings of the drafter within the targets; none where there is none."""
-        draft = next((item for item in self.drafts if item.at == "target"), None)
+        draft = next((item for item in self.drafts if item.at == TARGET), None)
         if draft is None:
             return {}
         settings = {"OUTRIDER_COLOCATED_DRAFTER": draft.drafter}
@@ -209,7 +212,7 @@ class StackOptions:
     def draft_specs(self) -> Iterator[ProcessSpec]:
         """Yield how to start each draft."""
         numbers: Counter[str] = Counter()
-        for draft in (item for item in self.drafts if item.at == "service"):
+        for draft in (item for item in self.drafts if item.at == SERVICE):
             settings = {
                 "OUTRIDER_DRAFTER": draft.drafter,
                 "OUTRIDER_NUM_THREADS": str(draft.num_threads),
@@ -218,7 +221,7 @@ class StackOptions:
             if draft.drafter not in LOOKUPS:
                 placement = self._placement(self.draft_device or self.device)
                 settings |= {"OUTRIDER_MODEL": draft.model or self.model, **placement}
-            if draft.drafter in _HEADS and draft.model not in ("", EMBEDDED) and not _manifest(draft.model).is_file():
+            if draft.drafter in HEADS and draft.model not in ("", EMBEDDED) and not _manifest(draft.model).is_file():
                 # Published heads do not name the target that they were made for.
                 settings["OUTRIDER_TARGET"] = os.environ.get("OUTRIDER_TARGET", self.model)
             if draft.drafter == "layers":

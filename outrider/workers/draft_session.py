@@ -28,6 +28,7 @@ class SpeculationChoice:
     Attributes:
         num_speculative_tokens: longest main line of a round; 0 for plain decoding.
         drafter: required drafter; empty for any.
+        draft_at: required place of the draft, `service` or `target`; empty for any.
         max_nodes: of a proposal; 0 leaves it to the draft.
         lookahead: nodes that the draft may propose ahead of the text; 0 where it waits for verdicts.
         draft_min: shortest main line that is verified.
@@ -37,6 +38,7 @@ class SpeculationChoice:
 
     num_speculative_tokens: int
     drafter: str = ""
+    draft_at: str = ""
     max_nodes: int = 0
     lookahead: int = 0
     draft_min: int = 0

@@ -40,7 +40,7 @@ class Speculation:
         self.terms = terms
         self.num_proposed = 0
         self._times = statistics.times
-        self._policy = SpeculationPolicy(terms.max_wait_s, statistics, adapts=adapts)
+        self._policy = SpeculationPolicy(terms.max_wait_s, statistics, adapts=adapts, drafts_here=terms.own_draft)
         self._received = ReceivedTree(rule, self._policy.rates)
         self._is_late = False
         self._plan = RoundPlan()
@@ -86,6 +86,7 @@ class Speculation:
         """Speculate on other terms from now on; without a draft no round waits."""
         self.terms = terms
         self._policy.max_wait_s = terms.max_wait_s
+        self._policy.move(drafts_here=terms.own_draft)
         if terms.num_speculative_tokens == 0:
             self._wait_until, self._waits = 0.0, False
 
@@ -160,7 +161,6 @@ class Speculation:
             min_depth=terms.draft_min,
             runs_ahead=terms.lookahead > 0,
             is_answering=self._is_answering,
-            drafts_here=terms.own_draft,
         )
         if depth < self._plan.depth:
             self._reached_at = None
