@@ -87,6 +87,8 @@ def statistics_as_json(statistics: Statistics) -> dict[str, Any]:
         "tokens_per_second": statistics.tokens_per_second,
         "time_to_first_token_s": statistics.time_to_first_token_s,
         "num_target_passes": statistics.num_target_passes,
+        "drafter": statistics.drafter,
+        "draft_at": statistics.draft_at,
         "acceptance_rule": statistics.acceptance_rule.value if statistics.acceptance_rule else None,
         "varying_numerics": statistics.varying_numerics,
         "feature_bytes": statistics.feature_bytes,
@@ -111,6 +113,8 @@ def summary(generation: Generation) -> str:
     parts.append(
         f"{statistics.tokens_per_second:.1f} tokens/s, the first after {statistics.time_to_first_token_s:.2f} s"
     )
+    if statistics.drafter:
+        parts.append(f"drafted by {statistics.drafter} ({statistics.draft_at})")
     if statistics.num_draft_tokens:
         parts.append(f"acceptance rate {statistics.acceptance_rate:.0%}")
         parts.append(f"mean acceptance length {statistics.mean_acceptance_length:.2f}")

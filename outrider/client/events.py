@@ -84,6 +84,8 @@ class Statistics:
         num_cached_prompt_tokens: tokens of session and prompt that were in the first target's KV cache.
         num_prediction_tokens: tokens of the request's prediction; 0 without one.
         num_accepted_prediction_tokens: output tokens that the prediction had right.
+        drafter: the drafter that proposed last; empty where none did.
+        draft_at: where it ran: `service`, or `target`, within the target's process; empty where none proposed.
         acceptance_rule: the rule that tokens were drawn by; None where the service does not report it.
     """
 
@@ -109,6 +111,8 @@ class Statistics:
     num_cached_prompt_tokens: int = 0
     num_prediction_tokens: int = 0
     num_accepted_prediction_tokens: int = 0
+    drafter: str = ""
+    draft_at: str = ""
     acceptance_rule: AcceptanceRule | None = None
 
     @property
@@ -307,6 +311,8 @@ def _statistics(message: generation_pb2.GenerationStatistics) -> Statistics:
         varying_numerics=message.varying_numerics,
         feature_bytes=message.feature_bytes,
         num_recomputed_tokens=message.num_recomputed_tokens,
+        drafter=message.drafter,
+        draft_at=message.draft_at,
         num_hits=message.num_hits,
         num_proposed_nodes=message.num_proposed_nodes,
         queue_time_s=message.queue_time_s,

@@ -70,8 +70,7 @@ class BlockDrafter(Eagle3Drafter):
         if not items:
             return
         blocks = [item.outputs[item.tree.root] for item in items]
-        states = self._block.norm(torch.cat(blocks))
-        logits = self._block.lm_head(states)
+        states, logits = self._passes.logits(torch.cat(blocks))
         firsts = [sum(map(len, blocks[:place])) for place in range(len(items))]
         edges = [(item, first, item.edge) for item, first in zip(items, firsts, strict=True)]
         while edges:

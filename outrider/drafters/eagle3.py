@@ -24,6 +24,7 @@ from outrider.drafters.tree import DraftTree, root_tree
 from outrider.drafters.tree_order import Node
 from outrider.errors import Overloaded
 from outrider.lm.heads.eagle3 import Eagle3Head
+from outrider.lm.heads.passes import HeadPasses
 from outrider.lm.heads.vocabulary import DraftVocabulary
 from outrider.tokens import FeatureSpan
 
@@ -87,18 +88,20 @@ class HeadOptions:
         kv_budget_bytes: keys, values and waiting features of all sessions together.
         prefill_chunk_len: rows of one pass over all sessions; every session has at least one.
         tree: of its trees.
+        compiles: whether to compile the head, where that is possible.
     """
 
     kv_budget_bytes: int
     prefill_chunk_len: int
     tree: TreeOptions
+    compiles: bool = False
 
 
 class Eagle3Drafter(Drafter):
     """A `Drafter` that runs an EAGLE-3 head; a step is a pass over the rows of all sessions.
 
     Args:
-        head: in bfloat16.
+        head: in bfloat16, on the device of `embedding`; its linear layers are packed.
         vocabulary: the tokens that it can predict.
         embedding: the target's input embeddings: [V, H].
         info: identity and limits.
@@ -110,6 +113,7 @@ class Eagle3Drafter(Drafter):
     ) -> None:
         self.times = PassTimes()
         self._head = head
+        self._passes = HeadPasses(head, compiles=options.compiles)
         self._vocabulary = vocabulary
         self._embedding = embedding
         self._info = info
@@ -268,14 +272,13 @@ class Eagle3Drafter(Drafter):
         lens = [len(item.positions) for item in rows]
         states = [self._state(item) for item in proposals]
 
-        def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-            parts = zip(states, rows, *(torch.split(item[0], lens, 1) for item in (query, key, value)), strict=True)
-            return torch.cat([state.attend(q, k, v, item.first, item.mask) for state, item, q, k, v in parts])[None]
-
         positions = torch.tensor([position for item in rows for position in item.positions], device=self._device)
         hidden = torch.cat([item.hidden for item in rows])
         embeddings = torch.cat([item.embeddings for item in rows])
-        return torch.split(self._head.run(hidden, embeddings, positions, attend), lens)
+        query, key, value, residual = self._passes.project(embeddings, hidden, positions)
+        parts = zip(states, rows, *(torch.split(item, lens, 1) for item in (query, key, value)), strict=True)
+        attended = torch.cat([state.attend(q, k, v, item.first, item.mask) for state, item, q, k, v in parts])
+        return torch.split(self._passes.finish(attended, residual), lens)
 
     def _store(self, proposal: OpenProposal, output: Tensor, num_columns: int) -> None:
         """Store the outputs of a pass for a session."""
@@ -303,7 +306,7 @@ class Eagle3Drafter(Drafter):
         if not items:
             return
         outputs = torch.cat([item.outputs[node] for item in items for node in item.edge])
-        logits = self._head.lm_head(self._head.norm(outputs)).split([len(item.edge) for item in items])
+        logits = torch.split(self._passes.logits(outputs)[1], [len(item.edge) for item in items])
         for item, part in zip(items, logits, strict=True):
             item.tree.expand(item.edge, part)
             if not item.tree.frontier(_WIDTH):

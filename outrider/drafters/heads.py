@@ -73,9 +73,9 @@ def _columns(
     _check_fit(folder, head.config.target_hidden_size, vocabulary, shared)
     layers = manifest.feature_layers if manifest else feature_layers_of(folder, shared.num_layers)
     info = _describe(settings, head, vocabulary, manifest, shared, layers, device)
-    options = HeadOptions(settings.kv_budget_bytes, PREFILL_CHUNK_LEN, tree)
+    options = HeadOptions(settings.kv_budget_bytes, PREFILL_CHUNK_LEN, tree, compiles=settings.compile)
     embedding = shared.embedding.to(device, torch.bfloat16)
-    pack_linears(head.to(device), joins=False)
+    head.to(device)
     if isinstance(head, BlockHead):
         return BlockDrafter(head, vocabulary, embedding, info, options)
     return Eagle3Drafter(head, vocabulary, embedding, info, options)

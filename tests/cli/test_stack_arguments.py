@@ -6,7 +6,7 @@ from click.testing import CliRunner, Result
 
 from outrider.cli.connection import warn
 from outrider.cli.main import main
-from outrider.cli.options import drafter_option
+from outrider.cli.options import draft_at_option, drafter_option
 from outrider.cli.stack_arguments import parse_size, stack_options, take_stack, unused_variables
 from outrider.local.stack_options import StackOptions
 from tests.client.scripted import ScriptedService
@@ -17,6 +17,7 @@ def taken(*arguments: str, **environment: str) -> tuple[Result, StackOptions | N
 
     @click.command()
     @drafter_option
+    @draft_at_option
     @stack_options
     def command(**values: object) -> None:
         found.append(take_stack(values))
@@ -73,6 +74,25 @@ def test_what_is_not_given_is_left_to_the_services() -> None:
     assert (target.num_ranks, options.ready_timeout_s) == (1, None)
 
 
+def test_a_head_runs_at_both_places_unless_one_is_named() -> None:
+    def places(*arguments: str) -> list[str]:
+        return [draft.at for draft in options_of(*arguments).drafts]
+
+    assert places() == ["service", "target"]
+    assert places("--draft-at", "service") == ["service"]
+    options = options_of("--draft-at", "target")
+    (target,) = options.target_specs()
+    assert not list(options.draft_specs())
+    assert target.environment["OUTRIDER_COLOCATED_DRAFTER"] == "eagle3"
+    # Another device is not shared with the target, and a model drafts more sessions elsewhere.
+    assert places("--draft-device", "cuda:1") == ["service"]
+    assert places("--model", "org/large", "--drafter", "ngram") == ["service"]
+    layers = options_of("--model", "org/large", "--drafter", "layers", "--num-layers", "3", "--draft-at", "target")
+    (target,) = layers.target_specs()
+    assert target.environment["OUTRIDER_COLOCATED_MODEL"] == "org/large"
+    assert target.environment["OUTRIDER_COLOCATED_NUM_LAYERS"] == "3"
+
+
 def test_variables_of_the_services_are_defaults() -> None:
     options = options_of(OUTRIDER_MODEL="org/large", OUTRIDER_KV_BUDGET_BYTES="4096", OUTRIDER_REDIS_URL="redis://r")
     assert (options.model, options.kv_budget_bytes, options.redis_url) == ("org/large", 4096, "redis://r")
@@ -93,6 +113,7 @@ def test_an_option_that_contradicts_its_variable_is_refused() -> None:
         (("--drafter", "model", "--draft-model", "/no/such"), "draft_model: no such folder: /no/such"),
         (("--quantization", "int3"), "quantization: is 'int3', must be a config of torchao"),
         (("--drafter", "none", "--draft-device", "cpu"), "draft_device goes with a drafter that has a model"),
+        (("--drafter", "none", "--draft-at", "target"), "draft_at: a draft within the target has no device of its own"),
     ],
 )
 def test_wrong_values_are_named_before_anything_starts(arguments: tuple[str, ...], message: str) -> None:

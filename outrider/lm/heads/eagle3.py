@@ -92,10 +92,20 @@ class Eagle3Layer(nn.Module):
             rotation: cosine and sine of the rows' positions (rotary embedding).
             attend: attention over these rows and the stored ones.
         """
+        query, key, value, residual = self.project(embeddings, hidden, rotation)
+        return self.finish(attend(query, key, value), residual)
+
+    def project(
+        self, embeddings: Tensor, hidden: Tensor, rotation: tuple[Tensor, Tensor]
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Return queries, keys and values of new rows (see `Eagle3Attention.project`), and their residual [B, T, H]."""
         normed = self.hidden_norm(hidden)
         residual = normed if self.norm_before_residual else hidden
         inputs = torch.cat([self.input_layernorm(embeddings), normed], dim=-1)
-        attended = attend(*self.self_attn.project(inputs, rotation))
+        return (*self.self_attn.project(inputs, rotation), residual)
+
+    def finish(self, attended: Tensor, residual: Tensor) -> Tensor:
+        """Return the outputs [B, T, H] of new rows, given what they attended to, [B, T, heads * dim]."""
         hidden = residual + self.self_attn.o_proj(attended)
         return hidden + self.mlp(self.post_attention_layernorm(hidden))  # type: ignore[no-any-return]
 
@@ -138,22 +148,6 @@ class Eagle3Head(nn.Module):
             rotation = self.rotary(hidden, columns + step)
             hidden = self.midlayer(embedded, hidden, rotation, attend)
             yield self.norm(hidden)
-
-    def run(self, hidden: Tensor, embeddings: Tensor, positions: Tensor, attend: Attend) -> Tensor:
-        """Run new rows of one or several sessions.
-
-        Args:
-            hidden: the output of `fc` for a column, the output of the parent for a drafted token: [N, H].
-            embeddings: token embeddings [N, H].
-            positions: positions for the rotary embedding, int64 [N].
-            attend: see `Attend`; it receives the rows as one sequence, B = 1.
-
-        Returns:
-            Outputs [N, H], the input of `norm` and `lm_head`.
-        """
-        rotation = self.rotary(hidden[None], positions[None])
-        outputs: Tensor = self.midlayer(embeddings[None], hidden[None], rotation, attend)[0]
-        return outputs
 
 
 def usual_feature_layers(num_layers: int) -> tuple[int, int, int]:

@@ -748,10 +748,54 @@ async def test_a_target_that_drafts_for_itself_needs_no_draft(
 ) -> None:
     target.info.drafter = "model"
     async with orchestrating(session_store_url, (target,), (draft,)) as orchestrator:
-        assert tokens_of(await orchestrator.events(asking())) == WHOLE
+        request = asking()
+        request.speculation.draft_at = "target"
+        request.speculation.max_nodes, request.speculation.draft_p_min = 5, 0.25
+        events = await orchestrator.events(request)
+        assert tokens_of(events) == WHOLE
         assert not draft.of("open")
-        assert target.of("open")[-1].speculation.own_draft
+        told = target.of("open")[-1].speculation
+        assert told.own_draft and (told.max_nodes, told.draft_p_min) == (5, 0.25)
         request = asking()
         request.speculation.drafter = "ngram"
         await orchestrator.events(request)
         assert not target.of("open")[-1].speculation.own_draft
+
+
+async def test_a_request_may_insist_on_a_draft_service_or_on_the_target(
+    session_store_url: str, target: ScriptedTarget, draft: ScriptedDraft
+) -> None:
+    target.info.drafter = draft.info.drafter
+    async with orchestrating(session_store_url, (target,), (draft,)) as orchestrator:
+        for place in ("service", "target", "service"):
+            request = asking()
+            request.speculation.draft_at = place
+            assert tokens_of(await orchestrator.events(request)) == WHOLE
+            assert target.of("open")[-1].speculation.own_draft is (place == "target")
+        assert len(draft.of("open")) == 2
+        request = asking()
+        request.speculation.draft_at = "elsewhere"
+        with pytest.raises(InvalidArgument, match="draft_at is 'elsewhere', must be one of service, target"):
+            await orchestrator.events(request)
+
+
+async def test_where_both_can_draft_requests_try_both(
+    session_store_url: str, target: ScriptedTarget, draft: ScriptedDraft
+) -> None:
+    target.info.drafter = draft.info.drafter
+    async with orchestrating(session_store_url, (target,), (draft,)) as orchestrator:
+        for _ in range(4):
+            assert tokens_of(await orchestrator.events(asking())) == WHOLE
+    assert [item.speculation.own_draft for item in target.of("open")].count(True) == len(draft.of("open")) == 2
+
+
+async def test_a_target_that_drafts_for_itself_gets_the_prediction_only_where_it_uses_it(
+    session_store_url: str, target: ScriptedTarget, draft: ScriptedDraft
+) -> None:
+    target.info.drafter = "suffix"
+    async with orchestrating(session_store_url, (target,), (draft,)) as orchestrator:
+        request = asking()
+        request.predicted_token_ids.token_ids.extend(WHOLE)
+        assert tokens_of(await orchestrator.events(request)) == WHOLE
+        assert target.of("open")[-1].speculation.own_draft
+        assert list(target.of("open")[-1].prediction) == WHOLE
