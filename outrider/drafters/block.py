@@ -15,6 +15,7 @@ from outrider.drafters.drafter import DrafterInfo, OpenProposal, StepRows
 from outrider.drafters.eagle3 import Eagle3Drafter, HeadOptions, OpenTree, Rows
 from outrider.drafters.tree_order import Node
 from outrider.lm.heads.block import BlockHead
+from outrider.lm.heads.passes import TransitionPass
 from outrider.lm.heads.vocabulary import DraftVocabulary
 
 _WIDTH = 12
@@ -36,12 +37,14 @@ class BlockDrafter(Eagle3Drafter):
         self, head: BlockHead, vocabulary: DraftVocabulary, embedding: Tensor, info: DrafterInfo, options: HeadOptions
     ) -> None:
         super().__init__(head, vocabulary, embedding, info, options)
-        self._block = head
+        self._block_size = head.block.block_size
+        self._mask_embeddings, self._mask_features = head.mask_embeddings, head.mask_features
+        self._transition = TransitionPass(head.transition)
 
     def step(self, proposals: Sequence[OpenProposal]) -> StepRows:
         """Run one pass: of each session columns that are missing, and its block once they end the text."""
         for item in proposals:
-            item.num_speculative_tokens = min(item.num_speculative_tokens, self._block.block.block_size)
+            item.num_speculative_tokens = min(item.num_speculative_tokens, self._block_size)
         return super().step(proposals)
 
     def _columns(self, proposal: OpenProposal, num: int) -> Rows:
@@ -53,8 +56,8 @@ class BlockDrafter(Eagle3Drafter):
         total = num + size - 1
         mask = torch.ones(total, columns.first + total, dtype=torch.bool, device=columns.mask.device)
         return Rows(
-            torch.cat([columns.hidden, columns.hidden[-1:] + self._block.mask_features[: size - 1]]),
-            torch.cat([columns.embeddings, self._block.mask_embeddings[: size - 1]]),
+            torch.cat([columns.hidden, columns.hidden[-1:] + self._mask_features[: size - 1]]),
+            torch.cat([columns.embeddings, self._mask_embeddings[: size - 1]]),
             range(columns.first, columns.first + total),
             columns.first,
             mask.tril(columns.first),
@@ -85,7 +88,7 @@ class BlockDrafter(Eagle3Drafter):
         before = [_token_before(item, node) for item, _, nodes in edges for node in nodes]
         chosen = torch.tensor(rows, device=states.device)
         embeddings = functional.embedding(torch.tensor(before, device=states.device), self._embedding)
-        found = logits[chosen] + self._block.transition(embeddings, states[chosen])
+        found = logits[chosen] + self._transition(embeddings, states[chosen])
         for (item, _, nodes), part in zip(
             edges, torch.split(found, [len(nodes) for _, _, nodes in edges]), strict=True
         ):

@@ -88,20 +88,18 @@ class HeadOptions:
         kv_budget_bytes: keys, values and waiting features of all sessions together.
         prefill_chunk_len: rows of one pass over all sessions; every session has at least one.
         tree: of its trees.
-        compiles: whether to compile the head, where that is possible.
     """
 
     kv_budget_bytes: int
     prefill_chunk_len: int
     tree: TreeOptions
-    compiles: bool = False
 
 
 class Eagle3Drafter(Drafter):
     """A `Drafter` that runs an EAGLE-3 head; a step is a pass over the rows of all sessions.
 
     Args:
-        head: in bfloat16, on the device of `embedding`; its linear layers are packed.
+        head: in bfloat16, on the device of `embedding`.
         vocabulary: the tokens that it can predict.
         embedding: the target's input embeddings: [V, H].
         info: identity and limits.
@@ -112,8 +110,7 @@ class Eagle3Drafter(Drafter):
         self, head: Eagle3Head, vocabulary: DraftVocabulary, embedding: Tensor, info: DrafterInfo, options: HeadOptions
     ) -> None:
         self.times = PassTimes()
-        self._head = head
-        self._passes = HeadPasses(head, compiles=options.compiles)
+        self._passes = HeadPasses(head)
         self._vocabulary = vocabulary
         self._embedding = embedding
         self._info = info
@@ -247,7 +244,7 @@ class Eagle3Drafter(Drafter):
         features = state.features.take(num).to(self._device)
         mask = torch.ones(num, first + num, dtype=torch.bool, device=self._device).tril(first)
         token_ids = proposal.token_ids[first + 1 : first + 1 + num]
-        return Rows(self._head.fc(features), self._embed(token_ids), range(first, first + num), first, mask)
+        return Rows(self._passes.fuse(features), self._embed(token_ids), range(first, first + num), first, mask)
 
     def _embed(self, token_ids: Sequence[int]) -> Tensor:
         return functional.embedding(torch.tensor(token_ids, device=self._device), self._embedding)

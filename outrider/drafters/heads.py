@@ -73,7 +73,7 @@ def _columns(
     _check_fit(folder, head.config.target_hidden_size, vocabulary, shared)
     layers = manifest.feature_layers if manifest else feature_layers_of(folder, shared.num_layers)
     info = _describe(settings, head, vocabulary, manifest, shared, layers, device)
-    options = HeadOptions(settings.kv_budget_bytes, PREFILL_CHUNK_LEN, tree, compiles=settings.compile)
+    options = HeadOptions(settings.kv_budget_bytes, PREFILL_CHUNK_LEN, tree)
     embedding = shared.embedding.to(device, torch.bfloat16)
     head.to(device)
     if isinstance(head, BlockHead):

@@ -22,6 +22,8 @@ from outrider.tokens import Base, FeatureSpan
 from target_service.engine.request import Request
 
 _MAX_GONE: Final = 4096
+_MAX_STEPS_S: Final = 0.01
+"""Seconds of steps after which commands are applied again: turns of the engine between short ones cost as much."""
 
 
 @dataclass(slots=True, eq=False)
@@ -82,7 +84,7 @@ class ColocatedDraft:
         return any(item.is_wanted for item in self._draftings.values())
 
     def step(self, requests: Collection[Request]) -> None:
-        """Run a step for the requests that wait for a proposal of this process, if any do.
+        """Run steps for the requests that wait for a proposal of this process: one, or short ones one after another.
 
         Args:
             requests: all that are open.
@@ -91,13 +93,14 @@ class ColocatedDraft:
         for request in requests:
             if _waits(request):
                 self._try(request, partial(self._begin, request))
-        drafted = [item for item in self._draftings.values() if item.is_wanted]
-        if not drafted:
-            return
-        self._stepper.step([item.sent.proposal for item in drafted])
-        now = time.monotonic()
-        for item in drafted:
-            self._try(item.request, partial(self._hand_over, item, now))
+        until = time.monotonic() + _MAX_STEPS_S
+        while drafted := [item for item in self._draftings.values() if item.is_wanted]:
+            self._stepper.step([item.sent.proposal for item in drafted])
+            now = time.monotonic()
+            for item in drafted:
+                self._try(item.request, partial(self._hand_over, item, now))
+            if now > until:
+                break
 
     def reset(self, requests: Collection[Request], error: Exception) -> None:
         """Drop all proposals after an error that concerns no single session: the requests decode plainly."""
