@@ -53,7 +53,7 @@ class Options:
     sessions: str = "1,2,4,8,16,32"
     prompt_lens: str = "16,64,128,256"
     num_tokens: int = 128
-    num_rounds: int = 1
+    num_rounds: int = 5
     model: str = "embedded"
     draft: str = "shape:13m"
     draft_layers: int = 0

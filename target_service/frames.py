@@ -78,8 +78,8 @@ def frame_from_result(result: Result) -> target_pb2.VerifyResponseFrame:
     match result:
         case Verdict():
             return target_pb2.VerifyResponseFrame(handle=result.handle, verdict=_verdict(result))
-        case Opened(handle, cached_len):
-            opened = target_pb2.VerifyOpened(cached_len=cached_len)
+        case Opened(handle, cached_len, is_plain):
+            opened = target_pb2.VerifyOpened(cached_len=cached_len, is_plain=is_plain)
             return target_pb2.VerifyResponseFrame(handle=handle, opened=opened)
         case Progress(handle, cached_len):
             progress = target_pb2.VerifyProgress(cached_len=cached_len)

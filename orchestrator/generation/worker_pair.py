@@ -377,7 +377,11 @@ class WorkerPair:
         )
         try:
             target = self._target.link.info if self._target else None
-            draft.open(self._request.draft_open(target, link.info.drafter if link.info else ""), committed_len)
+            drafter, is_idle = (
+                link.info.drafter if link.info else "",
+                self._target is not None and self._target.is_plain,
+            )
+            draft.open(self._request.draft_open(target, drafter), committed_len, is_idle=is_idle)
         except Unavailable:
             self._statistics.record_fallback("no_draft")
             return

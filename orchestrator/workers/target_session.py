@@ -29,6 +29,10 @@ class TargetSession:
         on_features: called with features, in order, once they are requested.
         on_progress: called with the tokens of the session that are done, while a long prompt is run.
         tokens_from: reads the session's tokens from a position on, up to the end at the time of `open`.
+
+    Attributes:
+        link: as given.
+        is_plain: whether the target decoded without drafts when it opened the request.
     """
 
     def __init__(
@@ -46,6 +50,7 @@ class TargetSession:
         self._on_features = on_features
         self._on_progress = on_progress
         self._tokens_from = tokens_from
+        self.is_plain = False
         self._opened: asyncio.Future[int] = asyncio.get_running_loop().create_future()
         self._handle: StreamHandle | None = None
         self._replays: set[asyncio.Task[None]] = set()
@@ -100,6 +105,7 @@ class TargetSession:
             case "progress":
                 self._on_progress(frame.progress.cached_len)
             case "opened":
+                self.is_plain = frame.opened.is_plain
                 if not self._opened.done():
                     self._opened.set_result(frame.opened.cached_len)
             case "refusal":

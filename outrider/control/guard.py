@@ -5,7 +5,7 @@ drafts take from the target itself, where they share its cores, its memory or it
 and then all sessions of a target decode without drafts for a few passes, or, where speculation is off, with them; the
 output tokens a second decide which of both goes on. It is asked again the less often the more often it was confirmed.
 
-The rates depend on how many sessions decode: each power of two has its own.
+The rates depend on how many sessions decode: each power of two has its own, and begins as the one below has ended up.
 """
 
 from dataclasses import dataclass, field
@@ -15,11 +15,15 @@ _WORTH: Final = 0.98
 """Speculation goes on above this ratio of the rates: what is measured as equal may pay once the text changes."""
 _SETTLE: Final = 2
 """Passes after a change that do not count: proposals are on their way, or the first ones are."""
-_TURNS: Final = {True: 16, False: 8}
-"""Passes of a trial, with speculation and without: the tokens of plain passes vary less."""
+_TURNS: Final = 8
+_TURNS_OF_ONE: Final = 16
+"""Passes of a trial; of one session with speculation more, since the tokens of its passes vary most."""
 _FIRST: Final = {True: 48, False: 128}
 _MOST: Final = {True: 1024, False: 2048}
-"""Passes with speculation, and without, from one trial of the other to the next: at first, and at most."""
+"""Passes with speculation, and without, from one trial of the other to the next: at first, and at most. With more
+sessions fewer passes of the first kind show as much, down to a quarter."""
+_MOST_FASTER: Final = 4
+_LEAST_SHARE: Final = 0.1
 _DECAY: Final = 0.985
 _MAX_RATIO: Final = 4.0
 """A pass counts as at most so many times as long as the mean: a stall of the machine shows nothing."""
@@ -50,6 +54,7 @@ class _Case:
     """What is known for a number of sessions.
 
     Attributes:
+        level: of the number of sessions, from 1.
         speculates: what goes on but for trials.
         is_trial: whether the other is being tried.
         num_passes: since that changed.
@@ -57,11 +62,23 @@ class _Case:
         rates: with speculation (True) and without.
     """
 
+    level: int
     speculates: bool = True
     is_trial: bool = False
     num_passes: int = 0
-    interval: int = _FIRST[True]
+    interval: int = 0
     rates: dict[bool, _Rate] = field(default_factory=lambda: {True: _Rate(), False: _Rate()})
+
+    def __post_init__(self) -> None:
+        self.interval = self.first_interval
+
+    @property
+    def first_interval(self) -> int:
+        return _FIRST[True] // min(_MOST_FASTER, self.level) if self.speculates else _FIRST[False]
+
+    @property
+    def num_turns(self) -> int:
+        return _TURNS_OF_ONE if self.level == 1 and self.allows else _TURNS
 
     @property
     def allows(self) -> bool:
@@ -74,14 +91,14 @@ class _Case:
         if not self.is_trial and self.num_passes >= self.interval:
             self.is_trial, self.num_passes = True, 0
             self.rates[self.allows] = _Rate()
-        elif self.is_trial and self.num_passes >= _SETTLE + _TURNS[self.allows]:
+        elif self.is_trial and self.num_passes >= _SETTLE + self.num_turns:
             self._decide()
 
     def _decide(self) -> None:
         before = self.speculates
         self.speculates = self.rates[True].value >= _WORTH * self.rates[False].value
         same = self.speculates is before
-        self.interval = min(2 * self.interval, _MOST[before]) if same else _FIRST[self.speculates]
+        self.interval = min(2 * self.interval, _MOST[before]) if same else self.first_interval
         self.is_trial, self.num_passes = False, 0
 
 
@@ -90,7 +107,7 @@ class SpeculationGuard:
 
     def __init__(self) -> None:
         self._cases: dict[int, _Case] = {}
-        self._case = self._cases.setdefault(1, _Case())
+        self._case = self._cases.setdefault(1, _Case(1))
         self._last_s: float | None = None
 
     @property
@@ -98,19 +115,27 @@ class SpeculationGuard:
         """Whether sessions may have drafts now."""
         return self._case.allows
 
-    def observe(self, now: float, num_sessions: int, num_tokens: int, *, counts: bool) -> None:
+    def observe(self, now: float, num_sessions: int, num_tokens: int, *, counts: bool, prompts_s: float = 0.0) -> None:
         """Observe a pass.
 
         Args:
             now: monotonic time of its end, in seconds.
-            num_sessions: that took part in it.
+            num_sessions: that decode now, whether they took part in it or waited for a proposal.
             num_tokens: that it output.
-            counts: whether it shows a rate: sessions could speculate, and no prompt took part.
+            counts: whether it shows a rate: sessions could speculate.
+            prompts_s: seconds that prompts are expected to have taken in it, which are left out.
         """
         last_s, self._last_s = self._last_s, now if counts else None
         if not counts:
             return
-        case = self._cases.setdefault(num_sessions.bit_length(), _Case())
+        case = self._found(num_sessions.bit_length())
         if last_s is not None and case is self._case:
-            case.observe(num_tokens, now - last_s)
+            elapsed_s = now - last_s
+            case.observe(num_tokens, max(_LEAST_SHARE * elapsed_s, elapsed_s - prompts_s))
         self._case = case
+
+    def _found(self, level: int) -> _Case:
+        if level not in self._cases:
+            below = max((known for known in self._cases if known < level), default=1)
+            self._cases[level] = _Case(level, self._cases[below].speculates)
+        return self._cases[level]

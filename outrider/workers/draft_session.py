@@ -91,8 +91,16 @@ class DraftSession:
         self._restarts = False
         self._timeout: asyncio.TimerHandle | None = None
 
-    def open(self, message: draft_pb2.DraftOpen, committed_len: int) -> None:
-        """Open the session without waiting for the answer; raise `Unavailable` without a stream."""
+    def open(self, message: draft_pb2.DraftOpen, committed_len: int, *, is_idle: bool = False) -> None:
+        """Open the session without waiting for the answer; raise `Unavailable` without a stream.
+
+        Args:
+            message: opens it.
+            committed_len: committed tokens of the session.
+            is_idle: whether the draft is told the session's tokens only, and requested nothing before `advance` does.
+        """
+        if is_idle:
+            self._num_requested = 0
         self._fencing_token = message.fencing_token
         # Tokens that the draft has beyond the commit may come from an orchestrator that died before committing them.
         self._trusted_len = committed_len

@@ -5,6 +5,7 @@ down to the session that fails alone; before that one is refused a probe shows w
 session is blamed for a device that fails, and no process ends because of a session.
 """
 
+import math
 import time
 from collections.abc import Callable, Sequence
 
@@ -108,8 +109,11 @@ class Passes:
 
     def _observe_rate(self, shares: Sequence[Share], num_tokens: int) -> None:
         can_speculate = any(share.request.speculation.terms.num_speculative_tokens for share in shares)
-        counts = can_speculate and not any(share.is_prefill for share in shares)
-        self._guard.observe(time.monotonic(), len(shares), num_tokens, counts=counts)
+        prompts = [(share.step.num_rows, share.step.span.start) for share in shares if share.is_prefill]
+        prompts_s = sum(self._times.prefill_s(*prompt) for prompt in prompts)
+        counts = can_speculate and len(prompts) < len(shares) and math.isfinite(prompts_s)
+        num_sessions = self._times.num_sessions
+        self._guard.observe(time.monotonic(), num_sessions, num_tokens, counts=counts, prompts_s=prompts_s)
 
     def _divide(self, shares: list[Share], error: Exception) -> None:
         """Run the halves of a pass that failed; the session that fails alone ends alone."""

@@ -135,8 +135,12 @@ class Requests:
             ),
         )
         self._requests[request.number] = request
-        command.handle.stream.post(Opened(command.handle.number, cached_len))
+        command.handle.stream.post(Opened(command.handle.number, cached_len, self._is_plain))
         return request
+
+    @property
+    def _is_plain(self) -> bool:
+        return self._settings.adaptive_speculation and not self._statistics.guard.allows
 
     def apply(self, request: Request, command: RequestCommand) -> None:
         """Apply a command to an open request; see `TargetEngine`."""

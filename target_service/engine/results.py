@@ -62,10 +62,17 @@ class RoundResult:
 
 @dataclass(frozen=True, slots=True)
 class Opened:
-    """A request is open; its span has to start at `cached_len` or before."""
+    """A request is open; its span has to start at `cached_len` or before.
+
+    Attributes:
+        handle: of the request.
+        cached_len: see above.
+        is_plain: whether the target decodes without drafts for now.
+    """
 
     handle: int
     cached_len: int
+    is_plain: bool = False
 
 
 @dataclass(frozen=True, slots=True)

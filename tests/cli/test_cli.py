@@ -55,6 +55,8 @@ def test_generate_json_prints_exactly_one_object(service: ScriptedService) -> No
             "tokens_per_second": 20.0,
             "time_to_first_token_s": 0.5,
             "num_target_passes": 4,
+            "drafter": "",
+            "draft_at": "",
             "acceptance_rule": None,
             "varying_numerics": False,
             "feature_bytes": 0,

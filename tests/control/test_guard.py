@@ -59,16 +59,18 @@ def test_a_change_is_noticed_both_ways() -> None:
     assert worker.run(1000, slowdown=1.5, accepted=0.1)[1] < 0.2
 
 
-def test_each_number_of_sessions_has_its_own_answer() -> None:
+def test_each_number_of_sessions_has_its_own_answer_and_begins_with_that_of_fewer() -> None:
     worker = Worker(16)
     worker.run(600, slowdown=1.5, accepted=0.1)
     assert not worker.guard.allows
     worker.num_sessions = 1
     worker.run(2, slowdown=1.0, accepted=0.8)
-    assert worker.guard.allows
+    assert worker.guard.allows  # of one session nothing was seen
     worker.num_sessions = 33
     worker.run(2, slowdown=1.5, accepted=0.1)
-    assert worker.guard.allows  # never seen
+    assert not worker.guard.allows  # never seen either, but with fewer it did not pay
+    worker.run(400, slowdown=1.1, accepted=0.8)
+    assert worker.guard.allows
     worker.num_sessions = 31
     worker.run(2, slowdown=1.5, accepted=0.1)
     assert not worker.guard.allows

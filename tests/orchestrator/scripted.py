@@ -206,6 +206,7 @@ class ScriptedTarget(ScriptedWorker, target_pb2_grpc.TargetServiceServicer):
         self.opened: list[target_pb2.VerifyOpen] = []
         self.run_len: int | None = None
         self.misses = 0
+        self.is_plain = False
         self.out_of_step = 0
         self.is_silent = False
         self._requests: dict[tuple[int, int], _Request] = {}
@@ -273,7 +274,7 @@ class ScriptedTarget(ScriptedWorker, target_pb2_grpc.TargetServiceServicer):
         num = 0 if settings.own_draft else settings.num_speculative_tokens
         self._requests[key] = _Request(outbox, frame.handle, message, message.window_end, num, num > 0)
         cached_len = min(len(self.caches.setdefault(message.session_id, [])), message.committed_len - 1)
-        opened = target_pb2.VerifyOpened(cached_len=cached_len)
+        opened = target_pb2.VerifyOpened(cached_len=cached_len, is_plain=self.is_plain)
         outbox.put(target_pb2.VerifyResponseFrame(handle=frame.handle, opened=opened))
 
     def _span(self, request: _Request, span: tokens_pb2.TokenSpan) -> None:

@@ -779,6 +779,20 @@ async def test_a_request_may_insist_on_a_draft_service_or_on_the_target(
             await orchestrator.events(request)
 
 
+async def test_a_draft_is_asked_for_nothing_while_its_target_decodes_plainly(
+    session_store_url: str, target: ScriptedTarget, draft: ScriptedDraft
+) -> None:
+    async with orchestrating(session_store_url, (target,), (draft,)) as orchestrator:
+        for is_plain in (True, False):
+            target.is_plain = is_plain
+            before = len(draft.of("advance"))
+            assert tokens_of(await orchestrator.events(asking())) == WHOLE
+            first = draft.of("advance")[before]
+            # It knows the tokens all the same, for when a verdict requests a proposal.
+            assert first.span.token_ids[: len(PROMPT)] == PROMPT
+            assert bool(first.num_speculative_tokens) is not is_plain
+
+
 async def test_where_both_can_draft_requests_try_both(
     session_store_url: str, target: ScriptedTarget, draft: ScriptedDraft
 ) -> None:
