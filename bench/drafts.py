@@ -7,7 +7,7 @@ generation with the same draft is measured for comparison.
 
 import asyncio
 from contextlib import AsyncExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import product
 from pathlib import Path
 from typing import Any, Final
@@ -66,11 +66,11 @@ class Options:
 
 
 async def measure(options: Options) -> BenchResult:
-    """Measure acceptance (`pos k`, mean acceptance `length`), then speed in tokens per second."""
+    """Measure acceptance (`pos k`, mean acceptance `length`), then speed in tokens per second, and waits (`wait_s`)."""
     drafted = await _drafted(options)
-    speeds = await _speeds(options)
+    speeds = {temperature: await _speeds(options, temperature) for temperature in (_GREEDY, 1.0)}
     depth = options.num_speculative_tokens
-    rows = [_row(case, found, depth, speeds) for case, found in drafted.items()]
+    rows = [_row(case, found, depth, speeds[case.temperature]) for case, found in drafted.items()]
     config = {**machine(), **{name: getattr(options, name) for name in Options.__dataclass_fields__}}
     return BenchResult("drafts", config, rows, _figures(drafted, speeds))
 
@@ -106,11 +106,25 @@ async def _drafted(options: Options) -> dict[Case, SpeculationStatistics]:
     return found
 
 
-async def _speeds(options: Options) -> dict[str, dict[str, list[float]]]:
-    """Return tokens per second, greedy, by mode and kind of prompt."""
+@dataclass(slots=True)
+class _Speeds:
+    """Speeds at a temperature.
+
+    Attributes:
+        rates: tokens per second, by mode and kind of prompt.
+        waits_s: of each request the seconds that its target waited for a proposal, in the mean, by mode.
+    """
+
+    rates: dict[str, dict[str, list[float]]] = field(default_factory=dict)
+    waits_s: dict[str, list[float]] = field(default_factory=dict)
+
+
+async def _speeds(options: Options, temperature: float) -> _Speeds:
+    """Return the speeds at a temperature; transformers' only greedily."""
     modes = {"plain": Speculation(disabled=True), **_shapes(options)}
-    speeds: dict[str, dict[str, list[float]]] = {mode: {} for mode in modes}
+    speeds = _Speeds({mode: {} for mode in modes}, {mode: [] for mode in modes})
     compares = options.drafter == "model" and options.assisted and Path(options.draft).is_dir()
+    compares = compares and temperature == _GREEDY
     async with AsyncExitStack() as open_until_done:
         stack = await open_until_done.enter_async_context(_stack(options, patient=False))
         client = await open_until_done.enter_async_context(stack.client())
@@ -120,12 +134,15 @@ async def _speeds(options: Options) -> dict[str, dict[str, list[float]]]:
         for kind, prompts in KINDS.items():
             for text in prompts[: options.num_prompts]:
                 for mode, speculation in modes.items():
-                    _, rate = await _generate(client, text, _GREEDY, options, speculation)
-                    speeds[mode].setdefault(kind, []).append(rate)
+                    generation, rate = await _generate(client, text, temperature, options, speculation)
+                    speeds.rates[mode].setdefault(kind, []).append(rate)
+                    if generation.statistics.num_drafts:
+                        wait_s = generation.statistics.wait_time_s / generation.statistics.num_drafts
+                        speeds.waits_s[mode].append(wait_s)
                 if peer is not None:
                     answer = await peer.assist(text, options.num_tokens, options.draft)
                     rate = len(answer["token_ids"]) / answer["seconds"]
-                    speeds.setdefault("assisted", {}).setdefault(kind, []).append(rate)
+                    speeds.rates.setdefault("assisted", {}).setdefault(kind, []).append(rate)
     return speeds
 
 
@@ -165,22 +182,21 @@ def _counts(generation: Generation) -> SpeculationStatistics:
     )
 
 
-def _row(
-    case: Case, found: SpeculationStatistics, depth: int, speeds: dict[str, dict[str, list[float]]]
-) -> dict[str, Any]:
+def _row(case: Case, found: SpeculationStatistics, depth: int, speeds: _Speeds) -> dict[str, Any]:
     row: dict[str, Any] = {"kind": case.kind, "temperature": case.temperature, "proposal": case.shape}
     rates = found.acceptance_rates
     row |= {f"pos {place + 1}": rates[place] if place < len(rates) else None for place in range(depth)}
     row["length"] = found.mean_acceptance_length
     for name, mode in (("plain", "plain"), ("drafted", case.shape), ("assisted", "assisted")):
-        measured = speeds.get(mode, {}).get(case.kind) if case.temperature == _GREEDY else None
+        measured = speeds.rates.get(mode, {}).get(case.kind)
         row[name] = median(measured) if measured else None
     return row
 
 
-def _figures(drafted: dict[Case, SpeculationStatistics], speeds: dict[str, dict[str, list[float]]]) -> dict[str, float]:
+def _figures(drafted: dict[Case, SpeculationStatistics], speeds: dict[float, _Speeds]) -> dict[str, float]:
     """Return the figures of trees, if there are any, and of chains."""
-    shapes = [mode for mode in ("tree", "chain") if mode in speeds]
+    rates, sampled_rates = speeds[_GREEDY].rates, speeds[1.0].rates
+    shapes = [mode for mode in ("tree", "chain") if mode in rates]
     figures: dict[str, float] = {}
     for shape in shapes:
         greedy, sampled = SpeculationStatistics(), SpeculationStatistics()
@@ -188,15 +204,17 @@ def _figures(drafted: dict[Case, SpeculationStatistics], speeds: dict[str, dict[
             if case.shape == shape:
                 (greedy if case.temperature == _GREEDY else sampled).add(found)
         suffix = "" if shape == shapes[0] else f"_{shape}"
-        rates = greedy.acceptance_rates
+        by_position, waits_s = greedy.acceptance_rates, speeds[_GREEDY].waits_s[shape]
         figures |= {
-            f"acceptance_rate_pos_1_greedy{suffix}": rates[0] if rates else 0.0,
+            f"acceptance_rate_pos_1_greedy{suffix}": by_position[0] if by_position else 0.0,
             f"mean_acceptance_length_greedy{suffix}": greedy.mean_acceptance_length,
             f"mean_acceptance_length_t1{suffix}": sampled.mean_acceptance_length,
-            f"shipped_over_plain_greedy{suffix}": _over(speeds[shape], speeds["plain"]),
+            f"shipped_over_plain_greedy{suffix}": _over(rates[shape], rates["plain"]),
+            f"shipped_over_plain_t1{suffix}": _over(sampled_rates[shape], sampled_rates["plain"]),
+            f"proposal_p50_s{suffix}": median(waits_s) if waits_s else 0.0,
         }
-        if "assisted" in speeds:
-            figures[f"shipped_over_transformers_assisted{suffix}"] = _over(speeds[shape], speeds["assisted"])
+        if "assisted" in rates:
+            figures[f"shipped_over_transformers_assisted{suffix}"] = _over(rates[shape], rates["assisted"])
     return figures
 
 

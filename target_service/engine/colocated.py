@@ -15,7 +15,7 @@ import torch
 
 from outrider.drafters.drafter import Drafter, DraftTerms, OpenProposal
 from outrider.drafters.stepping import SentProposal, Stepper
-from outrider.errors import ModelMismatch, ModelUnsupported, TokenizerMismatch
+from outrider.errors import ModelMismatch, ModelUnsupported, OutriderError, TokenizerMismatch
 from outrider.lm.model import FeatureSource, LanguageModel
 from outrider.serving.unexpected import UnexpectedErrors
 from outrider.tokens import Base, FeatureSpan
@@ -185,6 +185,8 @@ class ColocatedDraft:
         start = item.sent.proposal.missing_features_from
         if start is not None:
             self._give_features(item, start)
+            if item.sent.proposal.missing_features_from is not None:
+                raise OutriderError("features of positions that are not cached are missing")
 
     def _give_features(self, item: _Drafting, start: int) -> None:
         """Give the drafter the features of the session's cached positions from `start` on."""
