@@ -115,6 +115,10 @@ class SpeculationGuard:
         """Whether sessions may have drafts now."""
         return self._case.allows
 
+    def allows_at(self, num_sessions: int) -> bool:
+        """Whether sessions may have drafts while so many of them decode, as far as is known; at least 1."""
+        return self._found(num_sessions.bit_length()).speculates
+
     def observe(self, now: float, num_sessions: int, num_tokens: int, *, counts: bool, prompts_s: float = 0.0) -> None:
         """Observe a pass.
 

@@ -140,7 +140,8 @@ class Requests:
 
     @property
     def _is_plain(self) -> bool:
-        return self._settings.adaptive_speculation and not self._statistics.guard.allows
+        guard = self._statistics.guard
+        return self._settings.adaptive_speculation and not guard.allows_at(max(1, len(self._requests)))
 
     def apply(self, request: Request, command: RequestCommand) -> None:
         """Apply a command to an open request; see `TargetEngine`."""

@@ -63,6 +63,7 @@ def test_each_number_of_sessions_has_its_own_answer_and_begins_with_that_of_fewe
     worker = Worker(16)
     worker.run(600, slowdown=1.5, accepted=0.1)
     assert not worker.guard.allows
+    assert worker.guard.allows_at(1) and not worker.guard.allows_at(17)
     worker.num_sessions = 1
     worker.run(2, slowdown=1.0, accepted=0.8)
     assert worker.guard.allows  # of one session nothing was seen
