@@ -15,6 +15,10 @@ MAX_LOGIT_BIASES = 1024
 MAX_LOGPROBS = 20
 MAX_SPECULATIVE_TOKENS = 64
 """Largest `num_speculative_tokens` of a request: tokens drafted along one path of a proposal."""
+AT_SERVICE = "service"
+AT_TARGET = "target"
+DRAFT_PLACES = (AT_SERVICE, AT_TARGET)
+"""Where a draft runs: in a service of its own, or within the target's process."""
 MAX_SEED = 2**64 - 1
 MAX_TOKENS = 2**31 - 1
 MIN_TEMPERATURE = 1e-12

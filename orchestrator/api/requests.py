@@ -6,12 +6,11 @@ import secrets
 from dataclasses import dataclass
 from typing import Final
 
-from orchestrator.generation.placement import PLACES
 from orchestrator.settings import OrchestratorSettings
 from orchestrator.store.record import derived_session_id, is_derived
 from outrider import wire
 from outrider.errors import InvalidArgument
-from outrider.parameters import MAX_SPECULATIVE_TOKENS, MAX_TOKENS, AcceptanceRule
+from outrider.parameters import DRAFT_PLACES, MAX_SPECULATIVE_TOKENS, MAX_TOKENS, AcceptanceRule
 from outrider.tokens import MAX_PROPOSAL_NODES
 from outrider.v1 import generation_pb2, tokens_pb2
 from outrider.workers.draft_session import SpeculationChoice
@@ -96,8 +95,10 @@ def _speculation(
         raise InvalidArgument(
             f"drafter is {speculation.drafter!r}, must be one of {', '.join(DRAFTERS[1:])}", "drafter"
         )
-    if speculation.draft_at not in ("", *PLACES):
-        raise InvalidArgument(f"draft_at is {speculation.draft_at!r}, must be one of {', '.join(PLACES)}", "draft_at")
+    if speculation.draft_at not in ("", *DRAFT_PLACES):
+        raise InvalidArgument(
+            f"draft_at is {speculation.draft_at!r}, must be one of {', '.join(DRAFT_PLACES)}", "draft_at"
+        )
     num = speculation.num_speculative_tokens or settings.num_speculative_tokens
     if speculation.draft_min > num:
         raise InvalidArgument(f"draft_min is {speculation.draft_min}, rounds verify at most {num}", "draft_min")

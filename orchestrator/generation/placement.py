@@ -9,10 +9,7 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from outrider.control.decaying_mean import DecayingMean
-
-SERVICE: Final = "service"
-TARGET: Final = "target"
-PLACES: Final = (SERVICE, TARGET)
+from outrider.parameters import DRAFT_PLACES
 
 _SHARE: Final = 0.1
 _LEAST_REQUESTS: Final = 4
@@ -25,8 +22,10 @@ _MAX_TARGETS: Final = 1024
 @dataclass(slots=True)
 class _Case:
     num_requests: int = 0
-    token_s: dict[str, DecayingMean] = field(default_factory=lambda: {place: DecayingMean(_SHARE) for place in PLACES})
-    num_seen: dict[str, int] = field(default_factory=lambda: dict.fromkeys(PLACES, 0))
+    token_s: dict[str, DecayingMean] = field(
+        default_factory=lambda: {place: DecayingMean(_SHARE) for place in DRAFT_PLACES}
+    )
+    num_seen: dict[str, int] = field(default_factory=lambda: dict.fromkeys(DRAFT_PLACES, 0))
 
 
 class Placement:
@@ -39,13 +38,13 @@ class Placement:
         """Return the place for a request on a target, given by its address, whose drafter could draft for it too."""
         case = self._case(target)
         case.num_requests += 1
-        fewest = min(PLACES, key=case.num_seen.__getitem__)
+        fewest = min(DRAFT_PLACES, key=case.num_seen.__getitem__)
         if case.num_seen[fewest] < _LEAST_REQUESTS:
             # By turns also while the first ones run.
-            return PLACES[case.num_requests % 2]
-        best = min(PLACES, key=lambda place: case.token_s[place].value)
+            return DRAFT_PLACES[case.num_requests % 2]
+        best = min(DRAFT_PLACES, key=lambda place: case.token_s[place].value)
         if case.num_requests % _TRIAL_STRIDE == 0:
-            return next(place for place in PLACES if place != best)
+            return next(place for place in DRAFT_PLACES if place != best)
         return best
 
     def observe(self, target: str, place: str, seconds: float, num_tokens: int) -> None:

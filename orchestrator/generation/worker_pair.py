@@ -7,7 +7,6 @@ import time
 from collections.abc import Sequence
 from typing import Final
 
-from orchestrator.generation.placement import SERVICE, TARGET
 from orchestrator.generation.request import PREDICTING_DRAFTER, RunningRequest, Services
 from orchestrator.generation.target_losses import TargetLosses
 from orchestrator.metrics import RequestStatistics
@@ -22,6 +21,7 @@ from outrider.errors import (
     SessionNotFound,
     Unavailable,
 )
+from outrider.parameters import AT_SERVICE, AT_TARGET
 from outrider.serving.frames import MAX_FRAME_BYTES_PER_MESSAGE
 from outrider.v1 import generation_pb2, target_pb2, tokens_pb2
 from outrider.workers.draft_session import DraftSession
@@ -77,7 +77,7 @@ class WorkerPair:
         self._draft_has_proposed = False
         self._is_closed = False
         self._placement = services.placement
-        self._place = SERVICE
+        self._place = AT_SERVICE
         self._compares = False
         self._rounds_s = 0.0
         self._num_round_tokens = 0
@@ -178,7 +178,7 @@ class WorkerPair:
             own = self._target.link.info if self._target_drafts and self._target else None
             other = self._draft.link.info if self._draft else None
             if (info := own or other) is not None:
-                self._statistics.record_drafter(info.drafter, TARGET if own else SERVICE)
+                self._statistics.record_drafter(info.drafter, AT_TARGET if own else AT_SERVICE)
 
     def _on_target_error(self, error: OutriderError) -> None:
         self._target_error = error
@@ -230,7 +230,7 @@ class WorkerPair:
         self._draft_retry_at = time.monotonic() + self._settings.draft_retry_s
         if self._compares:
             # The target drafts on for itself, and what this request shows is no place's alone.
-            self._place, self._compares = TARGET, False
+            self._place, self._compares = AT_TARGET, False
         if isinstance(error, _OWN):
             # Every other draft would fail too; and since the draft has not failed, other requests keep using it.
             self._draft_retry_at = math.inf
@@ -321,15 +321,15 @@ class WorkerPair:
         """Choose where to draft beside a target: where the request says, else where it can, or where it is better."""
         choice, has_own = self._request.choice, self._has_fitting_drafter(link)
         self._rounds_s, self._num_round_tokens, self._compares = 0.0, 0, False
-        if not has_own or choice.draft_at == SERVICE:
-            self._place = SERVICE
-        elif choice.draft_at == TARGET or self._free_draft() is None:
-            self._place = TARGET
+        if not choice.num_speculative_tokens or not has_own or choice.draft_at == AT_SERVICE:
+            self._place = AT_SERVICE
+        elif choice.draft_at == AT_TARGET or self._free_draft() is None:
+            self._place = AT_TARGET
         elif self._request.prediction is not None and not choice.drafter:
-            self._place = SERVICE if link.info is None or link.info.drafter != PREDICTING_DRAFTER else TARGET
+            self._place = AT_SERVICE if link.info is None or link.info.drafter != PREDICTING_DRAFTER else AT_TARGET
         else:
             self._place, self._compares = self._placement.choose(link.address), True
-        if self._place == TARGET and self._draft is not None:
+        if self._place == AT_TARGET and self._draft is not None:
             self._draft.close()
             self._draft = None
 
@@ -341,7 +341,7 @@ class WorkerPair:
     @property
     def _target_drafts(self) -> bool:
         """Whether the target drafts for itself."""
-        return self._target is not None and self._place == TARGET and self._has_fitting_drafter(self._target.link)
+        return self._target is not None and self._place == AT_TARGET and self._has_fitting_drafter(self._target.link)
 
     def _free_draft(self) -> WorkerLink | None:
         """Return a draft for the request: one that uses its prediction, where it has one and names no other drafter."""
@@ -357,7 +357,7 @@ class WorkerPair:
     def _attach_draft(self, committed_len: int) -> None:
         """Open the session on a draft, where the request needs one and one is in rotation; without waiting."""
         choice = self._request.choice
-        if not choice.num_speculative_tokens or self._draft or self._place == TARGET:
+        if not choice.num_speculative_tokens or self._draft or self._place == AT_TARGET:
             return
         if time.monotonic() < self._draft_retry_at:
             return
@@ -377,11 +377,9 @@ class WorkerPair:
         )
         try:
             target = self._target.link.info if self._target else None
-            drafter, is_idle = (
-                link.info.drafter if link.info else "",
-                self._target is not None and self._target.is_plain,
-            )
-            draft.open(self._request.draft_open(target, drafter), committed_len, is_idle=is_idle)
+            is_idle = self._target is not None and self._target.is_plain
+            message = self._request.draft_open(target, link.info.drafter if link.info else "")
+            draft.open(message, committed_len, is_idle=is_idle)
         except Unavailable:
             self._statistics.record_fallback("no_draft")
             return

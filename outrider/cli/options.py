@@ -9,8 +9,8 @@ import click
 from outrider.client.addresses import checked_addresses
 from outrider.client.request import Speculation
 from outrider.errors import InvalidArgument
-from outrider.local.stack_options import DRAFTERS, PLACES
-from outrider.parameters import AcceptanceRule, SamplingParameters
+from outrider.local.stack_options import DRAFTERS
+from outrider.parameters import DRAFT_PLACES, AcceptanceRule, SamplingParameters
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -98,7 +98,7 @@ drafter_option = click.option(
 
 draft_at_option = click.option(
     "--draft-at",
-    type=click.Choice(PLACES),
+    type=click.Choice(DRAFT_PLACES),
     help="Where the draft runs: in a service of its own, or within the target's process. [default: where it is "
     "measured to be faster; a local stack starts a head at both]",
 )

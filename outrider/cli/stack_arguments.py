@@ -17,12 +17,11 @@ from outrider.local.stack_options import (
     HEADS,
     LOOKUPS,
     MODEL_DRAFTERS,
-    SERVICE,
-    TARGET,
     DraftOptions,
     StackOptions,
     fitting_drafter,
 )
+from outrider.parameters import AT_SERVICE, AT_TARGET
 
 _UNITS: Final = {"": 1, "kib": 1 << 10, "mib": 1 << 20, "gib": 1 << 30, "tib": 1 << 40}
 _UNITS_OF_TEN: Final = {"kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
@@ -212,13 +211,13 @@ def take_stack(values: dict[str, Any]) -> StackOptions:
         raise InvalidArgument(f"draft_device goes with a drafter that has a model, not {drafter}", "draft_device")
     layers = {} if num_layers is None else {"num_layers": num_layers}
     draft_at = values.pop("draft_at", None)
-    if draft_at == TARGET and (drafter == NO_DRAFTER or values["draft_device"]):
+    if draft_at == AT_TARGET and (drafter == NO_DRAFTER or values["draft_device"]):
         raise InvalidArgument("a draft within the target has no device of its own, and is a draft", "draft_at")
-    draft = None if drafter == NO_DRAFTER else DraftOptions(drafter, draft_model, **layers, at=draft_at or SERVICE)
+    draft = None if drafter == NO_DRAFTER else DraftOptions(drafter, draft_model, **layers, at=draft_at or AT_SERVICE)
     drafts: tuple[DraftOptions, ...] = () if draft is None else (draft,)
     if draft is not None and draft_at is None and drafter in HEADS and not values["draft_device"]:
         # On one device the target is a good place too: which one is better is measured.
-        drafts = (draft, replace(draft, at=TARGET))
+        drafts = (draft, replace(draft, at=AT_TARGET))
     passed = {name: value for name in _PASSED if (value := values.pop(name)) is not None}
     return StackOptions(drafts=drafts, **passed | {"quantization": _quantization(passed["quantization"])})
 

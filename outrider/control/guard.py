@@ -117,7 +117,7 @@ class SpeculationGuard:
 
     def allows_at(self, num_sessions: int) -> bool:
         """Whether sessions may have drafts while so many of them decode, as far as is known; at least 1."""
-        return self._found(num_sessions.bit_length()).speculates
+        return self._below(num_sessions.bit_length()).speculates
 
     def observe(self, now: float, num_sessions: int, num_tokens: int, *, counts: bool, prompts_s: float = 0.0) -> None:
         """Observe a pass.
@@ -140,6 +140,9 @@ class SpeculationGuard:
 
     def _found(self, level: int) -> _Case:
         if level not in self._cases:
-            below = max((known for known in self._cases if known < level), default=1)
-            self._cases[level] = _Case(level, self._cases[below].speculates)
+            self._cases[level] = _Case(level, self._below(level).speculates)
         return self._cases[level]
+
+    def _below(self, level: int) -> _Case:
+        """Return what is known for this level, else for the next one below."""
+        return self._cases[max(known for known in self._cases if known <= level)]

@@ -11,6 +11,7 @@ from typing import Final
 from outrider.errors import InvalidArgument
 from outrider.local.listening import check_address, chosen_addresses
 from outrider.local.process import ProcessSpec
+from outrider.parameters import AT_SERVICE, AT_TARGET, DRAFT_PLACES
 
 EMBEDDED = "embedded"
 """Name of the model that needs no hub and no folder."""
@@ -19,10 +20,6 @@ MODEL_DRAFTERS: Final = ("model", "eagle3", "block", "medusa")
 """Drafters with a model or a head of their own."""
 LOOKUPS: Final = ("ngram", "suffix")
 """Drafters without a model."""
-SERVICE: Final = "service"
-TARGET: Final = "target"
-PLACES: Final = (SERVICE, TARGET)
-"""Where a draft runs: in processes of its own, or within the target's."""
 HEADS: Final = ("eagle3", "block", "medusa")
 """Drafters over the target's features."""
 _PATH_STARTS: Final = ("/", "./", "../", "~")
@@ -52,12 +49,12 @@ class DraftOptions:
     num_layers: int = 4
     num_replicas: int = 1
     num_threads: int = 1
-    at: str = SERVICE
+    at: str = AT_SERVICE
     environment: Mapping[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        if self.at not in PLACES:
-            raise InvalidArgument(f"draft_at is {self.at!r}, must be one of {', '.join(PLACES)}", "draft_at")
+        if self.at not in DRAFT_PLACES:
+            raise InvalidArgument(f"draft_at is {self.at!r}, must be one of {', '.join(DRAFT_PLACES)}", "draft_at")
         if self.drafter not in DRAFTERS:
             raise InvalidArgument(f"drafter is {self.drafter!r}, must be one of {', '.join(DRAFTERS)}", "drafter")
         if self.drafter == "model" and not self.model:
@@ -159,7 +156,7 @@ class StackOptions:
         _check_at_least("max_session_len", self.max_session_len, 0)
         _check_at_least("tensor_parallel", self.tensor_parallel, 1)
         check_folder(self.model, "model")
-        if sum(draft.at == TARGET for draft in self.drafts) > 1:
+        if sum(draft.at == AT_TARGET for draft in self.drafts) > 1:
             raise InvalidArgument("one kind of draft at most can run within the targets", "draft_at")
         check_address(self.address, "address", self.num_orchestrators)
         if self.http_address:
@@ -199,7 +196,7 @@ class StackOptions:
 
     def _drafter_within(self) -> dict[str, str]:
         """Return the settings of the drafter within the targets; none where there is none."""
-        draft = next((item for item in self.drafts if item.at == TARGET), None)
+        draft = next((item for item in self.drafts if item.at == AT_TARGET), None)
         if draft is None:
             return {}
         settings = {"OUTRIDER_COLOCATED_DRAFTER": draft.drafter}
@@ -212,7 +209,7 @@ class StackOptions:
     def draft_specs(self) -> Iterator[ProcessSpec]:
         """Yield how to start each draft."""
         numbers: Counter[str] = Counter()
-        for draft in (item for item in self.drafts if item.at == SERVICE):
+        for draft in (item for item in self.drafts if item.at == AT_SERVICE):
             settings = {
                 "OUTRIDER_DRAFTER": draft.drafter,
                 "OUTRIDER_NUM_THREADS": str(draft.num_threads),

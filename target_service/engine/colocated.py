@@ -21,7 +21,6 @@ from outrider.serving.unexpected import UnexpectedErrors
 from outrider.tokens import Base, FeatureSpan
 from target_service.engine.request import Request
 
-_MAX_GONE: Final = 4096
 _MAX_STEPS_S: Final = 0.01
 """Seconds of steps after which commands are applied again: turns of the engine between short ones cost as much."""
 
@@ -110,15 +109,8 @@ class ColocatedDraft:
                 self._do_without(request, error)
 
     def forget(self, session_id: str) -> None:
-        """Drop what the draft keeps of a session: at once, or when the request that it drafts for ends."""
-        if any(item.request.resident.session_id == session_id for item in self._draftings.values()):
-            if len(self._gone) < _MAX_GONE:
-                self._gone.add(session_id)
-            return
-        try:
-            self._drafter.forget(session_id)
-        except Exception as error:
-            self._unexpected.log("a session could not be forgotten", error, session=session_id)
+        """Have the draft drop what it keeps of a session, at the next step, or when no request runs on it any more."""
+        self._gone.add(session_id)
 
     def _try(self, request: Request, do: Callable[[], None]) -> None:
         try:
@@ -132,16 +124,14 @@ class ColocatedDraft:
         self._draftings.pop(request.number, None)
 
     def _end_others(self, requests: Collection[Request]) -> None:
-        """Drop the proposals of requests that are closed."""
-        if not self._draftings:
-            return
-        gone = self._draftings.keys() - {request.number for request in requests}
-        for number in gone:
-            item = self._draftings.pop(number)
-            self._drafter.end(item.sent.proposal)
-            if (session_id := item.request.resident.session_id) in self._gone:
+        """Drop the proposals of requests that are closed, and the sessions to forget that none runs on."""
+        if self._draftings:
+            for number in self._draftings.keys() - {request.number for request in requests}:
+                self._drafter.end(self._draftings.pop(number).sent.proposal)
+        if self._gone:
+            for session_id in self._gone - {request.resident.session_id for request in requests}:
                 self._gone.discard(session_id)
-                self.forget(session_id)
+                self._drafter.forget(session_id)
 
     def _begin(self, request: Request) -> None:
         """Have a proposal for the round of a request, if it has none: the last one goes on where it can."""

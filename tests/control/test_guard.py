@@ -92,4 +92,21 @@ def test_passes_with_prompts_and_pauses_between_requests_show_no_rate() -> None:
         worker.guard.observe(worker.now, 1, 1, counts=False)
         worker.now += 0.02
         worker.guard.observe(worker.now, 1, 1, counts=True)
-    assert worker.guard.allows
+        assert worker.guard.allows  # a trial would have begun after 48 passes
+
+
+def test_the_time_of_prompts_is_left_out() -> None:
+    """With drafts every pass has a prompt in it too; without them it is as long, and yields half as many tokens."""
+    guard, now = SpeculationGuard(), 0.0
+    for _ in range(600):
+        allows = guard.allows
+        now += 0.06 if allows else 0.02
+        guard.observe(now, 8, 16 if allows else 8, counts=True, prompts_s=0.04 if allows else 0.0)
+    assert guard.allows_at(8)
+
+
+def test_what_is_asked_before_anything_is_known_settles_nothing() -> None:
+    worker = Worker(4)
+    assert worker.guard.allows_at(32)
+    worker.run(600, slowdown=1.5, accepted=0.1)
+    assert not worker.guard.allows_at(32)

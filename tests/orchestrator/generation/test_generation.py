@@ -800,7 +800,16 @@ async def test_where_both_can_draft_requests_try_both(
     async with orchestrating(session_store_url, (target,), (draft,)) as orchestrator:
         for _ in range(4):
             assert tokens_of(await orchestrator.events(asking())) == WHOLE
-    assert [item.speculation.own_draft for item in target.of("open")].count(True) == len(draft.of("open")) == 2
+        opened = target.of("open")
+        assert [item.speculation.own_draft for item in opened].count(True) == len(draft.of("open")) == 2
+        # Plain requests show nothing about drafts, and take no turn.
+        for _ in range(3):
+            request = asking()
+            request.speculation.disabled = True
+            assert tokens_of(await orchestrator.events(request)) == WHOLE
+        assert not any(item.speculation.own_draft for item in target.of("open")[4:])
+        await orchestrator.events(asking())
+        assert target.of("open")[-1].speculation.own_draft
 
 
 async def test_a_target_that_drafts_for_itself_gets_the_prediction_only_where_it_uses_it(

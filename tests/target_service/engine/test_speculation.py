@@ -14,6 +14,7 @@ from outrider.drafters.options import DrafterKind, DrafterOptions
 from outrider.parameters import REPLAYABLE_RULES, AcceptanceRule, SamplingParameters
 from outrider.tokens import MAX_PROPOSAL_NODES, Base, NodeKind, ProposalNode, ProposalPart, SparseDistribution
 from outrider.v1 import target_pb2 as pb
+from outrider.v1 import tokens_pb2
 from target_service.engine.colocated import ColocatedDraft
 from target_service.engine.commands import SpeculationTerms
 from target_service.engine.speculation import Speculation
@@ -184,6 +185,25 @@ async def test_a_target_that_drafts_for_itself_gives_the_same_text_in_fewer_pass
                 verdicts = [verdict async for verdict in caller.verdicts(handle)]
                 assert [token_id for verdict in verdicts for token_id in verdict.token_ids] == truth
                 assert (len(verdicts) < 20) is own_draft
+
+
+async def test_a_session_that_is_deleted_is_forgotten_by_a_colocated_draft_once_nothing_runs_on_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    drafter = load_drafter(DrafterOptions(drafter=DrafterKind.MODEL, model=MODEL))
+    forgotten: list[str] = []
+    monkeypatch.setattr(drafter, "forget", forgotten.append)
+    async with target(draft=ColocatedDraft(drafter), adaptive_speculation=False) as (_, caller):
+        options = {"num_speculative_tokens": 4, "max_wait_s": 0.5, "stop_token_ids": (), "own_draft": True}
+        await caller.open(2, PROMPT, GREEDY, session="s", window=4, **options)
+        await caller.span(2, 0, PROMPT)
+        length = len(PROMPT) + len((await caller.receive(2)).verdict.token_ids)
+        await caller.send(0, forget=tokens_pb2.ForgetSession(session_id="s"))
+        await caller.plain(3, PROMPT, GREEDY, session="other", stop_token_ids=())
+        assert not forgotten
+        await caller.send(2, close=pb.VerifyClose(committed_len=length))
+        await caller.plain(4, PROMPT, GREEDY, session="another", stop_token_ids=())
+        assert forgotten == ["s"]
 
 
 async def test_sessions_beside_each_other_share_a_colocated_drafts_steps() -> None:
