@@ -36,6 +36,7 @@ if TYPE_CHECKING:
         SyncConversation,
         TlsFiles,
     )
+    from outrider.constraint import Constraint, StructuralTag, StructuralTags
     from outrider.errors import OutriderError
     from outrider.local import DraftOptions, LocalStack, StackOptions
     from outrider.parameters import AcceptanceRule, FinishReason, SamplingParameters
@@ -47,6 +48,7 @@ __all__ = [
     "AsyncClient",
     "Client",
     "ClientClosed",
+    "Constraint",
     "Conversation",
     "Delta",
     "DraftOptions",
@@ -65,6 +67,8 @@ __all__ = [
     "Speculation",
     "StackOptions",
     "Statistics",
+    "StructuralTag",
+    "StructuralTags",
     "SyncConversation",
     "TlsFiles",
     "TokenLogprobs",
@@ -75,12 +79,15 @@ __all__ = [
 # All others are in `outrider.client`.
 _PLACES = {
     "AcceptanceRule": "parameters",
+    "Constraint": "constraint",
     "DraftOptions": "local",
     "FinishReason": "parameters",
     "LocalStack": "local",
     "OutriderError": "errors",
     "SamplingParameters": "parameters",
     "StackOptions": "local",
+    "StructuralTag": "constraint",
+    "StructuralTags": "constraint",
     "TokenLogprobs": "tokens",
     "TokenOrigin": "tokens",
 }

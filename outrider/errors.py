@@ -17,6 +17,7 @@
     ├── ModelMismatch        the session was made with another model
     ├── ModelUnsupported     the model's cache cannot roll back, or its attention cannot be replaced
     ├── RuleUnsupported      the targets do not serve the acceptance rule that the request names
+    ├── ConstraintFailed     no token goes on with the output, or the constraint exceeds a bound at this point
     ├── RequestFailed        the request itself makes a healthy worker fail; a retry may not help
     ├── Unavailable          a required process cannot be reached within its timeout
     └── DeadlineExceeded     the client's deadline passed
@@ -200,6 +201,12 @@ class RuleUnsupported(OutriderError):
     reason = "RULE_UNSUPPORTED"
 
 
+class ConstraintFailed(OutriderError):
+    """No token that the constraint allows can follow the output, or finding them exceeds the bounds of the matcher."""
+
+    reason = "CONSTRAINT_FAILED"
+
+
 class RequestFailed(OutriderError):
     """The request itself makes a healthy worker fail; a retry is likely to fail again."""
 
@@ -235,6 +242,7 @@ _KINDS: tuple[type[OutriderError], ...] = (
     ModelMismatch,
     ModelUnsupported,
     RuleUnsupported,
+    ConstraintFailed,
     RequestFailed,
     Unavailable,
     DeadlineExceeded,

@@ -6,6 +6,7 @@ from enum import Enum
 from numbers import Integral, Real
 from typing import Any, Self
 
+from outrider.constraint import Constraint
 from outrider.errors import InvalidArgument
 
 MAX_STOP_STRINGS = 16
@@ -104,6 +105,8 @@ class SamplingParameters(_GivenFields):
         min_tokens: output tokens before which no stop condition applies; stop and end-of-text ids are not sampled.
         ignore_eos: whether generation continues after the model's end-of-text tokens.
         logprobs: None for none, else how many most likely tokens to report at each position, in [0, 20].
+        constraint: what the output's text must follow; None for free text. Tokens that it does not allow have
+            probability 0, and where only the end is allowed, it is allowed despite `min_tokens`.
     """
 
     temperature: float = 1.0
@@ -121,6 +124,7 @@ class SamplingParameters(_GivenFields):
     min_tokens: int = 0
     ignore_eos: bool = False
     logprobs: int | None = None
+    constraint: Constraint | None = None
 
     def __post_init__(self) -> None:
         if self.temperature != 0:
@@ -141,7 +145,16 @@ class SamplingParameters(_GivenFields):
             _check_whole("seed", self.seed, 0, MAX_SEED)
         if self.logprobs is not None:
             _check_whole("logprobs", self.logprobs, 0, MAX_LOGPROBS)
+        self._check_constraint()
         self._check_collections()
+
+    def _check_constraint(self) -> None:
+        if self.constraint is None:
+            return
+        if not isinstance(self.constraint, Constraint):
+            raise InvalidArgument(f"constraint is {self.constraint!r}, must be a Constraint", "constraint")
+        if self.ignore_eos:
+            raise InvalidArgument("ignore_eos does not go with a constraint, which ends the output", "ignore_eos")
 
     def _check_collections(self) -> None:
         if not isinstance(self.logit_bias, Mapping):
@@ -210,7 +223,8 @@ class SamplingParameters(_GivenFields):
     def as_dict(self) -> dict[str, object]:
         """Return the values by field name, as built-in types."""
         plain = {item.name: getattr(self, item.name) for item in fields(self)}
-        return {name: dict(value) if isinstance(value, Mapping) else value for name, value in plain.items()}
+        plain |= {"logit_bias": dict(self.logit_bias)}
+        return plain | {"constraint": None if self.constraint is None else self.constraint.as_dict()}
 
 
 def _parameters_of(values: dict[str, Any]) -> SamplingParameters:

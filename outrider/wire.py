@@ -6,8 +6,10 @@ The `..._from_message` functions check what a peer sent: a wrong value raises `I
 from __future__ import annotations
 
 import math
+from dataclasses import asdict
 from typing import Any, Final
 
+from outrider.constraint import Constraint, StructuralTag, StructuralTags
 from outrider.errors import InvalidArgument, OutriderError, from_reason
 from outrider.parameters import AcceptanceRule, FinishReason, SamplingParameters
 from outrider.tokens import (
@@ -78,23 +80,62 @@ def parameters_from_message(message: tokens_pb2.SamplingParameters) -> SamplingP
     if message.logit_bias:
         given["logit_bias"] = dict(message.logit_bias)
     given |= {name: tuple(values) for name in _LISTS if (values := getattr(message, name))}
+    if message.HasField("constraint"):
+        given["constraint"] = constraint_from_message(message.constraint)
     return SamplingParameters(**given)
 
 
 def parameters_to_message(parameters: SamplingParameters) -> tokens_pb2.SamplingParameters:
     """Return the message with every field set, so that the receiver's defaults do not apply."""
-    return tokens_pb2.SamplingParameters(**_set(parameters.as_dict()))
+    return _parameters_of(parameters, parameters.as_dict())
 
 
 def given_to_message(parameters: SamplingParameters) -> tokens_pb2.SamplingParameters:
     """Return the message with the given fields set only, so that the receiver's defaults apply to the others."""
     values = parameters.as_dict()
-    return tokens_pb2.SamplingParameters(**_set({name: values[name] for name in parameters.given}))
+    return _parameters_of(parameters, {name: values[name] for name in parameters.given})
 
 
-def _set(values: dict[str, Any]) -> dict[str, Any]:
-    """Return the values that a message can have; None is that of a field that is not set."""
-    return {name: value for name, value in values.items() if value is not None}
+def _parameters_of(parameters: SamplingParameters, values: dict[str, Any]) -> tokens_pb2.SamplingParameters:
+    """Return the message of some of the parameters; None is the value of a field that is not set."""
+    plain = {name: value for name, value in values.items() if value is not None and name != "constraint"}
+    message = tokens_pb2.SamplingParameters(**plain)
+    if "constraint" in values and parameters.constraint is not None:
+        message.constraint.CopyFrom(constraint_to_message(parameters.constraint))
+    return message
+
+
+def constraint_from_message(message: tokens_pb2.Constraint) -> Constraint:
+    """Return the constraint; raise `InvalidArgument` where it is none."""
+    kind = message.WhichOneof("kind")
+    given: dict[str, Any] = {"any_whitespace": message.any_whitespace, "reasoning_end": message.reasoning_end}
+    match kind:
+        case "choice":
+            given[kind] = tuple(message.choice.texts)
+        case "structural_tags":
+            tags = message.structural_tags
+            parts = [StructuralTag(tag.begin, tag.json_schema, tag.end, tag.trigger) for tag in tags.tags]
+            given[kind] = StructuralTags(parts, tags.at_least_one, tags.stop_after_first)
+        case str():
+            given[kind] = getattr(message, kind)
+    return Constraint(**given)
+
+
+def constraint_to_message(constraint: Constraint) -> tokens_pb2.Constraint:
+    """Return the message."""
+    message = tokens_pb2.Constraint(any_whitespace=constraint.any_whitespace, reasoning_end=constraint.reasoning_end)
+    if (tags := constraint.structural_tags) is not None:
+        parts = [tokens_pb2.StructuralTag(**asdict(tag)) for tag in tags.tags]
+        message.structural_tags.CopyFrom(
+            tokens_pb2.StructuralTags(
+                tags=parts, at_least_one=tags.at_least_one, stop_after_first=tags.stop_after_first
+            )
+        )
+    elif constraint.choice:
+        message.choice.texts.extend(constraint.choice)
+    else:
+        setattr(message, constraint.kind, getattr(constraint, constraint.kind))
+    return message
 
 
 def features_to_message(features: FeatureSpan) -> tokens_pb2.Features:

@@ -41,6 +41,7 @@ BOUNDS: dict[str, tuple[list[Any], list[Any]]] = {
     "min_tokens": ([0, 256], [-1, 257]),
     "ignore_eos": ([False, True], []),
     "logprobs": ([None, 0, MAX_LOGPROBS], [-1, MAX_LOGPROBS + 1]),
+    "constraint": ([None], ["a+", {"regex": "a+"}]),
 }
 """Values of each parameter that are in range, and that are not."""
 

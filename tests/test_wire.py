@@ -5,6 +5,7 @@ import math
 import pytest
 
 from outrider import wire
+from outrider.constraint import Constraint, StructuralTag, StructuralTags
 from outrider.errors import ERRORS, InvalidArgument, KVCacheMiss, OutriderError, Overloaded, TokenizerMismatch
 from outrider.parameters import AcceptanceRule, FinishReason, SamplingParameters
 from outrider.tokens import Base, NodeKind, ProposalNode, SparseDistribution, TokenLogprobs, TokenOrigin, TokenSpan
@@ -29,6 +30,26 @@ FULL = SamplingParameters(
 )
 
 
+TAG = StructuralTag('<call>{"name": "add", "arguments": ', '{"type": "object"}', "}</call>", "<call>")
+CONSTRAINTS = (
+    Constraint(json_schema='{"type": "integer"}', any_whitespace=True),
+    Constraint(json_schema=""),
+    Constraint(json_object=True, reasoning_end="</think>"),
+    Constraint(regex="a+b"),
+    Constraint(choice=("yes", "no")),
+    Constraint(grammar="start: /a+/"),
+    Constraint(structural_tags=StructuralTags((TAG, StructuralTag("<x>")), at_least_one=True, stop_after_first=True)),
+)
+
+
+@pytest.mark.parametrize("constraint", CONSTRAINTS, ids=lambda item: item.kind)
+def test_constraints_survive(constraint: Constraint) -> None:
+    parameters = SamplingParameters(seed=1, constraint=constraint)
+    for message in (wire.parameters_to_message(parameters), wire.given_to_message(parameters)):
+        found = tokens_pb2.SamplingParameters.FromString(message.SerializeToString())
+        assert wire.parameters_from_message(found) == parameters
+
+
 @pytest.mark.parametrize("parameters", [SamplingParameters(), FULL])
 def test_parameters_survive(parameters: SamplingParameters) -> None:
     data = wire.parameters_to_message(parameters).SerializeToString()
@@ -37,7 +58,7 @@ def test_parameters_survive(parameters: SamplingParameters) -> None:
 
 def test_a_message_has_every_parameter_or_only_the_given_ones() -> None:
     every = {item.name for item in tokens_pb2.SamplingParameters.DESCRIPTOR.fields}
-    scalars = every - {"seed", "logprobs", "logit_bias", "stop", "stop_token_ids"}
+    scalars = every - {"seed", "logprobs", "logit_bias", "stop", "stop_token_ids", "constraint"}
     assert {item.name for item, _ in wire.parameters_to_message(SamplingParameters()).ListFields()} == scalars
     given = SamplingParameters(temperature=1.0, top_k=0, seed=None, ignore_eos=False, stop=("x",))
     message = wire.given_to_message(given)

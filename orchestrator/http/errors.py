@@ -14,6 +14,7 @@ _LOG: Final = logging.getLogger(__name__)
 _KINDS: Final[Mapping[str, tuple[int, str]]] = {
     errors.InvalidArgument.reason: (400, "BadRequestError"),
     errors.RuleUnsupported.reason: (400, "BadRequestError"),
+    errors.ConstraintFailed.reason: (400, "BadRequestError"),
     errors.Unauthenticated.reason: (401, "AuthenticationError"),
     errors.SessionNotFound.reason: (404, "NotFoundError"),
     errors.RequestNotFound.reason: (404, "NotFoundError"),
@@ -40,6 +41,7 @@ _PARAMETERS: Final[Mapping[str, str]] = {
     errors.RequestNotFound.reason: "request_id",
     errors.DuplicateRequest.reason: "request_id",
     errors.RuleUnsupported.reason: "acceptance_rule",
+    errors.ConstraintFailed.reason: "constraint",
 }
 _RETRY_S: Final = 1.0
 

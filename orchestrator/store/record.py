@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, Final
 
+from outrider.constraint import Constraint
 from outrider.errors import DataLoss, InvalidArgument
 from outrider.parameters import MAX_SEED, AcceptanceRule, FinishReason, SamplingParameters
 from outrider.tenants import cache_salt
@@ -200,7 +201,9 @@ def parameters_from_json(text: str) -> SamplingParameters:
         if any(type(value) is not list for value in lists.values()):
             raise ValueError("a stop condition has another type")
         tuples = {name: tuple(value) for name, value in lists.items()}
-        parameters = SamplingParameters(**values | tuples | {"logit_bias": biases})
+        known = values.get("constraint")
+        constraint = None if known is None else Constraint.from_dict(known)
+        parameters = SamplingParameters(**values | tuples | {"logit_bias": biases, "constraint": constraint})
     except (LookupError, TypeError, AttributeError, OverflowError, RecursionError, InvalidArgument) as error:
         raise ValueError("no sampling parameters") from error
     _check_types(parameters)
@@ -211,6 +214,8 @@ def _check_types(parameters: SamplingParameters) -> None:
     """Raise ValueError where a value has a type that the workers' messages do not take."""
     for item in fields(parameters):
         value = getattr(parameters, item.name)
+        if item.name == "constraint":
+            continue  # checks its types itself
         kind = type(item.default)
         if kind is float:
             is_fit = type(value) in (float, int)

@@ -34,6 +34,7 @@ CODES: Final[Mapping[str, grpc.StatusCode]] = {
     errors.ModelMismatch.reason: grpc.StatusCode.FAILED_PRECONDITION,
     errors.ModelUnsupported.reason: grpc.StatusCode.FAILED_PRECONDITION,
     errors.RuleUnsupported.reason: grpc.StatusCode.FAILED_PRECONDITION,
+    errors.ConstraintFailed.reason: grpc.StatusCode.FAILED_PRECONDITION,
     errors.RequestFailed.reason: grpc.StatusCode.INTERNAL,
     errors.Unavailable.reason: grpc.StatusCode.UNAVAILABLE,
     errors.DeadlineExceeded.reason: grpc.StatusCode.DEADLINE_EXCEEDED,
