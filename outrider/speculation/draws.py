@@ -80,7 +80,8 @@ def _needs(metadata: SamplingMetadata, vocabulary_size: int) -> tuple[int, int, 
     """Return the maximum rows per chunk, the kind that a chunk's rows must share, and a sort key within the kind."""
     num_cached = _NUM_CACHED // vocabulary_size
     if metadata.parameters.is_greedy:
-        return (max(_NUM_CHANGED, num_cached) if metadata.changes_logits else 2**31), -1, 0
+        is_copied = metadata.changes_logits or metadata.allowed is not None
+        return (max(_NUM_CHANGED, num_cached) if is_copied else 2**31), -1, 0
     kind = Truncation.of(metadata.parameters, vocabulary_size)
     if kind is not Truncation.NONE:
         return max(_NUM_TRUNCATED, num_cached), kind, metadata.parameters.top_k

@@ -56,7 +56,7 @@ def _random_draw(draw: random.Random, row: int, size: int) -> Draw:
 
 
 def distribution_of(logits: Tensor, draw: Draw) -> Tensor:
-    return target_distribution(logits, draw.metadata.parameters, draw.metadata.history, draw.metadata.stop_token_ids)
+    return target_distribution(logits, draw.metadata)
 
 
 def source_of(draw: Draw) -> KeyedSource:

@@ -18,7 +18,7 @@ from transformers import (
 )
 
 from outrider.parameters import SamplingParameters
-from outrider.speculation.sampling import TokenHistory, target_distribution
+from outrider.speculation.sampling import SamplingMetadata, TokenHistory, target_distribution
 from tests.oracle import reference_distribution
 
 V = 40
@@ -33,7 +33,7 @@ def distribution_of(
     logits: Tensor, prompt: Sequence[int] = (), output: Sequence[int] = (), stop: Sequence[int] = (), **values: Any
 ) -> Tensor:
     parameters = SamplingParameters(**values)
-    return target_distribution(logits, parameters, TokenHistory(prompt, output, parameters), stop)
+    return target_distribution(logits, SamplingMetadata(parameters, TokenHistory(prompt, output, parameters), stop))
 
 
 def random_parameters(draw: random.Random) -> SamplingParameters:
@@ -60,7 +60,9 @@ def test_any_parameters_give_the_oracles_distribution(seed: int) -> None:
     output = [draw.randrange(V) for _ in range(draw.randrange(10))]
     logits = random_logits(seed).to(draw.choice([torch.float32, torch.bfloat16, torch.float64]))
     before = logits.clone()
-    distribution = target_distribution(logits, parameters, TokenHistory(prompt, output, parameters), STOP)
+    distribution = target_distribution(
+        logits, SamplingMetadata(parameters, TokenHistory(prompt, output, parameters), STOP)
+    )
     expected = reference_distribution(logits.tolist(), parameters, prompt, output, STOP)
     assert torch.equal(logits, before)
     assert distribution.dtype == torch.float64
@@ -172,10 +174,14 @@ def test_a_history_along_a_branch_is_that_of_the_longer_output(values: dict[str,
     base = TokenHistory([1, 2], [3, 4], parameters)
     longer = base.extended([5]).extended([]).extended([4, 1])
     logits = random_logits(0)
-    expected = target_distribution(logits, parameters, TokenHistory([1, 2], [3, 4, 5, 4, 1], parameters), STOP)
-    assert torch.equal(target_distribution(logits, parameters, longer, STOP), expected)
-    unchanged = target_distribution(logits, parameters, TokenHistory([1, 2], [3, 4], parameters), STOP)
-    assert torch.equal(target_distribution(logits, parameters, base, STOP), unchanged)
+    expected = target_distribution(
+        logits, SamplingMetadata(parameters, TokenHistory([1, 2], [3, 4, 5, 4, 1], parameters), STOP)
+    )
+    assert torch.equal(target_distribution(logits, SamplingMetadata(parameters, longer, STOP)), expected)
+    unchanged = target_distribution(
+        logits, SamplingMetadata(parameters, TokenHistory([1, 2], [3, 4], parameters), STOP)
+    )
+    assert torch.equal(target_distribution(logits, SamplingMetadata(parameters, base, STOP)), unchanged)
     assert (base.num_output, longer.num_output) == (2, 5)
 
 
