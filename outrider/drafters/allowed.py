@@ -35,7 +35,7 @@ class AllowedTokens:
             return [None] * len(paths)
         try:
             if self._matcher is None:
-                self._matcher = OutputMatcher(grammar.matcher())
+                self._matcher = OutputMatcher(grammar.matcher)
             self._matcher.follow(self._proposal.token_ids[self._proposal.terms.prompt_len :])
             tree, numbers = _joined(paths)
             [masks] = node_masks([MatchedTree(self._matcher, tree)], self._vocabulary_size)

@@ -4,7 +4,7 @@ import os
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
-from typing import Final, NamedTuple, Self
+from typing import Final, NamedTuple
 
 import torch
 from llguidance import LLExecutor, LLMatcher
@@ -43,11 +43,6 @@ class NodeMasks:
 
     def __len__(self) -> int:
         return len(self.words)
-
-    @classmethod
-    def of_nothing(cls, vocabulary_size: int) -> Self:
-        """Return the mask after a base that nothing may follow."""
-        return cls(torch.zeros(1, -(-vocabulary_size // _WORD_BITS), dtype=torch.int32))
 
     def allow_any(self) -> list[bool]:
         """Return for the base and each node whether any token is allowed after it."""
@@ -135,14 +130,13 @@ def _jobs(item: MatchedTree, first: int, jobs: list[tuple[LLMatcher, int, list[i
     parents = {node.parent for node in nodes}
     leaves = [number for number in range(1 + len(nodes)) if number not in parents]
     rows = [first] * (1 + len(nodes))
-    matcher = item.matcher.native
     for leaf in leaves:
         path = item.tree.path(leaf)
         for depth, number in enumerate(path, start=1):
             rows[number] = first + depth
-        # The first path has the matcher itself, which comes back to where it is; two calls at once need two.
-        own = matcher if leaf == leaves[0] else matcher.deep_copy()
-        jobs.append((own, first, [nodes[number - 1].token_id for number in path]))
+        # Each path has a copy, which is dropped behind it: see `OutputMatcher` about going back.
+        matcher = item.matcher.native.deep_copy() if path else item.matcher.native
+        jobs.append((matcher, first, [nodes[number - 1].token_id for number in path]))
         first += 1 + len(path)
     return rows, first
 

@@ -1,6 +1,6 @@
 """A matcher that follows one request's output."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from llguidance import LLMatcher
 
@@ -11,14 +11,17 @@ from outrider.grammar.source import one_line
 class OutputMatcher:
     """Knows what may follow an output. Not thread-safe.
 
-    Its state follows from the output alone: `follow` goes back and on along the tokens, as sessions do.
+    Its state follows from the output alone: `follow` goes back and on along the tokens, as sessions do. It never uses
+    the library's own `rollback`: in llguidance 1.9.1 another text after it may meet the masks of the first (where white
+    space is free), or other masks than it should (where the grammar names tokens by their ids).
 
     Args:
-        matcher: at the beginning of an output; owned by this object.
+        begin: returns a new matcher at the beginning of an output.
     """
 
-    def __init__(self, matcher: LLMatcher) -> None:
-        self._matcher = matcher
+    def __init__(self, begin: Callable[[], LLMatcher]) -> None:
+        self._begin = begin
+        self._matcher = begin()
         self._followed: list[int] = []
 
     @property
@@ -35,14 +38,11 @@ class OutputMatcher:
         Raises:
             ConstraintFailed: the grammar does not allow it, or exceeds a bound.
         """
-        known = self._followed
-        num_same = len(known) if list(output[: len(known)]) == known else _common_len(known, output)
-        if num_same < len(known):
-            self._matcher.rollback(len(known) - num_same)
-            del known[num_same:]
-        if rest := list(output[num_same:]):
+        if list(output[: len(self._followed)]) != self._followed:
+            self._matcher, self._followed = self._begin(), []
+        if rest := list(output[len(self._followed) :]):
             self._matcher.consume_tokens(rest)
-            known += rest
+            self._followed += rest
         self.check()
 
     def forced(self, most: int) -> list[int]:
@@ -55,8 +55,3 @@ class OutputMatcher:
             raise ConstraintFailed(
                 f"the constraint fails after {len(self._followed)} tokens: {one_line(self._matcher.get_error())}"
             )
-
-
-def _common_len(one: Sequence[int], other: Sequence[int]) -> int:
-    pairs = enumerate(zip(one, other, strict=False))
-    return next((index for index, (a, b) in pairs if a != b), min(len(one), len(other)))

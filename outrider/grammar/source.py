@@ -57,7 +57,10 @@ def _inner(constraint: Constraint, tokenizer: LLTokenizer) -> str:
 
 
 def _json(schema: str, constraint: Constraint) -> str:
-    _parsed(schema)
+    parsed = _parsed(schema)
+    if isinstance(parsed, bool):
+        # The library takes no options beside these.
+        schema = "{}" if parsed else '{"enum": []}'
     return LLMatcher.grammar_from_json_schema(schema, overrides={"whitespace_flexible": constraint.any_whitespace})
 
 

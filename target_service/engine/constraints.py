@@ -104,7 +104,7 @@ class RequestConstraint:
         if not self.is_ready:
             return
         if self._matcher is None:
-            self._matcher = OutputMatcher(self.grammar.matcher())
+            self._matcher = OutputMatcher(self.grammar.matcher)
         self._matcher.follow(self._request.output)
         self._base = None
         self.forced = self._matcher.forced(_MAX_FORCED)
@@ -113,11 +113,6 @@ class RequestConstraint:
         """Return a proposal of the request below its output."""
         assert self._matcher is not None
         return MatchedTree(self._matcher, tree)
-
-    def renew(self) -> None:
-        """Begin anew with a matcher that has not failed: a proposal may have led this one beyond a bound."""
-        self._matcher = OutputMatcher(self.grammar.matcher())
-        self._matcher.follow(self._request.output)
 
     def round(self, tree: ProposalTree, masks: NodeMasks) -> tuple[ProposalTree, RoundMasks]:
         """Return the allowed part of a proposal, and its masks."""
@@ -201,8 +196,10 @@ class Constraints:
     def masked(self, rounds: Sequence[Offered]) -> list[tuple[ProposalTree, RoundMasks | None]]:
         """Return the allowed part of each proposal, with its masks; None for requests without a constraint.
 
-        Of a request whose matcher fails below the output, only the mask after the output is returned; where that fails
-        too, the round has no token, and so fails alone when it is decided.
+        Where a proposal leads beyond a bound of the matcher, the round does without it.
+
+        Raises:
+            ConstraintFailed: a matcher exceeds a bound after the output itself. Ask for each round alone then.
         """
         constrained = [item for item in rounds if item.request.constraint is not None]
         if not constrained:
@@ -228,14 +225,13 @@ class Constraints:
             yield own.round(tree, masks)
 
     def _masked_alone(self, own: RequestConstraint, tree: ProposalTree) -> NodeMasks:
-        """Return the masks of one proposal; of the base alone where they fail; without any token where that does."""
-        for attempt in (tree, _NO_TREE):
-            try:
-                own.renew()
-                return node_masks([own.matched(attempt)], self._vocabulary_size)[0]
-            except ConstraintFailed:
-                continue
-        return NodeMasks.of_nothing(self._vocabulary_size)
+        """Return the masks of one proposal; where it leads its matchers beyond a bound, that of the base alone."""
+        try:
+            return node_masks([own.matched(tree)], self._vocabulary_size)[0]
+        except ConstraintFailed:
+            if not tree:
+                raise
+            return node_masks([own.matched(_NO_TREE)], self._vocabulary_size)[0]
 
     def _require(self) -> GrammarCompiler:
         if self._compiler is None or not self._eos_token_ids:
