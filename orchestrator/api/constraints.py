@@ -5,7 +5,7 @@ import contextlib
 import json
 import logging
 import sys
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from typing import Any, Final
 
 from orchestrator.workers.model import Model
@@ -27,9 +27,14 @@ _MAX_KNOWN_BYTES: Final = 8 << 20
 
 
 class ConstraintChecks:
-    """Checks constraints as the targets will compile them; what was found is kept."""
+    """Checks constraints as the targets will compile them; what was found is kept.
+
+    Attributes:
+        started: the latest processes, for tests.
+    """
 
     def __init__(self) -> None:
+        self.started: deque[_Checker] = deque(maxlen=2 * _NUM_PROCESSES)
         self._free = asyncio.Semaphore(_NUM_PROCESSES)
         self._idle: list[_Checker] = []
         self._num_queued = 0
@@ -107,7 +112,9 @@ class ConstraintChecks:
             if checker.fingerprint == model.tokenizer_fingerprint and not checker.has_ended:
                 return checker
             checker.kill()
-        return await _Checker.started(model)
+        checker = await _Checker.start(model)
+        self.started.append(checker)
+        return checker
 
 
 class _Checker:
@@ -121,9 +128,10 @@ class _Checker:
     def __init__(self, process: asyncio.subprocess.Process, fingerprint: str) -> None:
         self._process = process
         self.fingerprint = fingerprint
+        self.is_killed = False
 
     @classmethod
-    async def started(cls, model: Model) -> "_Checker":
+    async def start(cls, model: Model) -> "_Checker":
         """Return a process that has loaded a model's tokenizer; raise `Unavailable` where it does not start."""
         assert model.tokenizer is not None
         process = await asyncio.create_subprocess_exec(
@@ -163,8 +171,13 @@ class _Checker:
 
     def kill(self) -> None:
         """End the process."""
+        self.is_killed = True
         with contextlib.suppress(ProcessLookupError):
             self._process.kill()
+
+    async def ended(self) -> None:
+        """Return once the process has ended."""
+        await self._process.wait()
 
     async def _ask(self, content: dict[str, Any], timeout_s: float) -> str:
         """Send a line; return the answer, empty where the process ends or takes too long."""

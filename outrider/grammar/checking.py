@@ -10,6 +10,7 @@ import json
 import resource
 import signal
 import sys
+from pathlib import Path
 from typing import Any, Final
 
 from outrider.constraint import Constraint
@@ -18,15 +19,17 @@ from outrider.grammar.compiler import compiled, load_tokenizer
 
 MAX_COMPILE_S: Final = 2.0
 """Seconds of the CPU that a constraint may take; a large legitimate schema takes 0.2."""
-_MAX_BYTES: Final = 4 << 30
+_MAX_MORE_BYTES: Final = 256 << 20
+"""Of memory that compiling takes beside the tokenizer; schemas of thousands of properties take 20 MB."""
 _MAX_WALL_S: Final = 20.0
 
 
 def main() -> None:
     """Check constraints until standard input ends."""
-    resource.setrlimit(resource.RLIMIT_AS, (_MAX_BYTES, _MAX_BYTES))
     first: dict[str, Any] = json.loads(sys.stdin.readline())
     tokenizer = load_tokenizer(first["tokenizer"], first["vocabulary_size"], first["eos_token_ids"])
+    most = _address_space() + _MAX_MORE_BYTES
+    resource.setrlimit(resource.RLIMIT_AS, (most, most))
     _answer(None)
     for line in sys.stdin:
         # By default these signals end a process, whatever it is doing.
@@ -40,6 +43,11 @@ def main() -> None:
         signal.setitimer(signal.ITIMER_PROF, 0)
         signal.setitimer(signal.ITIMER_REAL, 0)
         _answer(problem)
+
+
+def _address_space() -> int:
+    """Return the bytes of this process's address space."""
+    return int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
 
 
 def _answer(problem: str | None) -> None:
