@@ -20,6 +20,10 @@ from outrider.parameters import SamplingParameters
 from outrider.speculation.truncation import Support, top_k_weights, top_p_weights
 
 
+class NoPossibleToken(ValueError):
+    """The largest logit of a row is not finite: all are minus infinity, or one is no number."""
+
+
 class TokenHistory:
     """The tokens before a position, for penalties: the set of prompt tokens, and the counts of output tokens.
 
@@ -102,13 +106,13 @@ def target_distribution(logits: Tensor, inputs: SamplingMetadata) -> Tensor:
         float64 [V], sum 1; at temperature 0 a single token has probability 1 (ties: the lowest id).
 
     Raises:
-        ValueError: the largest logit is not finite, or a logit is NaN.
+        NoPossibleToken: the largest logit is not finite, or a logit is NaN.
     """
     metadata = [inputs]
     scores = changed_logits(logits.unsqueeze(0), metadata)
     top_id = scores.argmax(-1)  # a NaN, if there is one
     if not bool((top := scores[0, top_id]).isfinite()):
-        raise ValueError(f"the largest logit is {float(top)}, must be finite")
+        raise NoPossibleToken(f"the largest logit is {float(top)}, must be finite")
     if inputs.parameters.is_greedy:
         return torch.zeros_like(scores[0], dtype=torch.float64).index_fill_(0, top_id, 1.0)
     weights = target_weights(tempered(scores, metadata), metadata)

@@ -10,7 +10,7 @@ from outrider.errors import ConstraintFailed
 from outrider.parameters import AcceptanceRule, FinishReason
 from outrider.speculation.draws import Draw, target_draws
 from outrider.speculation.logprobs import token_logprobs
-from outrider.speculation.sampling import SamplingMetadata, TokenHistory, target_distribution
+from outrider.speculation.sampling import NoPossibleToken, SamplingMetadata, TokenHistory, target_distribution
 from outrider.speculation.verification import Outcome, follow_draws, verify_rejection
 from outrider.tokens import ROOT, ProposalTree, TokenLogprobs, TokenOrigin
 from target_service.engine.constraints import RoundMasks
@@ -52,8 +52,17 @@ def decide_all(rounds: Sequence[Round], logits: torch.Tensor, max_len: int) -> l
         rounds: of different sessions.
         logits: [N, V], the rows of all sessions.
         max_len: longest session, in tokens.
+
+    Raises:
+        ConstraintFailed: no token that a constraint allows is possible, or the model's logits are none.
+        NoPossibleToken: the same, of several sessions together, or without a constraint.
     """
-    outcomes = _outcomes(rounds, logits)
+    try:
+        outcomes = _outcomes(rounds, logits)
+    except NoPossibleToken as error:
+        if len(rounds) > 1 or rounds[0].masks is None:
+            raise
+        raise ConstraintFailed("the model finds no token possible that the constraint allows") from error
     cuts = [_cut(item.request, outcome.token_ids, max_len) for item, outcome in zip(rounds, outcomes, strict=True)]
     logprobs = _logprobs(rounds, outcomes, [num for num, _ in cuts], logits)
     return [_result(*parts) for parts in zip(rounds, outcomes, cuts, logprobs, strict=True)]

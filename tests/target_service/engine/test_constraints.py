@@ -222,6 +222,13 @@ async def test_where_nothing_is_allowed_the_request_ends_with_a_named_error(rule
         assert text_of((await constrained(caller, 2, free))[0][:-1]) == "aab"
 
 
+async def test_where_the_model_finds_nothing_possible_the_request_ends_with_a_named_error() -> None:
+    """The model writes ASCII only: every other token has a logit of minus infinity."""
+    async with target(MODEL) as (_, caller):
+        error = await refusal(caller, 1, SamplingParameters(seed=1, constraint=Constraint(regex="a\u00e9")))
+        assert isinstance(error, ConstraintFailed) and "no token possible" in error.message
+
+
 async def test_wrong_constraints_are_refused_with_the_reason() -> None:
     async with target(MODEL) as (engine, caller):
         error = await refusal(caller, 1, SamplingParameters(seed=1, constraint=Constraint(regex="a(")))
