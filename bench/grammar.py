@@ -1,8 +1,8 @@
 """Structured output: what constraints cost, what drafts and forced tokens gain with them, and the times of grammars.
 
 `schema_over_free_N` compares plain decoding of as many tokens in N sessions, with a schema and without.
-`speculation_over_plain_schema` compares requests that extract facts as JSON, with all that a request does by default and
-without any proposal. All modes run in interleaved rounds; the figures are ratios of medians.
+`speculation_over_plain_schema` compares requests that extract facts as JSON, with all that a request does by default
+and without any proposal. All modes run in interleaved rounds; the figures are ratios of medians.
 """
 
 import asyncio

@@ -1,6 +1,7 @@
 """A constraint as a grammar of llguidance, whose errors name the position."""
 
 import json
+import re
 from collections.abc import Sequence
 from typing import Any, Final
 
@@ -12,6 +13,7 @@ from outrider.errors import InvalidArgument
 _TEXT: Final = r"/(.|\n)*/"
 _SPACE: Final = r"/[\n ]*/"
 _INNER: Final = "constrained"
+_DIALECT: Final = re.compile(r"https?://json-schema\.org/draft(-0[467]|/2019-09|/2020-12)/schema#?")
 _NON_VERBOSE: Final = "<non-verbose/>"
 _ANY_OBJECT: Final = '{"type": "object"}'
 
@@ -73,6 +75,10 @@ def _parsed(schema: str) -> Any:
         raise InvalidArgument(f"json_schema is no JSON: {error}", FIELD) from None
     if not isinstance(parsed, dict | bool):
         raise InvalidArgument("json_schema must be a JSON object", FIELD)
+    dialect = parsed.get("$schema") if isinstance(parsed, dict) else None
+    if dialect is not None and not (isinstance(dialect, str) and _DIALECT.fullmatch(dialect)):
+        # Of another one the library would ignore what it does not know, and allow too much.
+        raise InvalidArgument(f"json_schema is of {dialect!r}, must be of draft 4, 6, 7, 2019-09 or 2020-12", FIELD)
     return parsed
 
 

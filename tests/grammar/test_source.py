@@ -130,6 +130,8 @@ def test_what_is_a_special_token_is_matched_by_its_id(by_bytes: LLTokenizer) -> 
         ({"json_schema": '{"not": {}}'}, "Unimplemented keys"),
         ({"json_schema": "{"}, "is no JSON: Expecting property name"),
         ({"json_schema": "3"}, "must be a JSON object"),
+        ({"json_schema": '{"$schema": "http://json-schema.org/draft-03/schema#"}'}, "must be of draft 4, 6, 7"),
+        ({"json_schema": '{"$schema": 3}'}, "must be of draft"),
         ({"json_schema": "[" * 100_000}, "nested too deeply"),
         ({"json_schema": '{"items":' * 200 + "{}" + "}" * 200}, "recursion limit"),
         ({"json_schema": "false"}, "Unsatisfiable"),
