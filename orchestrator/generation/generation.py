@@ -164,6 +164,7 @@ class Generation:
                 text=ending.text,
                 statistics=self._final_statistics(),
                 parts=self._parts.messages(ending.parts),
+                num_tool_calls=ending.num_calls,
             )
         )
 
@@ -212,5 +213,6 @@ def finished_event(record: SessionRecord, ending: Ending, parts: PartWriter) -> 
             text=ending.text,
             statistics=generation_pb2.GenerationStatistics(),
             parts=parts.messages(ending.parts),
+            num_tool_calls=ending.num_calls,
         )
     )

@@ -8,9 +8,9 @@ from starlette.responses import PlainTextResponse, Response
 
 import outrider
 from orchestrator.http.asgi import metadata
-from orchestrator.http.bodies import ChatMessage
 from orchestrator.http.errors import HttpError
 from orchestrator.http.logprobs import TokenTexts
+from orchestrator.http.messages import ChatMessage
 from orchestrator.http.ollama_bodies import (
     PARAMETER_NAMES,
     OllamaBody,

@@ -59,9 +59,9 @@ class OllamaForm(Form):
         """Return a line without text."""
         return self._line("", {"done": False, "speculation": notice_of(notice)})
 
-    def finish(self, choice: Choice, text: str) -> bytes:
+    def finish(self, choice: Choice, finished: generation_pb2.Finished) -> bytes:
         """Return the last line, which has the rest of the text too."""
-        return self._line(text, self._figures(choice))
+        return self._line(finished.text, self._figures(choice))
 
     def end(self) -> bytes:
         """Return nothing: the last line was written."""

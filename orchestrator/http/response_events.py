@@ -110,8 +110,9 @@ class ResponseForm(Form):
         """Return an event without text: events of our own would break strict clients."""
         return self._text_event("", {"speculation": notice_of(notice)})
 
-    def finish(self, choice: Choice, text: str) -> bytes:
+    def finish(self, choice: Choice, finished: generation_pb2.Finished) -> bytes:
         """Return the rest of the text, and the events that have all of it."""
+        text = finished.text
         if self._held is not None:
             self._held.check()
         choice.text.append(text)

@@ -7,9 +7,10 @@ from fastapi import Request
 from pydantic import Field
 from starlette.responses import Response
 
-from orchestrator.http.bodies import ChatMessage, GenerationBody, Sampling, Tokens
+from orchestrator.http.bodies import GenerationBody, Sampling, Tokens
 from orchestrator.http.body import Body
 from orchestrator.http.errors import HttpError
+from orchestrator.http.messages import ChatMessage
 from orchestrator.http.requests import Prompts, chat_prompt, parameters_of, speculation_of
 from orchestrator.http.response_events import PREFIX, HeldText, ResponseForm
 from orchestrator.http.routes import Routes, RouteTable

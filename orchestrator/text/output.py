@@ -41,10 +41,12 @@ class Ending(NamedTuple):
     Attributes:
         text: the rest of the text.
         parts: the rest of the parts.
+        num_calls: calls of tools in the whole output.
     """
 
     text: str
     parts: Sequence[Part] = ()
+    num_calls: int = 0
 
 
 class OutputText:
@@ -89,7 +91,8 @@ class OutputText:
         text = "" if stopped or self._detokenizer is None else self._rest(self._detokenizer)
         if self._parts is None:
             return Ending(text)
-        return Ending(text, merged([*self._parts.push(text), *self._parts.finish()]))
+        parts = merged([*self._parts.push(text), *self._parts.finish()])
+        return Ending(text, parts, self._parts.num_calls)
 
     def _pass(self, detokenizer: "Detokenizer", token_id: int) -> "Passed":
         """Return the text that passes with a token."""

@@ -59,6 +59,11 @@ class OutputParts:
         self._waiting: deque[tuple[int, str]] = deque()
         self._num_chars = 0
 
+    @property
+    def num_calls(self) -> int:
+        """Calls of tools so far."""
+        return self._parser.num_calls
+
     def is_marker(self, token_id: int) -> bool:
         """Return whether a token is a special one that marks a part."""
         return token_id in self._markers

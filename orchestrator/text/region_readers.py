@@ -19,16 +19,19 @@ class Calls:
 
     Args:
         tools: JSON schema of the parameters of each tool, by its name.
+
+    Attributes:
+        num: calls that have begun.
     """
 
     def __init__(self, tools: Mapping[str, Mapping[str, Any]]) -> None:
         self.tools = tools
-        self._num = 0
+        self.num = 0
 
     def begin(self) -> int:
         """Return the index of the next call."""
-        self._num += 1
-        return self._num - 1
+        self.num += 1
+        return self.num - 1
 
 
 class RegionReader(ABC):

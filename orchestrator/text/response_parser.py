@@ -73,6 +73,11 @@ class ResponseParser:
         self._opened.clear()
 
     @property
+    def num_calls(self) -> int:
+        """Calls that have begun."""
+        return self._calls.num
+
+    @property
     def region(self) -> Region | None:
         """The region that the text is in; None outside of all that have a beginning."""
         return self._region

@@ -48,11 +48,13 @@ class OutputFormat:
         template: the regions of its output.
         call: the text of a call; None where arguments are not written as JSON.
         needs_tool: whether only the name of a tool makes a call, because nothing else marks it.
+        is_own: whether it is the checkpoint's own response template.
     """
 
     template: ResponseTemplate
     call: CallText | None
     needs_tool: bool = False
+    is_own: bool = False
 
     @property
     def reasoning_end(self) -> str:
@@ -76,7 +78,7 @@ def output_format(
     if response_template is not None:
         try:
             template = load_response_template(json.loads(response_template))
-            return OutputFormat(template, _call_text(template.calls, source))
+            return OutputFormat(template, _call_text(template.calls, source), is_own=True)
         except (ValueError, RecursionError) as error:
             _LOG.warning("the model's response template is not used: %s", error)
     return _family(source) if knows_tools else _hermes(source)
