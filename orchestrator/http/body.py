@@ -77,7 +77,10 @@ def _where(location: tuple[int | str, ...]) -> str:
 
 
 # Pydantic puts the branch of a union into the path.
-_BRANCHES: Final = frozenset({"str", "int", "float", "bool", "TextPart", "NamedChoice"})
+_BRANCHES: Final = frozenset(
+    {"str", "int", "float", "bool", "TextPart", "NamedChoice", "NamedFunctionChoice"}
+    | {"InputMessage", "FunctionCallItem", "FunctionOutputItem", "ReasoningItem"}
+)
 _BRANCH_KINDS: Final = ("list[", "dict[", "literal[", "function-", "constrained-", "lax-or-strict", "nullable")
 
 
