@@ -181,7 +181,7 @@ def parsing_of(chat: generation_pb2.Chat) -> Parsing | None:
 
 
 def _chat_tokens(chat: generation_pb2.Chat, tokenizer: Tokenizer, terms: PromptTerms) -> list[int]:
-    variables, tools = _variables(chat.template_variables), _tools(chat)
+    variables, tools = variables_of(chat), _tools(chat)
     messages: Sequence[Message | tuple[str, str]] = [_message(item) for item in chat.messages]
     if terms.held:
         most = terms.max_tokens + len(terms.held)
@@ -211,11 +211,12 @@ def _tools(chat: generation_pb2.Chat) -> list[Tool]:
     return tools
 
 
-def _variables(text: str) -> dict[str, Any]:
-    if not text:
+def variables_of(chat: generation_pb2.Chat) -> dict[str, Any]:
+    """Return the variables that a chat gives its template; raise `InvalidArgument` where they are no JSON object."""
+    if not chat.template_variables:
         return {}
     try:
-        variables = json.loads(text)
+        variables = json.loads(chat.template_variables)
     except (ValueError, RecursionError):
         variables = None
     if not isinstance(variables, dict):

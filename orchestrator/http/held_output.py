@@ -2,9 +2,12 @@
 
 from collections.abc import Sequence
 
+from orchestrator.api.prompts import parsing_of, variables_of
 from orchestrator.generation.parts import PartWriter
 from orchestrator.text.output import OutputText
+from orchestrator.text.output_parts import OutputParts
 from orchestrator.text.parts import CallPiece, Content, Part, merged
+from orchestrator.workers.model import Model
 from outrider.errors import InvalidArgument
 from outrider.v1 import generation_pb2
 
@@ -46,6 +49,25 @@ class HeldOutput:
     def _absorb(self, token_id: int) -> Sequence[Part]:
         absorbed = self._output.absorb([token_id])
         return absorbed.parts if self._is_parsed else merged([Content(absorbed.text)])
+
+
+def held_output(message: generation_pb2.GenerateRequest, model: Model) -> HeldOutput | None:
+    """Return the measure of what the client has of a stream that it resumes; None for a new one.
+
+    The message is made to replay the output from its start.
+    """
+    if not message.resume_offset:
+        return None
+    num_tokens, message.resume_offset = message.resume_offset, 0
+    parameters, parsing = model.parameters(message.parameters, seed=0), parsing_of(message.chat)
+    parts = None
+    if parsing is not None and model.tokenizer is not None:
+        # All of the prompt that matters is what the template writes ahead of an answer.
+        begun = model.tokenizer.answer_prefix(variables_of(message.chat))
+        prefix = model.tokenizer.encode(begun, model.max_session_len)
+        parts = OutputParts(model.tokenizer, parsing, prefix, model.stop_token_ids(parameters))
+    output = OutputText(model.tokenizer, parameters, parts)
+    return HeldOutput(num_tokens, output, PartWriter(message.request_id), is_parsed=parts is not None)
 
 
 def _behind(parts: Parts, known: Sequence[Part]) -> Parts:

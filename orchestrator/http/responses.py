@@ -5,9 +5,7 @@ from typing import Any, Final
 from fastapi import Request
 from starlette.responses import Response
 
-from orchestrator.api.prompts import parsing_of
-from orchestrator.generation.parts import PartWriter
-from orchestrator.http.held_output import HeldOutput
+from orchestrator.http.held_output import held_output
 from orchestrator.http.messages import ChatMessage
 from orchestrator.http.parsing import behind_reasoning, names_with, parse
 from orchestrator.http.requests import Prompts, chat_prompt, parameters_of, speculation_of
@@ -17,8 +15,6 @@ from orchestrator.http.response_input import input_messages
 from orchestrator.http.routes import Routes, RouteTable
 from orchestrator.http.structure import Structure, made, refusal
 from orchestrator.http.tools import Tools
-from orchestrator.text.output import OutputText
-from orchestrator.text.output_parts import OutputParts
 from orchestrator.workers.model import Model
 from outrider import wire
 from outrider.v1 import generation_pb2
@@ -43,7 +39,7 @@ class ResponsesRoutes(Routes):
         is_parsed = parse(given.messages[0], tools, model)
 
         def form(response_id: str, name: str, messages: list[generation_pb2.GenerateRequest]) -> ResponseForm:
-            held = _held_output(messages[0], model)
+            held = held_output(messages[0], model)
             return ResponseForm(response_id, name, _echo(body, model), held, is_parsed=is_parsed)
 
         return self._answer(request, body, given, model, PREFIX, names_with(NAMES, structure), form)
@@ -95,24 +91,6 @@ def _structure(body: ResponsesBody) -> Structure | None:
     if form.schema_ is None:
         raise refusal(f"{field} has type json_schema: schema is missing", f"{field}.schema")
     return made(field, json_schema=form.schema_)
-
-
-def _held_output(message: generation_pb2.GenerateRequest, model: Model) -> HeldOutput | None:
-    """Return the measure of what the client has of a stream that it resumes; None for a new one.
-
-    The last events have the whole output, so the message is made to replay it from its start.
-    """
-    if not message.resume_offset:
-        return None
-    num_tokens, message.resume_offset = message.resume_offset, 0
-    parameters, parsing = model.parameters(message.parameters, seed=0), parsing_of(message.chat)
-    parts = None
-    if parsing is not None and model.tokenizer is not None:
-        # All of the prompt that matters is what the template writes ahead of an answer.
-        prefix = model.tokenizer.encode(model.tokenizer.answer_prefix({}), model.max_session_len)
-        parts = OutputParts(model.tokenizer, parsing, prefix, model.stop_token_ids(parameters))
-    output = OutputText(model.tokenizer, parameters, parts)
-    return HeldOutput(num_tokens, output, PartWriter(message.request_id), is_parsed=parts is not None)
 
 
 def _echo(body: ResponsesBody, model: Model) -> dict[str, Any]:
