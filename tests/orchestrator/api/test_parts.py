@@ -5,6 +5,8 @@ from collections.abc import AsyncIterator
 
 import pytest
 
+from outrider.client import AsyncClient, GenerationRequest, Message, Tool
+from outrider.client.events import collected
 from outrider.errors import InvalidArgument
 from outrider.v1 import generation_pb2 as pb
 from tests.orchestrator.answering import give_answers, model_files
@@ -129,3 +131,16 @@ async def test_too_much_or_wrong_is_refused(answerer: Orchestrator, request_: pb
     with pytest.raises(InvalidArgument) as refused:
         await answerer.events(request_)
     assert refused.value.field == field
+
+
+async def test_two_steps_with_the_python_client(answerer: Orchestrator) -> None:
+    tool = Tool("add", "Adds.", json.loads(SCHEMA))
+    question = Message("user", "2 + 2?")
+    async with AsyncClient(answerer.address) as client:
+        first = await collected(client.generate(GenerationRequest(messages=[question], tools=[tool])))
+        assert (first.content, first.reasoning) == ("Let me see.", "Hm 🙂.")
+        assert [call.name for call in first.tool_calls] == ["add", "add"]
+        results = [Message("tool", "4", tool_call_id=call.id) for call in first.tool_calls]
+        messages = [question, first.message, *results]
+        second = await collected(client.generate(GenerationRequest(messages=messages, tools=[tool])))
+        assert second.message == Message("assistant", "It is 4.", "Got it.")
