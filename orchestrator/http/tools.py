@@ -1,6 +1,7 @@
 """Tools of a request, and which of them the output must call: as tags of the model's own format of calls."""
 
 import json
+import re
 from collections.abc import Sequence
 from typing import Any, Final, Literal
 
@@ -8,9 +9,10 @@ from pydantic import Field
 
 from orchestrator.http.body import Body
 from orchestrator.http.structure import Structure, made, refusal
+from orchestrator.text.tokenizer import Tokenizer
 from orchestrator.text.tool_formats import CallText
 from orchestrator.workers.model import Model
-from outrider.constraint import Constraint, StructuralTags
+from outrider.constraint import Constraint, StructuralTag, StructuralTags
 from outrider.errors import InvalidArgument
 from outrider.v1 import generation_pb2
 
@@ -108,12 +110,13 @@ class Tools:
         call = model.tokenizer.output_format.call if model.tokenizer is not None else None
         if call is None:
             raise refusal(f"{field} is not supported: this model's calls are not written as JSON", field)
-        if self._choice == "auto" and structure is not None:
-            return _either(structure, self._callable, call, is_parallel=self._is_parallel)
-        tags = StructuralTags(
+        if self._choice == "auto" and structure is not None and model.tokenizer is not None:
+            tags = [call.tag(item.name, "") for item in self._callable]
+            return _either(structure, self._callable, tags, model.tokenizer, is_parallel=self._is_parallel)
+        called = StructuralTags(
             self._tags(call), at_least_one=self._choice == "required", stop_after_first=not self._is_parallel
         )
-        return made(field, structural_tags=tags)
+        return made(field, structural_tags=called)
 
     def _field(self, structure: Structure | None, *, is_strict: bool) -> str:
         if self._choice == "required":
@@ -122,7 +125,7 @@ class Tools:
             return structure.field
         return "tools" if is_strict else "parallel_tool_calls"
 
-    def _tags(self, call: CallText) -> list[Any]:
+    def _tags(self, call: CallText) -> list[StructuralTag]:
         tags = []
         for item in self._callable:
             is_followed = item.strict or self._choice == "required"
@@ -141,7 +144,14 @@ def tools_of(tools: Sequence[ToolBody] | None, choice: ChoiceOfTool | None, para
     return Tools([item.function for item in tools or ()], kind, named, is_parallel=parallel is not False)
 
 
-def _either(structure: Structure, functions: Sequence[FunctionBody], call: CallText, *, is_parallel: bool) -> Structure:
+def _either(
+    structure: Structure,
+    functions: Sequence[FunctionBody],
+    tags: Sequence[StructuralTag],
+    tokenizer: Tokenizer,
+    *,
+    is_parallel: bool,
+) -> Structure:
     """Return a constraint by which the output is calls, or what it must be else."""
     known = structure.constraint
     if known.kind not in ("json_schema", "json_object"):
@@ -154,13 +164,19 @@ def _either(structure: Structure, functions: Sequence[FunctionBody], call: CallT
         r'calls: call ("\n"? call)*' if is_parallel else "calls: call",
         f"call: {' | '.join(f'call_{number}' for number in range(len(functions)))}",
     ]
-    for number, item in enumerate(functions):
-        tag = call.tag(item.name, "")
+    for number, (item, tag) in enumerate(zip(functions, tags, strict=True)):
         arguments = item.parameters if item.parameters and item.strict else {"type": "object"}
-        end = f" {json.dumps(tag.end)}" if tag.end else ""
-        rules.append(f"call_{number}: {json.dumps(tag.begin)} arguments_{number}{end}")
+        begin, end = (_text_rule(text, tokenizer) for text in (tag.begin, tag.end))
+        rules.append(f"call_{number}: {begin} arguments_{number} {end}".rstrip())
         rules.append(f"arguments_{number}: {_json_rule(arguments, known)}")
     return made(structure.field, grammar="\n".join(rules) + "\n")
+
+
+def _text_rule(text: str, tokenizer: Tokenizer) -> str:
+    """Return a text in llguidance's dialect of Lark, in which special tokens are no text but stand by their ids."""
+    markers = {marker: token_id for token_id, marker in tokenizer.marker_tokens.items()}
+    pieces = re.split(f"({'|'.join(map(re.escape, markers))})", text) if markers else [text]
+    return " ".join(f"<[{markers[piece]}]>" if piece in markers else json.dumps(piece) for piece in pieces if piece)
 
 
 def _json_rule(schema: Any, known: Constraint) -> str:

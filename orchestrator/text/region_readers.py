@@ -264,21 +264,12 @@ def reader_of(
             return ArgumentsReader(captures["name"], calls)
         return CallsReader(_OWN_SHAPE, opening, calls, needs_tool=needs_tool)
     if region.content == "json" and not region.arguments:
-        name, arguments = call_keys(region)
+        name, arguments = region.call_keys
         if arguments == "{content}" and (captured := captures.get(name.strip("{}"))):
             return ArgumentsReader(captured, calls)
         if (shape := _shape(region, name, arguments)) is not None:
             return CallsReader(shape, opening, calls, needs_tool=needs_tool)
     return ValueReader(region, opening, captures, lambda value: _call_parts(value, calls))
-
-
-def call_keys(region: Region) -> tuple[str, str]:
-    """Return what a region's transform puts into a call's name and arguments; empty where it has none."""
-    transform = region.transform if isinstance(region.transform, dict) else {}
-    function = transform.get("function", transform)
-    pair = (function.get("name"), function.get("arguments")) if isinstance(function, dict) else ("", "")
-    name, arguments = (item if isinstance(item, str) else "" for item in pair)
-    return name, arguments
 
 
 def _shape(region: Region, name: str, arguments: str) -> CallShape | None:

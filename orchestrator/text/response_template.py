@@ -74,6 +74,15 @@ class Region:
         """Whether it is calls of tools."""
         return self.name == "tool_calls"
 
+    @property
+    def call_keys(self) -> tuple[str, str]:
+        """The placeholders that make a call's name and arguments; empty where there are none."""
+        transform = self.transform if isinstance(self.transform, dict) else {}
+        function = transform.get("function", transform)
+        pair = (function.get("name"), function.get("arguments")) if isinstance(function, dict) else ("", "")
+        name, arguments = (item if isinstance(item, str) else "" for item in pair)
+        return name, arguments
+
 
 @dataclass(frozen=True, slots=True)
 class ResponseTemplate:

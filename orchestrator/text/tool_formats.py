@@ -9,7 +9,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
-from orchestrator.text.region_readers import call_keys
 from orchestrator.text.response_template import Region, ResponseTemplate, load_response_template
 from outrider.constraint import StructuralTag
 
@@ -160,7 +159,7 @@ def _call_text(region: Region | None, source: str) -> CallText | None:
         return None
     opening = region.opens.literals if region.opens else None
     closing = region.closes.literals if region.closes else ("",)
-    name, arguments = call_keys(region)
+    name, arguments = region.call_keys
     if not opening or closing is None or not (name.startswith("{content.") and arguments.startswith("{content.")):
         return None
     keys = [item.removeprefix("{content.").removesuffix("}") for item in (name, arguments)]

@@ -5,7 +5,11 @@ from typing import Any
 
 import httpx
 
+from orchestrator.http.errors import as_http
+from orchestrator.http.parsing import names_with
+from orchestrator.http.structure import Structure
 from outrider.constraint import Constraint, StructuralTag, StructuralTags
+from outrider.errors import ConstraintFailed
 from tests.orchestrator.http.test_tools import constraint_of
 from tests.orchestrator.scripted import ScriptedTarget
 
@@ -97,3 +101,9 @@ async def test_text_is_free(http: httpx.AsyncClient, target: ScriptedTarget) -> 
     body = {"messages": [{"role": "user", "content": "x"}], "response_format": {"type": "text"}, "max_tokens": 2}
     assert (await http.post(CHAT, json=body)).status_code == 200
     assert constraint_of(target) is None
+
+
+def test_a_constraint_that_fails_is_told_by_its_field() -> None:
+    names = names_with({"prompt": "messages"}, Structure(Constraint(regex="a+"), "guided_regex"))
+    told = as_http(ConstraintFailed("no token is allowed"), names)
+    assert (told.status, told.parameter, told.code) == (400, "guided_regex", "constraint_failed")

@@ -7,6 +7,7 @@ import httpx
 
 from outrider import wire
 from outrider.constraint import Constraint
+from tests.orchestrator.answering import SPECIAL
 from tests.orchestrator.http.conftest import CALLS
 from tests.orchestrator.http.events import Stream, read
 from tests.orchestrator.scripted import ScriptedTarget
@@ -19,6 +20,7 @@ OTHER = {"type": "function", "function": {"name": "find", "strict": True, "param
 QUESTION = {"role": "user", "content": "2 + 2?"}
 ASKED = {"messages": [QUESTION], "tools": [TOOL]}
 BEGIN, END = '<tool_call>\n{"name": "NAME", "arguments": ', "}\n</tool_call>"
+MARKS = [256 + SPECIAL.index(name) for name in ("<tool_call>", "</tool_call>")]
 BROKEN = {"name": "f", "arguments": "["}
 ARGUMENTS = '{"a": 2, "b": 2}'
 
@@ -197,7 +199,9 @@ async def test_an_answer_or_calls(asker: httpx.AsyncClient, target: ScriptedTarg
     lines = constraint.grammar.splitlines()
     assert lines[0] == "start: answer | calls"
     assert lines[1] == 'answer: %json {"type": "object", "x-guidance": {"whitespace_flexible": false}}'
-    assert f"call_0: {json.dumps(BEGIN.replace('NAME', 'add'))} arguments_0 {json.dumps(END)}" in lines
+    # Special tokens are no text of a grammar: they stand by their ids.
+    begin, end = (json.dumps(text) for text in (BEGIN.replace("NAME", "add")[11:], END[:-12]))
+    assert f"call_0: <[{MARKS[0]}]> {begin} arguments_0 {end} <[{MARKS[1]}]>" in lines
     assert [json.loads(line.partition("%json ")[2]) for line in lines if line.startswith("arguments_1")] == [
         {**SCHEMA, "x-guidance": {"whitespace_flexible": False}}
     ]
