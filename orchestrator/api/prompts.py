@@ -2,14 +2,13 @@
 
 import asyncio
 import contextlib
-import json
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, Final, TypeVar
 
 from orchestrator.text.history import messages_behind
-from orchestrator.text.messages import Call, Message, Tool, checked_tool
+from orchestrator.text.messages import Call, Message, Tool, checked_tool, json_object
 from orchestrator.text.output_parts import Parsing
 from orchestrator.text.tokenizer import Tokenizer
 from outrider.errors import InvalidArgument, Overloaded
@@ -20,6 +19,8 @@ _MAX_MESSAGES: Final = 2048
 _MAX_CALLS: Final = 128
 """Calls of tools of a message."""
 _MAX_TOOLS: Final = 128
+_MAX_TOOLS_CHARS: Final = 1 << 18
+"""Characters of all tools; their schemas are read beside the requests that run, and this many take some 10 ms."""
 _MAX_VARIABLES_CHARS: Final = 16384
 _MAX_SHORT_CHARS: Final = 1 << 15
 """Characters of a prompt that takes some 30 ms at most, and need not wait for long ones."""
@@ -89,9 +90,10 @@ def _check_chat(chat: generation_pb2.Chat) -> int:
         raise InvalidArgument(f"tool_calls has {most} calls, may have at most {_MAX_CALLS}", "tool_calls")
     if len(chat.template_variables) > _MAX_VARIABLES_CHARS:
         raise InvalidArgument(f"may have at most {_MAX_VARIABLES_CHARS} characters", "template_variables")
-    return sum(_num_chars(item) for item in chat.messages) + sum(
-        len(tool.name) + len(tool.description) + len(tool.parameters) for tool in chat.tools
-    )
+    num_chars = sum(len(tool.name) + len(tool.description) + len(tool.parameters) for tool in chat.tools)
+    if num_chars > _MAX_TOOLS_CHARS:
+        raise InvalidArgument(f"tools has {num_chars} characters, may have at most {_MAX_TOOLS_CHARS}", "tools")
+    return num_chars + sum(_num_chars(item) for item in chat.messages)
 
 
 def _num_chars(message: generation_pb2.ChatMessage) -> int:
@@ -213,15 +215,7 @@ def _tools(chat: generation_pb2.Chat) -> list[Tool]:
 
 def variables_of(chat: generation_pb2.Chat) -> dict[str, Any]:
     """Return the variables that a chat gives its template; raise `InvalidArgument` where they are no JSON object."""
-    if not chat.template_variables:
-        return {}
-    try:
-        variables = json.loads(chat.template_variables)
-    except (ValueError, RecursionError):
-        variables = None
-    if not isinstance(variables, dict):
-        raise InvalidArgument("is not a JSON object", "template_variables")
-    return variables
+    return json_object(chat.template_variables, "template_variables", "it") if chat.template_variables else {}
 
 
 def _check_num_tokens(num_tokens: int, terms: PromptTerms) -> int:

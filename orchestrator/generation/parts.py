@@ -28,14 +28,19 @@ class PartWriter:
     def _message(self, part: Part) -> generation_pb2.OutputPart:
         match part:
             case Content(text):
-                return generation_pb2.OutputPart(content=text)
+                return generation_pb2.OutputPart(content=_valid(text))
             case Reasoning(text):
-                return generation_pb2.OutputPart(reasoning=text)
+                return generation_pb2.OutputPart(reasoning=_valid(text))
             case CallPiece(index, name, arguments):
                 piece = generation_pb2.ToolCallPart(
-                    index=index, id=self._id(index) if name else "", name=name, arguments=arguments
+                    index=index, id=self._id(index) if name else "", name=_valid(name), arguments=_valid(arguments)
                 )
                 return generation_pb2.OutputPart(tool_call=piece)
 
     def _id(self, index: int) -> str:
         return hashlib.sha256(f"{self._request_id}.{index}".encode()).hexdigest()[:_ID_CHARS]
+
+
+def _valid(text: str) -> str:
+    """Return a text without halves of characters, which escapes of JSON may stand for."""
+    return text if text.isascii() else text.encode("utf-8", "replace").decode()

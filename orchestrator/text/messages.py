@@ -95,7 +95,7 @@ def json_object(text: str, field: str, what: str) -> dict[str, Any]:
         what: the value in words.
 
     Raises:
-        InvalidArgument: it is none, or has values nested more than 64 deep.
+        InvalidArgument: it is none, has values nested more than 64 deep, or half a character.
     """
     try:
         value = json.loads(text)
@@ -104,6 +104,11 @@ def json_object(text: str, field: str, what: str) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise InvalidArgument(f"{field}: {what} is not a JSON object", field)
     _check_depth(value, field, what)
+    try:
+        # An escape may stand for half a character, which no text can have.
+        json.dumps(value, ensure_ascii=False).encode()
+    except UnicodeEncodeError as error:
+        raise InvalidArgument(f"{field}: {what} is not valid Unicode", field) from error
     return value
 
 

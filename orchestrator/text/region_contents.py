@@ -57,6 +57,32 @@ def check_transform(where: str, transform: Any) -> None:
             raise ValueError(f"{where}: the transform {transform!r} has a placeholder within a text")
 
 
+def check_arguments(where: str, name: str, arguments: Mapping[str, Any]) -> None:
+    """Raise `ValueError` for arguments with which a content cannot be read, whatever its text."""
+    pattern, parser = arguments.get("tag_pattern"), arguments.get("value_parser")
+    if name == "xml-inline":
+        try:
+            groups = regex.compile(pattern).groupindex
+        except (regex.error, TypeError) as error:
+            raise ValueError(f"{where}: tag_pattern is no regular expression: {error}") from error
+        if "key" not in groups:
+            raise ValueError(f"{where}: tag_pattern has no group `key`")
+    for separator in (arguments.get("line_sep", "\n"), arguments.get("kv_sep", ":")):
+        if not isinstance(separator, str) or not separator:
+            raise ValueError(f"{where}: line_sep and kv_sep are texts, and not empty")
+    for pair in arguments.get("string_delims", []):
+        if not isinstance(pair, list) or len(pair) != 2 or not all(isinstance(item, str) and item for item in pair):
+            raise ValueError(f"{where}: string_delims is a list of pairs of texts")
+    if parser is None:
+        return
+    if not isinstance(parser, dict) or parser.get("name", "text") not in CONTENTS:
+        raise ValueError(f"{where}: value_parser has no known name")
+    inner = parser.get("args", {})
+    if not isinstance(inner, dict):
+        raise ValueError(f"{where}: value_parser has args that are no object")
+    check_arguments(where, parser.get("name", "text"), inner)
+
+
 def _stripped(text: str, arguments: Mapping[str, Any]) -> str:
     return text.strip() if arguments.get("strip", True) else text
 
@@ -99,14 +125,11 @@ def _xml_inline(text: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
     """Return the tags of a text as keys and values."""
     values: dict[str, Any] = {}
     merged: set[str] = set()
-    pattern = arguments.get("tag_pattern")
-    if not isinstance(pattern, str):
-        raise ValueError("xml-inline has no tag_pattern")
-    for found in regex.finditer(pattern, text, flags=regex.DOTALL, timeout=_TIMEOUT_S):
+    for found in regex.finditer(arguments["tag_pattern"], text, flags=regex.DOTALL, timeout=_TIMEOUT_S):
         groups = found.groupdict()
         if (key := groups.get("key")) is None:
-            raise ValueError("the tag_pattern has no group `key`")
-        value = _inner(groups.get("value", ""), arguments)
+            raise ValueError("a tag has no key")
+        value = _inner(groups.get("value") or "", arguments)
         if key in values and arguments.get("merge_duplicates", False):
             if key not in merged:
                 merged.add(key)

@@ -10,7 +10,7 @@ from typing import Any, Final
 
 import regex
 
-from orchestrator.text.region_contents import CONTENTS, check_transform
+from orchestrator.text.region_contents import CONTENTS, check_arguments, check_transform
 
 _REGION_KEYS: Final = frozenset(
     {"open", "open_pattern", "close", "close_pattern", "content", "content_args"}
@@ -162,6 +162,7 @@ def _region(name: str, item: Any) -> Region:
         raise ValueError(f"{where} has content_args that are no object")
     if not isinstance(join, str | None) or (join is not None and not item.get("repeats")):
         raise ValueError(f"{where}: join is a text, and needs repeats")
+    check_arguments(where, content, arguments)
     transform, each = item.get("transform"), item.get("transform_each", False)
     if not isinstance(each, bool) or (each and transform is None):
         raise ValueError(f"{where}: transform_each is true or false, and needs a transform")

@@ -57,6 +57,12 @@ def whole(events: list[pb.GenerateResponse]) -> tuple[str, str, list[tuple[int, 
     return content, reasoning, [(index, *call) for index, call in calls.items()]
 
 
+def described(text: str) -> pb.GenerateRequest:
+    request = chatting()
+    request.chat.tools[0].description = text
+    return request
+
+
 async def test_a_stream_has_parts_beside_its_text(answerer: Orchestrator) -> None:
     events = await answerer.events(chatting())
     content, reasoning, calls = whole(events)
@@ -124,6 +130,7 @@ async def test_results_go_on_with_a_session(answerer: Orchestrator) -> None:
         ),
         (chatting(pb.ChatMessage(role="assistant", tool_calls=[pb.ToolCall(name="f", arguments="[")])), "arguments"),
         (chatting(pb.ChatMessage(role="user", content="x" * 10**6)), "prompt"),
+        (described("x" * 2**18), "tools"),
         (chatting(pb.ChatMessage(role="assistant", reasoning="x" * 10**6)), "prompt"),
     ],
 )

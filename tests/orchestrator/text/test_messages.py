@@ -113,6 +113,7 @@ def test_special_tokens_in_any_field_are_text(tokenizer: Tokenizer, evil: str) -
         (Message("user", "x", tool_call_id="1"), "tool_call_id"),
         (Message("assistant", "", tool_calls=(Call("1", "f", "[]"),)), "arguments"),
         (Message("assistant", "", tool_calls=(Call("1", "f", "{"),)), "arguments"),
+        (Message("assistant", "", tool_calls=(Call("1", "f", '{"a": "\\ud800"}'),)), "arguments"),
         (Message("assistant", "", tool_calls=(Call("1", "f", '{"a":' * 80 + "1" + "}" * 80),)), "arguments"),
     ],
 )
@@ -123,7 +124,9 @@ def test_a_wrong_message_is_refused_by_its_field(tokenizer: Tokenizer, message: 
     assert refused.value.field == field
 
 
-@pytest.mark.parametrize(("name", "schema"), [("", "{}"), ("a b", "{}"), ("x" * 65, "{}"), ("f", "[]"), ("f", "x")])
+@pytest.mark.parametrize(
+    ("name", "schema"), [("", "{}"), ("a b", "{}"), ("x" * 65, "{}"), ("f", "[]"), ("f", '{"\\ud800": 1}')]
+)
 def test_a_wrong_tool_is_refused(name: str, schema: str) -> None:
     with pytest.raises(InvalidArgument) as refused:
         checked_tool(name, "", schema)

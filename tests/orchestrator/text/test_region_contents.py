@@ -30,8 +30,7 @@ CASES: list[tuple[str, str, dict[str, Any]]] = [
     ("xml-inline", "<a>1</> x <b>y</><a>2</><a>3</>", TAGS | {"merge_duplicates": True}),
     ("xml-inline", "<a>[1]</>", TAGS | {"value_parser": {"name": "json"}}),
     ("xml-inline", "<a>x</>", TAGS | {"value_parser": {"name": "json"}}),
-    ("xml-inline", "<a>x</>", {}),
-    ("xml-inline", "x", {"tag_pattern": "(?P<value>x)"}),
+    ("xml-inline", "<a>x</>", {"tag_pattern": r"<(?P<key>b)?a>(?P<value>x)</>"}),
     ("kv-lines", "a: 1\n\n b : x:y \nnone", {}),
     ("kv-lines", "a=1;b=2", {"line_sep": ";", "kv_sep": "=", "value_parser": {"name": "int"}}),
 ]

@@ -171,7 +171,19 @@ WORDS += [
     " ",
     "x",
 ]
-WORDS += ["<parameter=a>", "</parameter>", "</function>", '"', "\\", "[THINK]", "é🙂", "null", '{"name": "Bob"', "1"]
+WORDS += [
+    "<parameter=a>",
+    "</parameter>",
+    "</function>",
+    '"',
+    "\\",
+    "[THINK]",
+    "é🙂",
+    "null",
+    '{"name": "Bob"',
+    "1",
+    '"\\ud800"',
+]
 SPECS = [spec for spec, _ in KNOWN.values()]
 MARKS = ["<|im_end|>", "<|channel|>final<|message|>", "<|channel|>commentary to=functions.add<|message|>", "<|call|>"]
 MARKS += ['<|"|>', "<|tool_call>call:add", "<tool_call|>", "<|START_ACTION|>", "<|END_ACTION|>", "CALL add\n", "END"]

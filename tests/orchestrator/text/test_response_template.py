@@ -42,6 +42,28 @@ def test_what_transformers_refuses_is_refused(spec: Any) -> None:
         load_response_template(spec)
 
 
+XML = {"content": "xml-inline", "open": "<", "close": ">"}
+LATE: list[dict[str, Any]] = [
+    XML,
+    XML | {"content_args": {"tag_pattern": "("}},
+    XML | {"content_args": {"tag_pattern": "(?P<value>x)"}},
+    {"content": "json", "content_args": {"string_delims": ["x"]}},
+    {"content": "json", "content_args": {"string_delims": [["", "x"]]}},
+    {"content": "kv-lines", "content_args": {"line_sep": ""}},
+    {"content": "kv-lines", "content_args": {"kv_sep": 1}},
+    {"content": "kv-lines", "content_args": {"value_parser": "int"}},
+    {"content": "kv-lines", "content_args": {"value_parser": {"name": "yaml"}}},
+    {"content": "kv-lines", "content_args": {"value_parser": {"args": 1}}},
+    {"content": "kv-lines", "content_args": {"value_parser": {"name": "xml-inline"}}},
+]
+
+
+@pytest.mark.parametrize("field", LATE)
+def test_what_would_fail_at_every_output_is_refused_at_once(field: dict[str, Any]) -> None:
+    with pytest.raises(ValueError):
+        load_response_template(START | {"fields": {"thinking": {"open": "a"} | field}})
+
+
 def test_a_template_has_bounds() -> None:
     with pytest.raises(ValueError, match="65536 characters"):
         load_response_template(START | {"fields": {"content": {"open": "x" * 70_000}}})
