@@ -8,8 +8,11 @@ import regex
 
 from orchestrator.text.call_list import parse_call_list
 
-_TIMEOUT_S: Final = 0.1
-"""Bound on one search with a checkpoint's expression: the checkpoint is trusted, the text that it meets is not."""
+SEARCH_TIMEOUT_S: Final = 1.0
+"""Bound on one search with a checkpoint's expression: the checkpoint is trusted, the text that it meets is not.
+
+Far more than any search takes, even on a busy machine: one that is given up need not be given up in every replay.
+"""
 _OPEN, _CLOSE = "\x01", "\x02"
 _PLACEHOLDER: Final = regex.compile(r"\{(\w+(?:\.\w+)*)\}")
 _BARE_KEY: Final = regex.compile(r'"(?:\\.|[^"\\])*"|(?<=[{,])(\s*)(\w+)(\s*):')
@@ -105,9 +108,9 @@ def _json(text: str, arguments: Mapping[str, Any]) -> Any:
     plain = text
     for opening, closing in delimiters:
         between = f"{regex.escape(opening)}(.*?){regex.escape(closing)}"
-        plain = regex.sub(between, taken, plain, flags=regex.DOTALL, timeout=_TIMEOUT_S)
+        plain = regex.sub(between, taken, plain, flags=regex.DOTALL, timeout=SEARCH_TIMEOUT_S)
     if arguments.get("unquoted_keys", False):
-        plain = _BARE_KEY.sub(_quoted_key, plain, timeout=_TIMEOUT_S)
+        plain = _BARE_KEY.sub(_quoted_key, plain, timeout=SEARCH_TIMEOUT_S)
     plain = regex.sub(f"{_OPEN}(\\d+){_CLOSE}", lambda found: json.dumps(texts[int(found[1])]), plain)
     try:
         return json.loads(plain)
@@ -125,7 +128,7 @@ def _xml_inline(text: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
     """Return the tags of a text as keys and values."""
     values: dict[str, Any] = {}
     merged: set[str] = set()
-    for found in regex.finditer(arguments["tag_pattern"], text, flags=regex.DOTALL, timeout=_TIMEOUT_S):
+    for found in regex.finditer(arguments["tag_pattern"], text, flags=regex.DOTALL, timeout=SEARCH_TIMEOUT_S):
         groups = found.groupdict()
         if (key := groups.get("key")) is None:
             raise ValueError("a tag has no key")

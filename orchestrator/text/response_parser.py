@@ -8,8 +8,6 @@ from orchestrator.text.parts import Part, merged
 from orchestrator.text.region_readers import Calls, RawReader, RegionReader, reader_of
 from orchestrator.text.response_template import Anchor, Region, ResponseTemplate
 
-_TIMEOUT_S: Final = 0.1
-"""Bound on one search for an anchor: a checkpoint is trusted, the outputs that its expressions meet are not."""
 _MAX_HELD_CHARS: Final = 4096
 """Longest text that waits for the rest of an anchor."""
 _MAX_DONE_CHARS: Final = 4096
@@ -63,7 +61,7 @@ class ResponseParser:
     def prime(self, prompt: str) -> None:
         """Take the end of the prompt, where the chat template may have begun the answer, such as with `<think>`."""
         try:
-            ends = [found.end() for found in self._start.pattern.finditer(prompt, timeout=_TIMEOUT_S)]
+            ends = [found.end() for found in self._start.pattern.finditer(prompt, timeout=self._start.timeout_s)]
         except TimeoutError:
             return
         if ends:
@@ -159,7 +157,9 @@ class ResponseParser:
         best: tuple[tuple[int, int, bool, str], _Found] | None = None
         for region, anchor in self._watched():
             try:
-                match = anchor.pattern.search(self._buffer, self._position, partial=not at_end, timeout=_TIMEOUT_S)
+                match = anchor.pattern.search(
+                    self._buffer, self._position, partial=not at_end, timeout=anchor.timeout_s
+                )
             except TimeoutError:
                 self._gives_up = True
                 return None, len(self._buffer)

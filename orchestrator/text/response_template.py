@@ -10,7 +10,7 @@ from typing import Any, Final
 
 import regex
 
-from orchestrator.text.region_contents import CONTENTS, check_arguments, check_transform
+from orchestrator.text.region_contents import CONTENTS, SEARCH_TIMEOUT_S, check_arguments, check_transform
 
 _REGION_KEYS: Final = frozenset(
     {"open", "open_pattern", "close", "close_pattern", "content", "content_args"}
@@ -33,6 +33,11 @@ class Anchor:
 
     pattern: "regex.Pattern[str]"
     literals: tuple[str, ...] | None
+
+    @property
+    def timeout_s(self) -> float | None:
+        """Bound on one search, in seconds; None for literals, which take no longer than the text is long."""
+        return None if self.literals is not None else SEARCH_TIMEOUT_S
 
 
 @dataclass(frozen=True, slots=True)
