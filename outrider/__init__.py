@@ -21,6 +21,7 @@ if TYPE_CHECKING:
         AsyncClient,
         Client,
         ClientClosed,
+        ContentPart,
         Conversation,
         Delta,
         Event,
@@ -30,11 +31,16 @@ if TYPE_CHECKING:
         Message,
         Notice,
         NoticeKind,
+        OutputPart,
+        ReasoningPart,
         RetryPolicy,
         Speculation,
         Statistics,
         SyncConversation,
         TlsFiles,
+        Tool,
+        ToolCall,
+        ToolCallPart,
     )
     from outrider.constraint import Constraint, StructuralTag, StructuralTags
     from outrider.errors import OutriderError
@@ -49,6 +55,7 @@ __all__ = [
     "Client",
     "ClientClosed",
     "Constraint",
+    "ContentPart",
     "Conversation",
     "Delta",
     "DraftOptions",
@@ -61,7 +68,9 @@ __all__ = [
     "Message",
     "Notice",
     "NoticeKind",
+    "OutputPart",
     "OutriderError",
+    "ReasoningPart",
     "RetryPolicy",
     "SamplingParameters",
     "Speculation",
@@ -73,6 +82,9 @@ __all__ = [
     "TlsFiles",
     "TokenLogprobs",
     "TokenOrigin",
+    "Tool",
+    "ToolCall",
+    "ToolCallPart",
     "errors",
 ]
 

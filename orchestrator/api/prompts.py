@@ -2,19 +2,25 @@
 
 import asyncio
 import contextlib
-import json
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, Final, TypeVar
 
 from orchestrator.text.history import messages_behind
-from orchestrator.text.tokenizer import Messages, Tokenizer
+from orchestrator.text.messages import Call, Message, Tool, checked_tool, json_object
+from orchestrator.text.output_parts import Parsing
+from orchestrator.text.tokenizer import Tokenizer
 from outrider.errors import InvalidArgument, Overloaded
 from outrider.v1 import generation_pb2
 
 _MAX_MESSAGES: Final = 2048
 """Chat messages of a request; templates are rendered message by message, and this many take some 30 ms."""
+_MAX_CALLS: Final = 128
+"""Calls of tools of a message."""
+_MAX_TOOLS: Final = 128
+_MAX_TOOLS_CHARS: Final = 1 << 18
+"""Characters of all tools; their schemas are read beside the requests that run, and this many take some 10 ms."""
 _MAX_VARIABLES_CHARS: Final = 16384
 _MAX_SHORT_CHARS: Final = 1 << 15
 """Characters of a prompt that takes some 30 ms at most, and need not wait for long ones."""
@@ -63,20 +69,36 @@ def check_prompt(message: generation_pb2.GenerateRequest, terms: PromptTerms) ->
     if kind == "text":
         num_chars = len(message.text)
     else:
-        num_messages = len(message.chat.messages)
-        if not num_messages:
-            raise InvalidArgument("chat has no messages", "chat")
-        if num_messages > _MAX_MESSAGES:
-            raise InvalidArgument(f"chat has {num_messages} messages, may have at most {_MAX_MESSAGES}", "chat")
-        num_chars = sum(len(item.content) for item in message.chat.messages)
-        if len(message.chat.template_variables) > _MAX_VARIABLES_CHARS:
-            raise InvalidArgument(f"may have at most {_MAX_VARIABLES_CHARS} characters", "template_variables")
+        num_chars = _check_chat(message.chat)
         if terms.held:
             # They may repeat the whole session.
             terms.tokenizer.check_length(num_chars, terms.max_tokens + len(terms.held))
             return num_chars
     terms.tokenizer.check_length(num_chars, terms.max_tokens)
     return num_chars
+
+
+def _check_chat(chat: generation_pb2.Chat) -> int:
+    """Return about how many characters a chat has; raise `InvalidArgument` where something is too much."""
+    if not (num_messages := len(chat.messages)):
+        raise InvalidArgument("chat has no messages", "chat")
+    if num_messages > _MAX_MESSAGES:
+        raise InvalidArgument(f"chat has {num_messages} messages, may have at most {_MAX_MESSAGES}", "chat")
+    if len(chat.tools) > _MAX_TOOLS:
+        raise InvalidArgument(f"tools has {len(chat.tools)} tools, may have at most {_MAX_TOOLS}", "tools")
+    if (most := max(len(item.tool_calls) for item in chat.messages)) > _MAX_CALLS:
+        raise InvalidArgument(f"tool_calls has {most} calls, may have at most {_MAX_CALLS}", "tool_calls")
+    if len(chat.template_variables) > _MAX_VARIABLES_CHARS:
+        raise InvalidArgument(f"may have at most {_MAX_VARIABLES_CHARS} characters", "template_variables")
+    num_chars = sum(len(tool.name) + len(tool.description) + len(tool.parameters) for tool in chat.tools)
+    if num_chars > _MAX_TOOLS_CHARS:
+        raise InvalidArgument(f"tools has {num_chars} characters, may have at most {_MAX_TOOLS_CHARS}", "tools")
+    return num_chars + sum(_num_chars(item) for item in chat.messages)
+
+
+def _num_chars(message: generation_pb2.ChatMessage) -> int:
+    calls = sum(len(call.id) + len(call.name) + len(call.arguments) for call in message.tool_calls)
+    return len(message.content) + len(message.reasoning) + len(message.tool_call_id) + len(message.name) + calls
 
 
 def prompt_tokens(message: generation_pb2.GenerateRequest, terms: PromptTerms) -> tuple[int, ...]:
@@ -152,11 +174,20 @@ def may_repeat_session(message: generation_pb2.GenerateRequest) -> bool:
     return message.chat.with_history and any(item.role == "assistant" for item in message.chat.messages)
 
 
+def parsing_of(chat: generation_pb2.Chat) -> Parsing | None:
+    """Return how a chat's output is taken apart; None for not at all; raise `InvalidArgument` for a tool."""
+    wanted = chat.output_parsing
+    if not (wanted.reasoning or wanted.tool_calls):
+        return None
+    return Parsing(wanted.reasoning, wanted.tool_calls, _tools(chat) if wanted.tool_calls else ())
+
+
 def _chat_tokens(chat: generation_pb2.Chat, tokenizer: Tokenizer, terms: PromptTerms) -> list[int]:
-    variables = _variables(chat.template_variables)
-    messages: Messages = [(item.role, item.content) for item in chat.messages]
+    variables, tools = variables_of(chat), _tools(chat)
+    messages: Sequence[Message | tuple[str, str]] = [_message(item) for item in chat.messages]
     if terms.held:
-        messages = messages_behind(tokenizer, messages, terms.held, variables, terms.max_tokens + len(terms.held))
+        most = terms.max_tokens + len(terms.held)
+        messages = messages_behind(tokenizer, messages, terms.held, variables, most, tools)
         if not messages:
             raise InvalidArgument("the session holds all messages already", "messages")
     return tokenizer.encode_chat(
@@ -166,19 +197,25 @@ def _chat_tokens(chat: generation_pb2.Chat, tokenizer: Tokenizer, terms: PromptT
         max_tokens=terms.max_tokens,
         variables=variables,
         prompts=chat.add_generation_prompt if chat.HasField("add_generation_prompt") else True,
+        tools=tools,
     )
 
 
-def _variables(text: str) -> dict[str, Any]:
-    if not text:
-        return {}
-    try:
-        variables = json.loads(text)
-    except (ValueError, RecursionError):
-        variables = None
-    if not isinstance(variables, dict):
-        raise InvalidArgument("is not a JSON object", "template_variables")
-    return variables
+def _message(item: generation_pb2.ChatMessage) -> Message:
+    calls = tuple(Call(call.id, call.name, call.arguments) for call in item.tool_calls)
+    return Message(item.role, item.content, item.reasoning, calls, item.tool_call_id, item.name)
+
+
+def _tools(chat: generation_pb2.Chat) -> list[Tool]:
+    tools = [checked_tool(tool.name, tool.description, tool.parameters) for tool in chat.tools]
+    if len({tool.name for tool in tools}) != len(tools):
+        raise InvalidArgument("tools has two tools of one name", "tools")
+    return tools
+
+
+def variables_of(chat: generation_pb2.Chat) -> dict[str, Any]:
+    """Return the variables that a chat gives its template; raise `InvalidArgument` where they are no JSON object."""
+    return json_object(chat.template_variables, "template_variables", "it") if chat.template_variables else {}
 
 
 def _check_num_tokens(num_tokens: int, terms: PromptTerms) -> int:

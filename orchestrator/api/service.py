@@ -13,13 +13,16 @@ from opentelemetry.trace import Span, SpanKind
 
 from orchestrator.api.admission import Admission
 from orchestrator.api.leasing import Leased, Leasing
+from orchestrator.api.prompts import parsing_of
 from orchestrator.api.quotas import Quotas
 from orchestrator.api.requests import CheckedRequest, check_id, check_request
 from orchestrator.api.tenants import Tenants
 from orchestrator.generation.generation import Generation, accepted_event, finished_event, replayed_event
+from orchestrator.generation.parts import PartWriter
 from orchestrator.generation.request import RunningRequest, Services, SessionTokens
 from orchestrator.store.sessions import BeginOutcome, Begun
 from orchestrator.text.output import OutputText
+from orchestrator.text.output_parts import OutputParts
 from orchestrator.workers.model import Model
 from outrider import wire
 from outrider.errors import DataLoss, InvalidArgument, SessionNotFound
@@ -88,7 +91,7 @@ class GenerationService:
                 if begun.outcome is BeginOutcome.NEW:
                     times.record_begun(begun.record.prompt_len - begun.record.prompt_start)
                 # Closed at once, not by the garbage collector: it releases the lease.
-                async with aclosing(self._stream(leased, checked, span)) as events:
+                async with aclosing(self._stream(message, leased, checked, span)) as events:
                     async for event in events:
                         usage.add(len(event.delta.origins))
                         times.record_event(event)
@@ -169,12 +172,12 @@ class GenerationService:
         )
 
     async def _stream(
-        self, leased: Leased, checked: CheckedRequest, span: Span
+        self, message: generation_pb2.GenerateRequest, leased: Leased, checked: CheckedRequest, span: Span
     ) -> AsyncGenerator[generation_pb2.GenerateResponse, None]:
         begun, record = leased.begun, leased.begun.record
         generation: Generation | None = None
         try:
-            output = OutputText(leased.model.tokenizer, record.parameters)
+            output = _output(message, leased)
             replay = begun.token_ids[record.prompt_len - record.prompt_start :]
             offset = checked.resume_offset or 0
             if offset > len(replay):
@@ -185,11 +188,12 @@ class GenerationService:
                 leased.prediction.follow(replay)
             generation = self._generation(leased, checked, output, span)
             yield accepted_event(record)
-            stopped, delta = replayed_event(output, replay, offset)
+            parts = PartWriter(record.request_id)
+            stopped, delta = replayed_event(output, replay, offset, parts)
             if delta is not None:
                 yield delta
             if generation is None:
-                yield finished_event(record, output.finish(stopped=stopped))
+                yield finished_event(record, output.finish(stopped=stopped), parts)
                 return
             self._running[record.tenant, record.session_id] = generation
             async with aclosing(generation.events()) as events:
@@ -228,6 +232,16 @@ class GenerationService:
             task = None
         if task is not None:
             self._leasing.keep(task)
+
+
+def _output(message: generation_pb2.GenerateRequest, leased: Leased) -> OutputText:
+    """Return the text of a request's output, before any of its tokens; raise `InvalidArgument`."""
+    record, model = leased.begun.record, leased.model
+    parsing, parts = parsing_of(message.chat), None
+    if parsing is not None and model.tokenizer is not None:
+        prompt = leased.begun.token_ids[: record.prompt_len - record.prompt_start]
+        parts = OutputParts(model.tokenizer, parsing, prompt, model.stop_token_ids(record.parameters))
+    return OutputText(model.tokenizer, record.parameters, parts)
 
 
 def _traceparent(metadata: Metadata) -> str:

@@ -11,11 +11,13 @@ from dataclasses import dataclass, field
 from google.protobuf.timestamp_pb2 import Timestamp
 
 from orchestrator.generation.lease import HeldLease
+from orchestrator.generation.parts import PartWriter
 from orchestrator.generation.request import RunningRequest, Services
 from orchestrator.generation.worker_pair import WorkerPair
 from orchestrator.metrics import RequestStatistics
 from orchestrator.store.record import SessionRecord
-from orchestrator.text.output import OutputText
+from orchestrator.text.output import Ending, OutputText
+from orchestrator.text.parts import Part, merged
 from outrider import wire
 from outrider.errors import OutriderError
 from outrider.parameters import FinishReason
@@ -31,6 +33,7 @@ class _Batch:
     logprobs: list[tokens_pb2.TokenLogprobs] = field(default_factory=list)
     text: str = ""
     texts: list[str] = field(default_factory=list)
+    parts: list[Part] = field(default_factory=list)
     finish_reason: FinishReason | None = None
     stopped: bool = False
 
@@ -49,6 +52,7 @@ class Generation:
         self._reports = request.reports
         self._prediction = request.prediction
         self._output = output
+        self._parts = PartWriter(request.record.request_id)
         self._statistics = RequestStatistics(services.metrics, request.record.rule)
         self._workers = WorkerPair(services, request, self._statistics)
         self._lease = HeldLease(services, request, self._statistics, self.cancel, self._on_lease_lost)
@@ -123,6 +127,7 @@ class Generation:
             batch.logprobs += verdict.logprobs[:num]
             batch.text += absorbed.text
             batch.texts += absorbed.texts
+            batch.parts += absorbed.parts
             if num:
                 self._statistics.record_verdict(verdict, num)
             if num and draft_is_ready and verdict.num_nodes == 0:
@@ -146,16 +151,20 @@ class Generation:
                 logprobs=batch.logprobs,
                 statistics=self._statistics.message() if self._reports else None,
                 texts=batch.texts if self._reports else None,
+                parts=self._parts.messages(merged(batch.parts)),
             )
         )
 
     def _finished(self, batch: _Batch) -> generation_pb2.GenerateResponse:
+        ending = self._output.finish(stopped=batch.stopped)
         return generation_pb2.GenerateResponse(
             finished=generation_pb2.Finished(
                 finish_reason=wire.finish_to_number(batch.finish_reason),
                 num_output_tokens=self._lease.committed_len - self._record.prompt_len,
-                text=self._output.finish(stopped=batch.stopped),
+                text=ending.text,
                 statistics=self._final_statistics(),
+                parts=self._parts.messages(ending.parts),
+                num_tool_calls=ending.num_calls,
             )
         )
 
@@ -182,24 +191,28 @@ def accepted_event(record: SessionRecord) -> generation_pb2.GenerateResponse:
 
 
 def replayed_event(
-    output: OutputText, token_ids: list[int], offset: int
+    output: OutputText, token_ids: list[int], offset: int, parts: PartWriter
 ) -> tuple[bool, generation_pb2.GenerateResponse | None]:
     """Absorb committed output; return whether a stop string ended it, and the delta that the client lacks, if any."""
     stopped = output.absorb(token_ids[:offset]).stopped
     rest = output.absorb(token_ids[offset:])
     if offset == len(token_ids):
         return stopped, None
-    delta = generation_pb2.Delta(offset=offset, token_ids=token_ids[offset:], text=rest.text)
+    delta = generation_pb2.Delta(
+        offset=offset, token_ids=token_ids[offset:], text=rest.text, parts=parts.messages(rest.parts)
+    )
     return stopped or rest.stopped, generation_pb2.GenerateResponse(delta=delta)
 
 
-def finished_event(record: SessionRecord, text: str) -> generation_pb2.GenerateResponse:
-    """Return the terminal event of a request that had finished before; `text` became certain with its end."""
+def finished_event(record: SessionRecord, ending: Ending, parts: PartWriter) -> generation_pb2.GenerateResponse:
+    """Return the terminal event of a request that had finished before, with what became certain with its end."""
     return generation_pb2.GenerateResponse(
         finished=generation_pb2.Finished(
             finish_reason=wire.finish_to_number(record.finish_reason),
             num_output_tokens=record.committed_len - record.prompt_len,
-            text=text,
+            text=ending.text,
             statistics=generation_pb2.GenerationStatistics(),
+            parts=parts.messages(ending.parts),
+            num_tool_calls=ending.num_calls,
         )
     )

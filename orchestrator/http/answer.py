@@ -142,7 +142,7 @@ class Answer(Response):
                 part = form.delta(choice, event.delta)
             case "finished":
                 choice.finished = event.finished
-                part = form.finish(choice, event.finished.text)
+                part = form.finish(choice, event.finished)
             case _:
                 part = form.notice(choice, event.notice)
         await self._send(send, part)

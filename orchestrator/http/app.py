@@ -22,10 +22,13 @@ from orchestrator.http.forms import Form
 from orchestrator.http.logprobs import TokenTexts
 from orchestrator.http.names import ServedNames
 from orchestrator.http.ollama import OLLAMA_ROUTES, OllamaRoutes
+from orchestrator.http.parsing import names_with
 from orchestrator.http.playground import PLAYGROUND_ROUTES, add_playground
 from orchestrator.http.requests import chat_prompt
 from orchestrator.http.responses import RESPONSES_ROUTES, ResponsesRoutes
 from orchestrator.http.routes import Handler, Json, RouteTable
+from orchestrator.http.structure import structure_of
+from orchestrator.http.tools import tools_of
 from outrider.errors import InvalidArgument, OutriderError
 from outrider.v1 import generation_pb2
 
@@ -64,26 +67,28 @@ class Api(OllamaRoutes, ResponsesRoutes):
         """Complete a conversation."""
         body = ChatBody.parse(request.state.body)
         model = await self._model(body.model)
-        prompts = chat.prompts(body)
+        terms = chat.chat_terms(body, model)
 
         def form(response_id: str, name: str, messages: list[generation_pb2.GenerateRequest]) -> Form:
             return chat.ChatForm(
                 response_id,
                 name,
                 len(messages),
-                len(messages),
                 TokenTexts(model.tokenizer),
                 with_logprobs=bool(body.logprobs),
                 with_usage=_with_usage(body),
+                is_parsed=terms.is_parsed,
+                with_reasoning=body.include_reasoning is not False,
             )
 
-        return self._answer(request, body, prompts, model, chat.PREFIX, chat.NAMES, form)
+        return self._answer(request, body, terms.prompts, model, chat.PREFIX, terms.names, form)
 
     async def completions(self, request: Request) -> Response:
         """Complete prompts."""
         body = CompletionBody.parse(request.state.body)
         model = await self._model(body.model)
-        prompts = completions.prompts(body)
+        structure = structure_of(body)
+        prompts = completions.prompts(body, structure)
 
         def form(response_id: str, name: str, messages: list[generation_pb2.GenerateRequest]) -> Form:
             return completions.CompletionForm(
@@ -96,7 +101,8 @@ class Api(OllamaRoutes, ResponsesRoutes):
                 with_usage=_with_usage(body),
             )
 
-        return self._answer(request, body, prompts, model, completions.PREFIX, completions.NAMES, form)
+        names = names_with(completions.NAMES, structure)
+        return self._answer(request, body, prompts, model, completions.PREFIX, names, form)
 
     async def models(self, request: Request) -> Response:
         """List the names of the model."""
@@ -122,7 +128,8 @@ class Api(OllamaRoutes, ResponsesRoutes):
         if (body.prompt is None) == (body.messages is None):
             raise InvalidArgument("give exactly one of prompt and messages", "prompt")
         if body.messages is not None:
-            message = chat_prompt(body.messages, body.chat_template_kwargs, body.add_generation_prompt)
+            tools = tools_of(body.tools, None, None)
+            message = chat_prompt(body.messages, body.chat_template_kwargs, body.add_generation_prompt, tools=tools)
         else:
             message = generation_pb2.GenerateRequest(text=body.prompt or "")
         token_ids = await self._service.tokenize(message, model)

@@ -13,6 +13,9 @@ from pydantic import BeforeValidator, Field
 from pydantic_core import PydanticCustomError
 
 from orchestrator.http.body import Body
+from orchestrator.http.messages import ChatMessage, TextPart
+from orchestrator.http.structure import Structured
+from orchestrator.http.tools import ChoiceOfTool, ToolBody
 from outrider.parameters import MAX_LOGIT_BIASES
 
 _MAX_UINT32: Final = 2**32 - 1
@@ -67,7 +70,7 @@ class Sampling(Body):
 
     temperature: float | None = None
     top_p: float | None = None
-    top_k: Annotated[int, Field(ge=-1, le=2**31 - 1)] | None = Field(None, description="0 and -1 keep all.")
+    top_k: Annotated[int, Field(ge=-1, le=2**31 - 1)] | None = Field(default=None, description="0 and -1 keep all.")
     min_p: float | None = None
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
@@ -96,13 +99,14 @@ class GenerationBody(Body):
         return bool(self.stream)
 
 
-class Common(Sampling, GenerationBody):
+class Common(Sampling, Structured, GenerationBody):
     """What requests for completions of both kinds share."""
 
-    ignored: ClassVar[frozenset[str]] = frozenset(
+    ignored: ClassVar[frozenset[str]] = Structured.ignored | frozenset(
         {"user", "metadata", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention"}
     )
     neutral: ClassVar[Mapping[str, tuple[Any, ...]]] = {
+        **Structured.neutral,
         "best_of": (1,),
         "use_beam_search": (False,),
         "length_penalty": (
@@ -117,8 +121,6 @@ class Common(Sampling, GenerationBody):
         "prompt_logprobs": (),
         "allowed_token_ids": (),
         "bad_words": ([],),
-        "response_format": ({"type": "text"},),
-        "structured_outputs": (),
         "logits_processors": (),
         "return_tokens_as_token_ids": (False,),
         "return_token_ids": (False,),
@@ -131,41 +133,6 @@ class Common(Sampling, GenerationBody):
     n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
     max_tokens: Tokens | None = None
     stream_options: StreamOptions | None = None
-
-
-class TextPart(Body):
-    """A part of a message's content."""
-
-    type: Literal["text"]
-    text: str
-
-
-class ChatMessage(Body):
-    """One message of a conversation."""
-
-    ignored: ClassVar[frozenset[str]] = frozenset({"name"})
-    neutral: ClassVar[Mapping[str, tuple[Any, ...]]] = {
-        "refusal": (),
-        "audio": (),
-        "annotations": ([],),
-        "tool_calls": ([],),
-        "function_call": (),
-        "reasoning_content": ("",),
-        "reasoning": ("",),
-    }
-
-    role: Literal["system", "developer", "user", "assistant"]
-    content: str | Annotated[list[TextPart], Field(fail_fast=True)]
-
-    @property
-    def text(self) -> str:
-        """The content; parts are joined by a line break, as in vLLM."""
-        return self.content if isinstance(self.content, str) else "\n".join(part.text for part in self.content)
-
-    @property
-    def template_role(self) -> str:
-        """The role that chat templates know."""
-        return "system" if self.role == "developer" else self.role
 
 
 class PredictionBody(Body):
@@ -183,16 +150,10 @@ class PredictionBody(Body):
 class ChatBody(Common):
     """POST /v1/chat/completions."""
 
-    ignored: ClassVar[frozenset[str]] = Common.ignored | frozenset({"parallel_tool_calls"})
     neutral: ClassVar[Mapping[str, tuple[Any, ...]]] = {
         **Common.neutral,
         "store": (False,),
         "echo": (False,),
-        "tools": ([],),
-        "tool_choice": (
-            "none",
-            "auto",
-        ),
         "functions": ([],),
         "function_call": (
             "none",
@@ -207,10 +168,6 @@ class ChatBody(Common):
         "add_special_tokens": (False,),
         "chat_template": (),
         "documents": ([],),
-        "include_reasoning": (
-            True,
-            False,
-        ),
         "mm_processor_kwargs": (),
     }
 
@@ -221,6 +178,10 @@ class ChatBody(Common):
     chat_template_kwargs: dict[str, Any] | None = None
     add_generation_prompt: bool | None = None
     prediction: PredictionBody | None = None
+    tools: Annotated[list[ToolBody], Field(fail_fast=True)] | None = None
+    tool_choice: ChoiceOfTool | None = None
+    parallel_tool_calls: bool | None = Field(default=None, description="False ends the output with its first call.")
+    include_reasoning: bool | None = Field(default=None, description="False leaves the reasoning out of the response.")
 
 
 class CompletionBody(Common):
@@ -249,7 +210,6 @@ class TokenizeBody(Body):
     neutral: ClassVar[Mapping[str, tuple[Any, ...]]] = {
         "add_special_tokens": (True,),
         "continue_final_message": (False,),
-        "tools": ([],),
     }
 
     model: str | None = None
@@ -257,6 +217,7 @@ class TokenizeBody(Body):
     messages: Annotated[list[ChatMessage], Field(fail_fast=True)] | None = None
     add_generation_prompt: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    tools: Annotated[list[ToolBody], Field(fail_fast=True)] | None = None
     return_token_strs: bool | None = None
 
 

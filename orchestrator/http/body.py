@@ -69,7 +69,7 @@ def _where(location: tuple[int | str, ...]) -> str:
     for part in location:
         if isinstance(part, int):
             path += f"[{part}]"
-        elif part in _BRANCHES or part.startswith(("list[", "function-", "constrained-", "lax-or-strict", "nullable")):
+        elif part in _BRANCHES or part.startswith(_BRANCH_KINDS):
             continue
         else:
             path += f".{part}" if path else part
@@ -77,7 +77,11 @@ def _where(location: tuple[int | str, ...]) -> str:
 
 
 # Pydantic puts the branch of a union into the path.
-_BRANCHES: Final = frozenset({"str", "int", "float", "bool", "TextPart", "Image", "Refusal"})
+_BRANCHES: Final = frozenset(
+    {"str", "int", "float", "bool", "TextPart", "NamedChoice", "NamedFunctionChoice"}
+    | {"InputMessage", "FunctionCallItem", "FunctionOutputItem", "ReasoningItem"}
+)
+_BRANCH_KINDS: Final = ("list[", "dict[", "literal[", "function-", "constrained-", "lax-or-strict", "nullable")
 
 
 def _is_among(value: Any, known: Sequence[Any]) -> bool:

@@ -56,8 +56,12 @@ class ChunkedForm(Form):
         """Return what a choice's first chunk has, ahead of its output; None for no chunk."""
 
     @abstractmethod
-    def output(self, choice: Choice, text: str) -> Mapping[str, Any]:
-        """Return what a choice's chunk has for new text."""
+    def output(self, choice: Choice, text: str, parts: Sequence[generation_pb2.OutputPart] = ()) -> Mapping[str, Any]:
+        """Return what a choice's chunk has for new text, and for new parts where the request has any."""
+
+    @abstractmethod
+    def has_output(self, output: Mapping[str, Any]) -> bool:
+        """Return whether what a chunk has shows anything."""
 
     @abstractmethod
     def answer(self, choice: Choice) -> Mapping[str, Any]:
@@ -84,21 +88,27 @@ class ChunkedForm(Form):
         """Return the chunk with new text."""
         report = report_of(delta) if delta.HasField("statistics") else None
         logprobs = self.logprobs(choice, delta.token_ids, delta.logprobs) if self._with_logprobs else None
-        if not delta.text and report is None and logprobs is None:
+        output = self.output(choice, delta.text, delta.parts)
+        if report is None and logprobs is None and not self.has_output(output):
             return b""
-        return self._chunk(choice, self.output(choice, delta.text), logprobs=logprobs, report=report)
+        return self._chunk(choice, output, logprobs=logprobs, report=report)
 
     def notice(self, choice: Choice, notice: generation_pb2.Notice) -> bytes:
         """Return a chunk without text."""
         return self._chunk(choice, self.output(choice, ""), report=notice_of(notice))
 
-    def finish(self, choice: Choice, text: str) -> bytes:
-        """Return the chunk with the rest of the text and the reason of the end.
+    def finish_reason(self, choice: Choice) -> str | None:
+        """Return why a choice ended: with calls of tools, or else."""
+        return "tool_calls" if choice.has_calls and choice.finish_reason == "stop" else choice.finish_reason
+
+    def finish(self, choice: Choice, finished: generation_pb2.Finished) -> bytes:
+        """Return the chunk with the rest of the output and the reason of the end.
 
         They come together: the rest has no token of its own, so a client could not say that it has the one without the
         other.
         """
-        return self._chunk(choice, self.output(choice, text), finish_reason=choice.finish_reason)
+        output = self.output(choice, finished.text, finished.parts)
+        return self._chunk(choice, output, finish_reason=self.finish_reason(choice))
 
     def end(self) -> bytes:
         """Return the usage where it was requested, then the end of the stream."""
@@ -113,7 +123,7 @@ class ChunkedForm(Form):
                 "index": choice.index,
                 **self.answer(choice),
                 "logprobs": self.logprobs(choice, choice.token_ids, choice.logprobs) if self._with_logprobs else None,
-                "finish_reason": choice.finish_reason,
+                "finish_reason": self.finish_reason(choice),
             }
             for choice in self.choices
         ]

@@ -1,14 +1,14 @@
 """POST /v1/completions."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 from orchestrator.http.bodies import CompletionBody
 from orchestrator.http.chunks import ChunkedForm
-from orchestrator.http.errors import HttpError
 from orchestrator.http.forms import Choice
 from orchestrator.http.logprobs import TokenTexts
 from orchestrator.http.requests import Prompts, prompts_of, text_prompts
+from orchestrator.http.structure import Structure, refusal
 from orchestrator.workers.model import Model
 from outrider.v1 import generation_pb2, tokens_pb2
 
@@ -18,12 +18,17 @@ _MAX_TOKENS: Final = 16
 """OpenAI's default."""
 
 
-def prompts(body: CompletionBody) -> Prompts:
-    """Return the prompts of a body; raise `HttpError` for fields that do not go together."""
+def prompts(body: CompletionBody, structure: Structure | None) -> Prompts:
+    """Return the prompts of a body; raise `HttpError` for fields that do not go together.
+
+    Args:
+        body: the body.
+        structure: what the outputs must follow; None for free text.
+    """
     if body.echo and body.logprobs is not None:
         problem = "echo does not go with logprobs: the prompt's tokens have none"
-        raise HttpError(400, "BadRequestError", problem, "echo", "invalid_argument")
-    return prompts_of(body, text_prompts(body.prompt), body.max_tokens or _MAX_TOKENS, body.logprobs)
+        raise refusal(problem, "echo")
+    return prompts_of(body, text_prompts(body.prompt), body.max_tokens or _MAX_TOKENS, body.logprobs, structure)
 
 
 def echoes(body: CompletionBody, messages: Sequence[generation_pb2.GenerateRequest], model: Model) -> list[str]:
@@ -82,9 +87,13 @@ class CompletionForm(ChunkedForm):
         echo = self._echoed[choice.index]
         return {"text": echo} if echo else None
 
-    def output(self, choice: Choice, text: str) -> dict[str, Any]:
+    def output(self, choice: Choice, text: str, parts: Sequence[generation_pb2.OutputPart] = ()) -> dict[str, Any]:
         """Return the text."""
         return {"text": text}
+
+    def has_output(self, output: Mapping[str, Any]) -> bool:
+        """Return whether there is text."""
+        return bool(output["text"])
 
     def answer(self, choice: Choice) -> dict[str, Any]:
         """Return the text, behind the prompt where it is echoed."""

@@ -83,6 +83,8 @@ def as_http(error: BaseException, names: Mapping[str, str]) -> HttpError:
         return HttpError(500, "InternalServerError", "internal error", code="internal_error")
     status, kind = _KINDS[reason]
     parameter, message = _PARAMETERS.get(reason), error.message
+    if parameter is not None:
+        parameter = names.get(parameter, parameter)
     if isinstance(error, InvalidArgument):
         parameter = names.get(error.field, error.field)
         if parameter != error.field:

@@ -31,6 +31,7 @@ class Choice:
         text: its text, where it is collected.
         token_ids: likewise.
         logprobs: likewise.
+        parts: likewise, where the request has any.
         finished: once it has.
     """
 
@@ -40,6 +41,7 @@ class Choice:
     text: list[str] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[tokens_pb2.TokenLogprobs] = field(default_factory=list)
+    parts: list[generation_pb2.OutputPart] = field(default_factory=list)
     finished: generation_pb2.Finished | None = None
 
     def collect(self, event: generation_pb2.GenerateResponse) -> None:
@@ -49,14 +51,21 @@ class Choice:
                 self.text.append(event.delta.text)
                 self.token_ids += event.delta.token_ids
                 self.logprobs += event.delta.logprobs
+                self.parts += event.delta.parts
             case "finished":
                 self.text.append(event.finished.text)
+                self.parts += event.finished.parts
 
     @property
     def finish_reason(self) -> str | None:
         """Why it ended; None while it has not."""
         reason = wire.finish_from_number(self.finished.finish_reason) if self.finished else None
         return None if reason is None else _FINISHES[reason]
+
+    @property
+    def has_calls(self) -> bool:
+        """Whether its output has calls of tools, those before a resumption too; False while it has not ended."""
+        return self.finished is not None and self.finished.num_tool_calls > 0
 
 
 class Form(ABC):
@@ -98,8 +107,8 @@ class Form(ABC):
         return b""
 
     @abstractmethod
-    def finish(self, choice: Choice, text: str) -> bytes:
-        """Return the part of a stream for the end of a choice, and the text that became certain with it."""
+    def finish(self, choice: Choice, finished: generation_pb2.Finished) -> bytes:
+        """Return the part of a stream for the end of a choice, and what became certain with it."""
 
     def end(self) -> bytes:
         """Return the last part of a stream."""

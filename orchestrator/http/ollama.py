@@ -1,6 +1,7 @@
 """Ollama's API: /api/chat, /api/generate, /api/tags, /api/show, /api/version, and the probe at /."""
 
 import time
+from collections.abc import Mapping
 from typing import Any, Final
 
 from fastapi import Request
@@ -8,9 +9,10 @@ from starlette.responses import PlainTextResponse, Response
 
 import outrider
 from orchestrator.http.asgi import metadata
-from orchestrator.http.bodies import ChatMessage
 from orchestrator.http.errors import HttpError
+from orchestrator.http.held_output import held_output
 from orchestrator.http.logprobs import TokenTexts
+from orchestrator.http.messages import ChatMessage
 from orchestrator.http.ollama_bodies import (
     PARAMETER_NAMES,
     OllamaBody,
@@ -19,9 +21,12 @@ from orchestrator.http.ollama_bodies import (
     OllamaShowBody,
 )
 from orchestrator.http.ollama_forms import OllamaChatForm, OllamaForm, OllamaGenerateForm, rfc3339
+from orchestrator.http.ollama_messages import chat_messages_of
+from orchestrator.http.parsing import Said, behind_reasoning, names_with, parse
 from orchestrator.http.playground import accepts_page, page
 from orchestrator.http.requests import chat_prompt
 from orchestrator.http.routes import Json, Routes, RouteTable
+from orchestrator.http.tools import Tools, tools_of
 from orchestrator.workers.model import Model
 from outrider.serving.interceptor import Metadata
 from outrider.v1 import generation_pb2, tokens_pb2, worker_pb2
@@ -36,8 +41,13 @@ OLLAMA_ROUTES: Final[RouteTable] = (
     ("HEAD", "/", "root", None),
 )
 _LATEST: Final = ":latest"
-_CHAT_NAMES: Final = {**PARAMETER_NAMES, "chat": "messages", "role": "messages", "prompt": "messages"}
-_GENERATE_NAMES: Final = {**PARAMETER_NAMES, "chat": "prompt", "text": "prompt"}
+_OF_MESSAGES: Final = ("chat", "role", "prompt", "tool_calls", "arguments", "tool_call_id", "reasoning")
+_CHAT_NAMES: Final = {
+    **PARAMETER_NAMES,
+    **dict.fromkeys(_OF_MESSAGES, "messages"),
+    "template_variables": "think",
+}
+_GENERATE_NAMES: Final = {**PARAMETER_NAMES, "chat": "prompt", "text": "prompt", "template_variables": "think"}
 _DTYPES: Final = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}
 _ARCHITECTURE: Final = "outrider"
 _DEFAULTS: Final = {
@@ -59,9 +69,10 @@ class OllamaRoutes(Routes):
         model = await self._ollama_model(body.model)
         if not body.messages:
             return self._loaded(body, model, OllamaChatForm)
-        messages = [ChatMessage(role=item.role, content=item.content) for item in body.messages]
-        prompt = chat_prompt(messages, continues=bool(body.session_id))
-        return self._ollama_answer(request, body, prompt, model, _CHAT_NAMES, OllamaChatForm)
+        tools = tools_of(body.tools, None, None)
+        messages = chat_messages_of(body.messages)
+        prompt = chat_prompt(messages, body.variables, continues=bool(body.session_id), tools=tools)
+        return self._ollama_answer(request, body, prompt, tools, model, _CHAT_NAMES, OllamaChatForm)
 
     async def ollama_generate(self, request: Request) -> Response:
         """Complete a prompt, as Ollama's API does."""
@@ -70,7 +81,8 @@ class OllamaRoutes(Routes):
         prompt = _prompt_of(body, model)
         if not body.prompt:
             return self._loaded(body, model, OllamaGenerateForm)
-        return self._ollama_answer(request, body, prompt, model, _GENERATE_NAMES, OllamaGenerateForm)
+        tools = tools_of(None, None, None)
+        return self._ollama_answer(request, body, prompt, tools, model, _GENERATE_NAMES, OllamaGenerateForm)
 
     async def ollama_tags(self, request: Request) -> Response:
         """List the names of the model, as Ollama's API does."""
@@ -112,7 +124,7 @@ class OllamaRoutes(Routes):
                     f"{_ARCHITECTURE}.context_length": model.max_session_len,
                     f"{_ARCHITECTURE}.vocab_size": model.vocabulary_size,
                 },
-                "capabilities": ["completion"],
+                "capabilities": _capabilities(model),
                 "modified_at": rfc3339(self._names.since),
             }
         )
@@ -142,21 +154,31 @@ class OllamaRoutes(Routes):
         request: Request,
         body: OllamaBody,
         prompt: generation_pb2.GenerateRequest,
+        tools: Tools,
         model: Model,
-        names: dict[str, str],
+        names: Mapping[str, str],
         kind: type[OllamaForm],
     ) -> Response:
-        def form(response_id: str, name: str, messages: list[generation_pb2.GenerateRequest]) -> OllamaForm:
-            return kind(name, TokenTexts(model.tokenizer), with_logprobs=bool(body.logprobs))
+        is_parsed = prompt.HasField("chat") and parse(prompt, tools, model)
+        structure = tools.constrained(body.structure, model)
+        if prompt.HasField("chat"):
+            structure = behind_reasoning(structure, model, body.variables)
 
-        return self._answer(request, body, body.prompts(prompt, model), model, "", names, form)
+        def form(response_id: str, name: str, messages: list[generation_pb2.GenerateRequest]) -> OllamaForm:
+            # A call goes out whole, so one that began before a break is told from its beginning.
+            held = held_output(messages[0], model) if tools.are_called else None
+            texts = TokenTexts(model.tokenizer)
+            return kind(name, texts, with_logprobs=bool(body.logprobs), is_parsed=is_parsed, held=held)
+
+        prompts = body.prompts(prompt, model, structure)
+        return self._answer(request, body, prompts, model, "", names_with(names, structure), form)
 
     def _loaded(self, body: OllamaBody, model: Model, kind: type[OllamaForm]) -> Response:
         """Return the answer to a request without a prompt: the model is loaded."""
         # Its options are checked as if there were something to generate.
         body.prompts(generation_pb2.GenerateRequest(), model)
         name = body.model or self._names.of(model)[0]
-        content = kind(name, TokenTexts(None), with_logprobs=False).content("")
+        content = kind(name, TokenTexts(None), with_logprobs=False).content(Said())
         return Json({"model": name, "created_at": rfc3339(time.time()), **content, "done": True, "done_reason": "load"})
 
     def _details(self, call: Metadata) -> dict[str, Any]:
@@ -187,7 +209,15 @@ def _prompt_of(body: OllamaGenerateBody, model: Model) -> generation_pb2.Generat
         return generation_pb2.GenerateRequest(text=body.prompt or "")
     messages = [ChatMessage(role="system", content=body.system)] if body.system else []
     messages.append(ChatMessage(role="user", content=body.prompt or ""))
-    return chat_prompt(messages, continues=bool(body.session_id))
+    return chat_prompt(messages, body.variables, continues=bool(body.session_id))
+
+
+def _capabilities(model: Model) -> list[str]:
+    """Return what the model can do, in Ollama's words."""
+    if model.tokenizer is None or model.tokenizer.chat_template is None:
+        return ["completion"]
+    thinks = model.tokenizer.output_format.template.reasoning is not None
+    return ["completion", "tools", *(["thinking"] if thinks else [])]
 
 
 def _parameters_of(defaults: tokens_pb2.SamplingParameters) -> str:

@@ -7,9 +7,12 @@ from pydantic import BeforeValidator, Field
 
 from orchestrator.http.bodies import GenerationBody, Sampling, listed
 from orchestrator.http.body import Body
-from orchestrator.http.errors import HttpError
+from orchestrator.http.ollama_messages import OllamaMessage
 from orchestrator.http.requests import Prompts, parameters_of, speculation_of
+from orchestrator.http.structure import Structure, made, refusal
+from orchestrator.http.tools import ToolBody
 from orchestrator.workers.model import Model
+from outrider import wire
 from outrider.v1 import generation_pb2, tokens_pb2
 
 _RENAMED: Final = {"repetition_penalty": "repeat_penalty", "max_tokens": "num_predict"}
@@ -79,14 +82,16 @@ class OllamaBody(GenerationBody):
 
     ignored: ClassVar[frozenset[str]] = frozenset({"keep_alive"})
     neutral: ClassVar[Mapping[str, tuple[Any, ...]]] = {
-        "format": ("",),
-        "think": (False,),
         # Prompts that do not fit are refused, and an output that fills the context ends.
         "truncate": (False,),
         "shift": (False,),
     }
 
     options: Options | None = None
+    format: Literal["", "json"] | dict[str, Any] | None = Field(default=None, description="A JSON schema, or json.")
+    think: bool | Literal["low", "medium", "high"] | None = Field(
+        default=None, description="False disables thinking where the chat template can."
+    )
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
 
@@ -95,43 +100,49 @@ class OllamaBody(GenerationBody):
         """Whether the response is a stream, which it is by default."""
         return self.stream is not False
 
-    def prompts(self, message: generation_pb2.GenerateRequest, model: Model) -> Prompts:
-        """Return a prompt with the parameters of this body; raise `HttpError` for an option that cannot be met."""
+    @property
+    def variables(self) -> dict[str, Any]:
+        """Variables of the chat template."""
+        if self.think is None:
+            return {}
+        effort = {"reasoning_effort": self.think} if isinstance(self.think, str) else {}
+        return {"enable_thinking": bool(self.think), **effort}
+
+    @property
+    def structure(self) -> Structure | None:
+        """What the output must follow; None for free text."""
+        if not self.format:
+            return None
+        return made("format", json_object=True) if self.format == "json" else made("format", json_schema=self.format)
+
+    def prompts(
+        self, message: generation_pb2.GenerateRequest, model: Model, structure: Structure | None = None
+    ) -> Prompts:
+        """Return a prompt with the parameters of this body, and what its output must follow.
+
+        Raises:
+            HttpError: an option cannot be met.
+        """
         options = self.options or Options()
         if options.num_ctx is not None and options.num_ctx > model.max_session_len:
             problem = f"options.num_ctx is {options.num_ctx}, sessions have at most {model.max_session_len} tokens"
-            raise _refusal(problem, "options.num_ctx")
+            raise refusal(problem, "options.num_ctx")
         if options.num_predict == 0:
-            raise _refusal(
-                "options.num_predict is 0, must be at least 1, or -1 for all that fit", "options.num_predict"
-            )
+            raise refusal("options.num_predict is 0, must be at least 1, or -1 for all that fit", "options.num_predict")
         if self.top_logprobs and not self.logprobs:
-            raise _refusal("top_logprobs needs logprobs: true", "top_logprobs")
+            raise refusal("top_logprobs needs logprobs: true", "top_logprobs")
         parameters = _parameters(options, (self.top_logprobs or 0) if self.logprobs else None)
         _check_repeat_last_n(options, parameters, model)
+        if structure is not None:
+            parameters.constraint.CopyFrom(wire.constraint_to_message(structure.constraint))
         return Prompts([message], 1, parameters, speculation_of(self.speculation), self.session_id or "")
-
-
-class OllamaMessage(Body):
-    """One message of a conversation."""
-
-    neutral: ClassVar[Mapping[str, tuple[Any, ...]]] = {
-        "images": ([],),
-        "tool_calls": ([],),
-        "tool_name": ("",),
-        "thinking": ("",),
-    }
-
-    role: Literal["system", "user", "assistant"]
-    content: str = ""
 
 
 class OllamaChatBody(OllamaBody):
     """POST /api/chat; without messages it does nothing, which clients send to load a model."""
 
-    neutral: ClassVar[Mapping[str, tuple[Any, ...]]] = {**OllamaBody.neutral, "tools": ([],)}
-
     messages: list[OllamaMessage] | None = None
+    tools: list[ToolBody] | None = None
 
 
 class OllamaGenerateBody(OllamaBody):
@@ -177,8 +188,4 @@ def _check_repeat_last_n(options: Options, given: tokens_pb2.SamplingParameters,
     complete = model.parameters(given, seed=0)
     if complete.repetition_penalty != 1 or complete.presence_penalty or complete.frequency_penalty:
         problem = "options.repeat_last_n is not supported with a penalty: it looks at the whole text, as with -1"
-        raise _refusal(problem, "options.repeat_last_n")
-
-
-def _refusal(message: str, parameter: str) -> HttpError:
-    return HttpError(400, "BadRequestError", message, parameter, "invalid_argument")
+        raise refusal(problem, "options.repeat_last_n")

@@ -7,7 +7,10 @@ from typing import Any, Final
 
 from orchestrator.http.errors import HttpError, encoded, plain_body_of
 from orchestrator.http.forms import Choice, Form, notice_of, report_of
+from orchestrator.http.held_output import HeldOutput
 from orchestrator.http.logprobs import TokenTexts
+from orchestrator.http.ollama_messages import WholeCalls, call_of
+from orchestrator.http.parsing import Said
 from outrider.v1 import generation_pb2
 
 _NS_PER_S: Final = 10**9
@@ -25,20 +28,34 @@ class OllamaForm(Form):
         model: as the client named it.
         texts: of tokens, for log-probabilities.
         with_logprobs: whether lines have log-probabilities.
+        is_parsed: whether the output has parts.
+        held: what the client has of a stream that it resumes, where that may end within a call; None for none.
     """
 
     stream_type = b"application/x-ndjson"
     keep_alive = b""
 
-    def __init__(self, model: str, texts: TokenTexts, *, with_logprobs: bool) -> None:
+    def __init__(
+        self,
+        model: str,
+        texts: TokenTexts,
+        *,
+        with_logprobs: bool,
+        is_parsed: bool = False,
+        held: HeldOutput | None = None,
+    ) -> None:
         super().__init__("", model, 1)
+        self._is_parsed = is_parsed
+        self._held = held
+        self._calls = WholeCalls()
+        self.has_begun = held is not None
         self._texts = texts
         self._with_logprobs = with_logprobs
         self._head = b""
 
     @abstractmethod
-    def content(self, text: str) -> dict[str, Any]:
-        """Return the key that has the text."""
+    def content(self, said: Said) -> dict[str, Any]:
+        """Return the keys that have text, reasoning and calls."""
 
     def begin(self, *, is_resumed: bool) -> bytes:
         """Return nothing: the first line is that of the first text."""
@@ -47,21 +64,27 @@ class OllamaForm(Form):
         return b""
 
     def delta(self, choice: Choice, delta: generation_pb2.Delta) -> bytes:
-        """Return the line with new text."""
+        """Return the line with new output."""
+        said = self._said(delta)
         extra: dict[str, Any] = {}
         if delta.HasField("statistics"):
             extra["speculation"] = report_of(delta)
         if self._with_logprobs:
             extra["logprobs"] = self._texts.chat(delta.token_ids, delta.logprobs)["content"]
-        return self._line(delta.text, {"done": False, **extra}) if delta.text or extra else b""
+        is_empty = not (said.content or said.reasoning or said.calls or extra)
+        return b"" if is_empty else self._line(said, {"done": False, **extra})
 
     def notice(self, choice: Choice, notice: generation_pb2.Notice) -> bytes:
         """Return a line without text."""
-        return self._line("", {"done": False, "speculation": notice_of(notice)})
+        return self._line(Said(), {"done": False, "speculation": notice_of(notice)})
 
-    def finish(self, choice: Choice, text: str) -> bytes:
-        """Return the last line, which has the rest of the text too."""
-        return self._line(text, self._figures(choice))
+    def finish(self, choice: Choice, finished: generation_pb2.Finished) -> bytes:
+        """Return the last line, which has the rest of the output too."""
+        if self._held is not None:
+            self._held.check()
+        said = self._calls.push(finished.parts) if self._is_parsed else Said(finished.text)
+        said.calls += self._calls.finish()
+        return self._line(said, self._figures(choice))
 
     def end(self) -> bytes:
         """Return nothing: the last line was written."""
@@ -78,7 +101,8 @@ class OllamaForm(Form):
     def whole(self) -> dict[str, Any]:
         """Return the response in one object."""
         choice = self.choices[0]
-        response = {**self._shared(), **self.content("".join(choice.text)), **self._figures(choice)}
+        said = Said.of(choice.parts) if self._is_parsed else Said("".join(choice.text))
+        response = {**self._shared(), **self.content(said), **self._figures(choice)}
         if self._with_logprobs:
             response["logprobs"] = self._texts.chat(choice.token_ids, choice.logprobs)["content"]
         return response
@@ -88,8 +112,19 @@ class OllamaForm(Form):
         begun = accepted.create_time if accepted else None
         return {"model": self.model, "created_at": rfc3339(begun.seconds + begun.nanos / _NS_PER_S if begun else 0)}
 
-    def _line(self, text: str, more: dict[str, Any]) -> bytes:
-        return b"%s,%s\n" % (self._head, encoded({**self.content(text), **more})[1:])
+    def _said(self, delta: generation_pb2.Delta) -> Said:
+        """Return what a client lacks of a delta."""
+        if not self._is_parsed:
+            return Said(delta.text)
+        if self._held is None:
+            return self._calls.push(delta.parts)
+        held, rest = self._held.split(delta.token_ids, delta.parts)
+        for parts in held:
+            self._calls.push(parts)
+        return self._calls.push(rest)
+
+    def _line(self, said: Said, more: dict[str, Any]) -> bytes:
+        return b"%s,%s\n" % (self._head, encoded({**self.content(said), **more})[1:])
 
     def _figures(self, choice: Choice) -> dict[str, Any]:
         finished = choice.finished
@@ -113,14 +148,19 @@ class OllamaForm(Form):
 class OllamaChatForm(OllamaForm):
     """Answers of /api/chat."""
 
-    def content(self, text: str) -> dict[str, Any]:
+    def content(self, said: Said) -> dict[str, Any]:
         """Return the message."""
-        return {"message": {"role": "assistant", "content": text}}
+        message: dict[str, Any] = {"role": "assistant", "content": said.content}
+        if said.reasoning:
+            message["thinking"] = said.reasoning
+        if said.calls:
+            message["tool_calls"] = [call_of(call) for call in said.calls]
+        return {"message": message}
 
 
 class OllamaGenerateForm(OllamaForm):
     """Answers of /api/generate."""
 
-    def content(self, text: str) -> dict[str, Any]:
+    def content(self, said: Said) -> dict[str, Any]:
         """Return the text."""
-        return {"response": text}
+        return {"response": said.content, **({"thinking": said.reasoning} if said.reasoning else {})}

@@ -6,8 +6,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-from orchestrator.http.bodies import MAX_CHOICES, ChatMessage, Common, Sampling, SpeculationOptions, variables_of
+from orchestrator.http.bodies import MAX_CHOICES, Common, Sampling, SpeculationOptions, variables_of
 from orchestrator.http.errors import HttpError
+from orchestrator.http.messages import ChatMessage, chat_messages
+from orchestrator.http.structure import Structure
+from orchestrator.http.tools import Tools
 from outrider import wire
 from outrider.errors import InvalidArgument
 from outrider.parameters import AcceptanceRule
@@ -184,13 +187,15 @@ def chat_prompt(
     add_generation_prompt: bool | None = None,
     *,
     continues: bool = False,
+    tools: Tools | None = None,
 ) -> generation_pb2.GenerateRequest:
-    """Return the prompt of a conversation; `continues` where a session may hold its beginning."""
+    """Return the prompt of a conversation; `continues` where a session may hold its beginning; raise `HttpError`."""
     chat = generation_pb2.Chat(template_variables=variables_of(variables), with_history=continues)
     if add_generation_prompt is not None:
         chat.add_generation_prompt = add_generation_prompt
-    for message in messages:
-        chat.messages.add(role=message.template_role, content=message.text)
+    chat.messages.extend(chat_messages(messages))
+    if tools is not None:
+        tools.add_to(chat)
     return generation_pb2.GenerateRequest(chat=chat)
 
 
@@ -216,12 +221,16 @@ def prompts_of(
     messages: Sequence[generation_pb2.GenerateRequest],
     max_tokens: int,
     logprobs: int | None,
+    structure: Structure | None,
 ) -> Prompts:
-    """Return the prompts of a body with its parameters."""
+    """Return the prompts of a body with its parameters, and what its outputs must follow."""
+    parameters = parameters_of(body, max_tokens, logprobs)
+    if structure is not None:
+        parameters.constraint.CopyFrom(wire.constraint_to_message(structure.constraint))
     return Prompts(
         messages,
         body.n or 1,
-        parameters_of(body, max_tokens, logprobs),
+        parameters,
         speculation_of(body.speculation),
         body.session_id or "",
     )

@@ -1,113 +1,26 @@
 """POST /v1/responses, its stateless core: text in, text out, nothing stored."""
 
-from collections.abc import Mapping
-from typing import Any, ClassVar, Final, Literal
+from typing import Any, Final
 
 from fastapi import Request
-from pydantic import Field
 from starlette.responses import Response
 
-from orchestrator.http.bodies import ChatMessage, GenerationBody, Sampling, Tokens
-from orchestrator.http.body import Body
-from orchestrator.http.errors import HttpError
+from orchestrator.http.held_output import held_output
+from orchestrator.http.messages import ChatMessage
+from orchestrator.http.parsing import behind_reasoning, names_with, parse
 from orchestrator.http.requests import Prompts, chat_prompt, parameters_of, speculation_of
-from orchestrator.http.response_events import PREFIX, HeldText, ResponseForm
+from orchestrator.http.response_bodies import NamedFunctionChoice, ResponsesBody, ResponseTool, TextFormat
+from orchestrator.http.response_events import PREFIX, ResponseForm
+from orchestrator.http.response_input import input_messages
 from orchestrator.http.routes import Routes, RouteTable
-from orchestrator.text.output import OutputText
+from orchestrator.http.structure import Structure, made, refusal
+from orchestrator.http.tools import Tools
 from orchestrator.workers.model import Model
+from outrider import wire
 from outrider.v1 import generation_pb2
 
-NAMES: Final = {"chat": "input", "role": "input", "prompt": "input", "max_tokens": "max_output_tokens"}
-
-
-class InputPart(Body):
-    """A part of a message's content; what earlier answers carry besides their text is accepted with them."""
-
-    ignored: ClassVar[frozenset[str]] = frozenset({"annotations", "logprobs", "prompt_cache_breakpoint"})
-
-    type: Literal["input_text", "output_text"]
-    text: str
-
-
-class InputMessage(Body):
-    """One message of the input."""
-
-    ignored: ClassVar[frozenset[str]] = frozenset({"id", "status", "phase"})
-
-    type: Literal["message"] = "message"
-    role: Literal["system", "developer", "user", "assistant"]
-    content: str | list[InputPart]
-
-    @property
-    def message(self) -> ChatMessage:
-        """The message as a chat has it; parts are joined by a line break, as in chat completions."""
-        content = self.content
-        text = content if isinstance(content, str) else "\n".join(part.text for part in content)
-        return ChatMessage(role=self.role, content=text)
-
-
-class TextOptions(Body):
-    """The form of the output."""
-
-    neutral: ClassVar[Mapping[str, tuple[Any, ...]]] = {"format": ({"type": "text"},), "verbosity": ("medium",)}
-
-
-class ReasoningOptions(Body):
-    """How the model reasons, which no field changes here."""
-
-    neutral: ClassVar[Mapping[str, tuple[Any, ...]]] = {
-        "effort": ("none",),
-        "summary": (),
-        "generate_summary": (),
-        "context": ("auto",),
-        "mode": ("standard",),
-    }
-
-
-class ResponsesStreamOptions(Body):
-    """Options of a stream."""
-
-    neutral: ClassVar[Mapping[str, tuple[Any, ...]]] = {"include_obfuscation": (False,)}
-
-
-class ResponsesBody(Sampling, GenerationBody):
-    """POST /v1/responses."""
-
-    ignored: ClassVar[frozenset[str]] = frozenset(
-        {
-            "user",
-            "service_tier",
-            "safety_identifier",
-            "prompt_cache_key",
-            "prompt_cache_retention",
-            "prompt_cache_options",
-            "parallel_tool_calls",
-            "max_tool_calls",
-        }
-    )
-    neutral: ClassVar[Mapping[str, tuple[Any, ...]]] = {
-        "background": (False,),
-        "previous_response_id": (),
-        "conversation": (),
-        "context_management": ([],),
-        # Of reasoning there is nothing that could be included.
-        "include": ([], ["reasoning.encrypted_content"]),
-        "moderation": (),
-        "prompt": (),
-        "tools": ([],),
-        "tool_choice": ("none", "auto"),
-        "top_logprobs": (0,),
-        "truncation": ("disabled",),
-    }
-
-    input: str | list[InputMessage]
-    instructions: str | None = Field(None, description="A system message in front of the input.")
-    max_output_tokens: Tokens | None = Field(None, description="Absent: as many as fit.")
-    metadata: dict[str, str] | None = None
-    store: bool | None = Field(None, description="Responses are not stored: true is refused.")
-    text: TextOptions | None = None
-    reasoning: ReasoningOptions | None = None
-    stream_options: ResponsesStreamOptions | None = None
+_OF_INPUT: Final = ("chat", "role", "prompt", "tool_calls", "arguments", "tool_call_id", "reasoning")
+NAMES: Final = {**dict.fromkeys(_OF_INPUT, "input"), "max_tokens": "max_output_tokens"}
 
 
 RESPONSES_ROUTES: Final[RouteTable] = (("POST", "/v1/responses", "responses", ResponsesBody),)
@@ -120,41 +33,64 @@ class ResponsesRoutes(Routes):
         """Respond to input."""
         body = ResponsesBody.parse(request.state.body)
         model = await self._model(body.model)
+        tools = _tools(body)
+        structure = behind_reasoning(tools.constrained(_structure(body), model), model, {})
+        given = prompts(body, tools, structure)
+        is_parsed = parse(given.messages[0], tools, model)
 
         def form(response_id: str, name: str, messages: list[generation_pb2.GenerateRequest]) -> ResponseForm:
-            return ResponseForm(response_id, name, _echo(body, model), _held_text(messages[0], model))
+            held = held_output(messages[0], model)
+            return ResponseForm(response_id, name, _echo(body, model), held, is_parsed=is_parsed)
 
-        return self._answer(request, body, prompts(body), model, PREFIX, NAMES, form)
+        return self._answer(request, body, given, model, PREFIX, names_with(NAMES, structure), form)
 
 
-def prompts(body: ResponsesBody) -> Prompts:
-    """Return the prompt of a body; raise `HttpError` for what this server does not do."""
+def prompts(body: ResponsesBody, tools: Tools, structure: Structure | None) -> Prompts:
+    """Return the prompt of a body; raise `HttpError` for what this server does not do.
+
+    Args:
+        body: the body.
+        tools: its tools.
+        structure: what the output must follow; None for free text.
+    """
     if body.store:
-        raise _refusal("store is true, but responses are not stored", "store")
+        raise refusal("store is true, but responses are not stored", "store")
     if body.stream_options is not None and not body.stream:
-        raise _refusal("stream_options goes with stream: true", "stream_options")
+        raise refusal("stream_options goes with stream: true", "stream_options")
     if not body.input and not isinstance(body.input, str):
-        raise _refusal("input has no messages", "input")
+        raise refusal("input has no items", "input")
     messages = [] if body.instructions is None else [ChatMessage(role="system", content=body.instructions)]
     if isinstance(body.input, str):
         messages.append(ChatMessage(role="user", content=body.input))
     else:
-        messages += [item.message for item in body.input]
-    message = chat_prompt(messages, continues=bool(body.session_id))
+        messages += input_messages(body.input)
+    message = chat_prompt(messages, continues=bool(body.session_id), tools=tools)
     # 0 stands for as many as fit.
     parameters = parameters_of(body, body.max_output_tokens or 0, None)
+    if structure is not None:
+        parameters.constraint.CopyFrom(wire.constraint_to_message(structure.constraint))
     return Prompts([message], 1, parameters, speculation_of(body.speculation), body.session_id or "")
 
 
-def _held_text(message: generation_pb2.GenerateRequest, model: Model) -> HeldText | None:
-    """Return the measure of what the client has of a stream that it resumes; None for a new one.
+def _tools(body: ResponsesBody) -> Tools:
+    choice = body.tool_choice
+    named = choice.name if isinstance(choice, NamedFunctionChoice) else ""
+    kind = "required" if isinstance(choice, NamedFunctionChoice) else choice or "auto"
+    return Tools(
+        [tool.function for tool in body.tools or ()], kind, named, is_parallel=body.parallel_tool_calls is not False
+    )
 
-    The last events have the whole text, so the message is made to replay it from its start.
-    """
-    if not message.resume_offset:
+
+def _structure(body: ResponsesBody) -> Structure | None:
+    """Return what the output must follow; None for free text; raise `HttpError`."""
+    form, field = body.text.format if body.text else None, "text.format"
+    if form is None or form.type == "text":
         return None
-    num_tokens, message.resume_offset = message.resume_offset, 0
-    return HeldText(num_tokens, OutputText(model.tokenizer, model.parameters(message.parameters, seed=0)))
+    if form.type == "json_object":
+        return made(field, json_object=True)
+    if form.schema_ is None:
+        raise refusal(f"{field} has type json_schema: schema is missing", f"{field}.schema")
+    return made(field, json_schema=form.schema_)
 
 
 def _echo(body: ResponsesBody, model: Model) -> dict[str, Any]:
@@ -162,14 +98,32 @@ def _echo(body: ResponsesBody, model: Model) -> dict[str, Any]:
     defaults = model.defaults
     temperature = defaults.temperature if defaults.HasField("temperature") else 1.0
     top_p = defaults.top_p if defaults.HasField("top_p") else 1.0
+    form = body.text.format if body.text else None
+    choice = body.tool_choice
     return {
         "instructions": body.instructions,
         "max_output_tokens": body.max_output_tokens,
         "temperature": temperature if body.temperature is None else body.temperature,
         "top_p": top_p if body.top_p is None else body.top_p,
         "metadata": body.metadata or {},
+        "text": {"format": _echo_of_format(form)},
+        "tools": [_echo_of_tool(tool) for tool in body.tools or ()],
+        "tool_choice": choice.model_dump() if isinstance(choice, NamedFunctionChoice) else choice or "auto",
+        "parallel_tool_calls": body.parallel_tool_calls is not False,
     }
 
 
-def _refusal(message: str, parameter: str) -> HttpError:
-    return HttpError(400, "BadRequestError", message, parameter, "invalid_argument")
+def _echo_of_format(form: TextFormat | None) -> dict[str, Any]:
+    if form is None or form.schema_ is None:
+        return {"type": form.type if form is not None else "text"}
+    return {"type": form.type, "name": form.name, "schema": form.schema_, "strict": True}
+
+
+def _echo_of_tool(tool: ResponseTool) -> dict[str, Any]:
+    return {
+        "type": "function",
+        "name": tool.name,
+        "description": tool.description,
+        "parameters": tool.parameters,
+        "strict": bool(tool.strict),
+    }

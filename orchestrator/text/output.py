@@ -1,4 +1,4 @@
-"""A request's output text: detokenization and stop strings, a pure function of the output's tokens."""
+"""A request's output: detokenization, stop strings and parts, a pure function of the output's tokens."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -6,6 +6,8 @@ from typing import Final, NamedTuple
 
 import tokenizers
 
+from orchestrator.text.output_parts import OutputParts
+from orchestrator.text.parts import Part, merged
 from orchestrator.text.tokenizer import Tokenizer
 from outrider.errors import InvalidArgument
 from outrider.parameters import SamplingParameters
@@ -23,12 +25,28 @@ class Absorbed:
         text: the text that became certain with them.
         stopped: whether a stop string ended the output.
         texts: the part of `text` that became certain with each token; empty for a model without a tokenizer.
+        parts: the parts that became certain with them; empty where the output is not taken apart.
     """
 
     num_tokens: int
     text: str
     stopped: bool
     texts: Sequence[str] = ()
+    parts: Sequence[Part] = ()
+
+
+class Ending(NamedTuple):
+    """What becomes certain with an output's end.
+
+    Attributes:
+        text: the rest of the text.
+        parts: the rest of the parts.
+        num_calls: calls of tools in the whole output.
+    """
+
+    text: str
+    parts: Sequence[Part] = ()
+    num_calls: int = 0
 
 
 class OutputText:
@@ -37,13 +55,17 @@ class OutputText:
     Args:
         tokenizer: None for a model without one, whose output has no text.
         parameters: stop strings and `min_tokens`.
+        parts: takes the output apart; None where that is not requested.
     """
 
-    def __init__(self, tokenizer: Tokenizer | None, parameters: SamplingParameters) -> None:
+    def __init__(
+        self, tokenizer: Tokenizer | None, parameters: SamplingParameters, parts: OutputParts | None = None
+    ) -> None:
         check_stop_strings(tokenizer, parameters)
         self._detokenizer = Detokenizer(tokenizer.backend, tokenizer.unsettled_tokens) if tokenizer else None
         self._stops = StopStrings(parameters.stop)
         self._min_tokens = parameters.min_tokens
+        self._parts = parts
         self.num_tokens = 0
 
     def absorb(self, token_ids: Sequence[int]) -> Absorbed:
@@ -52,23 +74,38 @@ class OutputText:
             self.num_tokens += len(token_ids)
             return Absorbed(len(token_ids), "", False)
         texts: list[str] = []
-        for num, token_id in enumerate(token_ids, start=1):
-            self.num_tokens += 1
-            piece = self._detokenizer.push(token_id)
-            if self.num_tokens <= self._min_tokens:
-                texts.append(self._stops.skip(piece))
-                continue
-            passed = self._stops.push(piece)
+        parts: list[Part] = []
+        stopped = False
+        for token_id in token_ids:
+            passed = self._pass(self._detokenizer, token_id)
             texts.append(passed.text)
-            if passed.stopped:
-                return Absorbed(num, "".join(texts), True, texts)
-        return Absorbed(len(token_ids), "".join(texts), False, texts)
+            if self._parts is not None:
+                # Token by token, however many come at once.
+                parts += self._parts.push(passed.text)
+            if stopped := passed.stopped:
+                break
+        return Absorbed(len(texts), "".join(texts), stopped, texts, merged(parts))
 
-    def finish(self, *, stopped: bool) -> str:
-        """Return the text that becomes certain with the end; none after a stop string."""
-        if stopped or self._detokenizer is None:
-            return ""
-        passed = self._stops.push(self._detokenizer.flush())
+    def finish(self, *, stopped: bool) -> Ending:
+        """Return what becomes certain with the end; no text after a stop string."""
+        text = "" if stopped or self._detokenizer is None else self._rest(self._detokenizer)
+        if self._parts is None:
+            return Ending(text)
+        parts = merged([*self._parts.push(text), *self._parts.finish()])
+        return Ending(text, parts, self._parts.num_calls)
+
+    def _pass(self, detokenizer: "Detokenizer", token_id: int) -> "Passed":
+        """Return the text that passes with a token."""
+        self.num_tokens += 1
+        if self._parts is not None and self._parts.is_marker(token_id):
+            self._parts.mark(token_id, detokenizer.num_chars)
+        piece = detokenizer.push(token_id)
+        if self.num_tokens <= self._min_tokens:
+            return Passed(self._stops.skip(piece), False)
+        return self._stops.push(piece)
+
+    def _rest(self, detokenizer: "Detokenizer") -> str:
+        passed = self._stops.push(detokenizer.flush())
         return passed.text if passed.stopped else passed.text + self._stops.flush()
 
 
@@ -153,6 +190,12 @@ class Detokenizer:
         self._window: list[int] = []
         self._num_returned = 0
         self._returned = ""
+        self._num_chars = 0
+
+    @property
+    def num_chars(self) -> int:
+        """Characters of all tokens pushed so far, those included that later tokens may change."""
+        return self._num_chars + len(self._text()) - len(self._returned)
 
     def push(self, token_id: int) -> str:
         """Return the text that became certain with this token."""
@@ -175,6 +218,7 @@ class Detokenizer:
 
     def _release(self, text: str) -> str:
         piece = text[len(self._returned) :]
+        self._num_chars += len(piece)
         del self._window[: self._num_returned]
         self._num_returned = len(self._window)
         self._returned = self._text()

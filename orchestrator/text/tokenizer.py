@@ -7,25 +7,35 @@ import json
 from collections.abc import Mapping, Sequence
 from datetime import datetime
 from types import MappingProxyType
-from typing import Any, Final, NoReturn, TypeAlias
+from typing import Any, Final, NoReturn
 
 import jinja2
 import tokenizers
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from orchestrator.text.content import ContentGuard, encoded
+from orchestrator.text.messages import (
+    Message,
+    Messages,
+    Tool,
+    checked_messages,
+    template_messages,
+    template_tools,
+)
+from orchestrator.text.tool_formats import output_format
+from orchestrator.text.tool_prompt import plain_messages
 from outrider.errors import InvalidArgument
 
-ROLES: Final = ("system", "user", "assistant")
 _SENTINEL: Final = "\uf8ffprevious answer\uf8ff"
-Messages: TypeAlias = Sequence[tuple[str, str]]
-"""Role and content of each message."""
+_PROBE: Final = Tool("probe", "?", {"type": "object", "properties": {}})
 _MIN_CHARS_PER_TOKEN: Final = 16
 """Longest text of a token in characters, where the vocabulary has no longer one: a tokenizer may shorten text before it
 looks tokens up (NFC makes one character of three)."""
 _USUAL_CHARS_PER_TOKEN: Final = 8
 """More than the average of text in any language."""
 _PIECE_CHARS: Final = 1 << 16
+_FAILURES: Final = (TypeError, ValueError, ArithmeticError, LookupError, AttributeError)
+"""What a template raises that reckons with values of other types."""
 
 
 class Tokenizer:
@@ -35,15 +45,25 @@ class Tokenizer:
         definition: tokenizer.json.
         chat_template: Jinja source; None where the model has none.
         special_tokens: `bos_token` and `eos_token`, as templates refer to them.
+        response_template: the checkpoint's own, as JSON text; None where it has none.
 
     Attributes:
         backend: the tokenizer of the library `tokenizers`.
         chat_template: as given.
         unsettled_tokens: see `unsettled_tokens_of`.
         special_tokens: their texts.
+        knows_tools: whether the chat template has a place for tools.
+        output_format: how the model writes reasoning and calls of tools.
+        marker_tokens: special tokens, by their id, that the output format looks for.
     """
 
-    def __init__(self, definition: str, chat_template: str | None, special_tokens: dict[str, str | None]) -> None:
+    def __init__(
+        self,
+        definition: str,
+        chat_template: str | None,
+        special_tokens: dict[str, str | None],
+        response_template: str | None = None,
+    ) -> None:
         self.backend = tokenizers.Tokenizer.from_str(definition)
         self.chat_template = chat_template
         self._special_variables = {name: token or "" for name, token in special_tokens.items()}
@@ -54,6 +74,15 @@ class Tokenizer:
         self.unsettled_tokens = unsettled_tokens_of(self.backend)
         self._content = ContentGuard(self.backend)
         self._max_chars_per_token = max(_MIN_CHARS_PER_TOKEN, *map(len, self.backend.get_vocab()))
+        # Until it is known better: the probes render what they are given.
+        self.knows_tools = self._has_system = True
+        self.knows_tools, self._has_system = self._renders_tools(), self._renders_system()
+        self.output_format = output_format(response_template, chat_template, knows_tools=self.knows_tools)
+        self.marker_tokens: Mapping[int, str] = {
+            token_id: token.content
+            for token_id, token in added.items()
+            if token.special and token.content and self.output_format.template.mentions(token.content)
+        }
 
     def check_length(self, num_chars: int, max_tokens: int) -> None:
         """Raise `InvalidArgument` where so many characters cannot be so few tokens; in constant time."""
@@ -95,47 +124,50 @@ class Tokenizer:
         max_tokens: int,
         variables: Mapping[str, Any] = MappingProxyType({}),
         prompts: bool = True,
+        tools: Sequence[Tool] = (),
     ) -> list[int]:
         """Return the token ids of a conversation's messages, ready for the assistant's answer.
 
-        Special tokens in contents are text (see `content`).
+        Special tokens in messages and tools are text (see `content`).
 
         Args:
-            messages: (role, content), oldest first; at least one.
+            messages: oldest first; at least one.
             continues: whether a session already holds the conversation up to an answer of the assistant; then only the
                 template's text after that answer is encoded.
             last_token: the session's last token, so that an end-of-text token there is not repeated.
             max_tokens: as for `encode`.
             variables: further variables of the template; special tokens in them are text.
             prompts: whether the template ends with the beginning of the assistant's answer.
+            tools: that the model may call; where the template has no place for them, a system message tells of them.
 
         Raises:
-            InvalidArgument: the model has no chat template, a role is unknown, the template refuses the messages, or
+            InvalidArgument: the model has no chat template, a message is wrong, the template refuses the messages, or
                 they have far more tokens.
         """
-        conversation = self._marked(messages)
         if not continues:
-            return self._encode_rendered(self._render(conversation, variables, prompts=prompts), max_tokens)
-        before = [{"role": "user", "content": "?"}, {"role": "assistant", "content": _SENTINEL}]
-        behind = self._behind_sentinel(self._render(before + conversation, variables, prompts=prompts))
+            return self._encode_rendered(self._render(messages, tools, variables, prompts=prompts), max_tokens)
+        before = [Message("user", "?"), Message("assistant", _SENTINEL)]
+        behind = self._behind_sentinel(self._render([*before, *messages], tools, variables, prompts=prompts))
         token_ids = self._encode_rendered(behind, max_tokens)
         is_repeated = token_ids[:1] == [last_token] and last_token in self._special_ids
         return token_ids[1:] if is_repeated else token_ids
 
-    def encode_history(self, messages: Messages, variables: Mapping[str, Any], max_tokens: int) -> list[int]:
+    def encode_history(
+        self, messages: Messages, variables: Mapping[str, Any], max_tokens: int, tools: Sequence[Tool] = ()
+    ) -> list[int]:
         """Return the token ids of a conversation that ends with an answer; errors as for `encode_chat`."""
-        return self._encode_rendered(self._render(self._marked(messages), variables, prompts=False), max_tokens)
+        return self._encode_rendered(self._render(messages, tools, variables, prompts=False), max_tokens)
 
-    def text_behind_answer(self, messages: Messages, variables: Mapping[str, Any]) -> str:
+    def text_behind_answer(self, messages: Messages, variables: Mapping[str, Any], tools: Sequence[Tool] = ()) -> str:
         """Return what the template writes behind an answer to these messages; errors as for `encode_chat`."""
-        answer = {"role": "assistant", "content": _SENTINEL}
-        return self._behind_sentinel(self._render([*self._marked(messages), answer], variables, prompts=False))
+        answer = Message("assistant", _SENTINEL)
+        return self._behind_sentinel(self._render([*messages, answer], tools, variables, prompts=False))
 
-    def _marked(self, messages: Messages) -> list[dict[str, str]]:
-        for role, _ in messages:
-            if role not in ROLES:
-                raise InvalidArgument(f"role is {role!r}, must be one of {', '.join(ROLES)}", "role")
-        return [{"role": role, "content": self._content.marked(content)} for role, content in messages]
+    def answer_prefix(self, variables: Mapping[str, Any]) -> str:
+        """Return the text with which the template begins an answer; errors as for `encode_chat`."""
+        question = [Message("user", "?")]
+        without, whole = (self._render(question, (), variables, prompts=prompts) for prompts in (False, True))
+        return whole.removeprefix(without)
 
     @staticmethod
     def _behind_sentinel(rendered: str) -> str:
@@ -162,26 +194,56 @@ class Tokenizer:
                     f"prompt has {len(text)} characters, far more than the {max_tokens} tokens that fit", "prompt"
                 )
 
-    def _render(self, conversation: list[dict[str, str]], variables: Mapping[str, Any], *, prompts: bool) -> str:
+    def _render(self, messages: Messages, tools: Sequence[Tool], variables: Mapping[str, Any], *, prompts: bool) -> str:
+        conversation, marked = checked_messages(messages), self._content.marked
+        told = template_tools(tools, marked)
+        if not self.knows_tools:
+            conversation, told = plain_messages(conversation, told, has_system=self._has_system), []
+        own = {
+            "messages": template_messages(conversation, marked, self.chat_template or ""),
+            "add_generation_prompt": prompts,
+            **({"tools": told} if told else {}),
+            **self._special_variables,
+        }
+        if taken := sorted((own.keys() | {"tools"}) & variables.keys()):
+            raise InvalidArgument(f"{taken[0]} is not the caller's to set", "template_variables")
+        return self._rendered(own, {name: self._without_special(value) for name, value in variables.items()})
+
+    def _rendered(self, own: Mapping[str, Any], variables: Mapping[str, Any]) -> str:
         if self._template is None:
             raise InvalidArgument("the model has no chat template", "chat")
-        own = {"messages": conversation, "add_generation_prompt": prompts, **self._special_variables}
-        if taken := sorted(own.keys() & variables.keys()):
-            raise InvalidArgument(f"{taken[0]} is not the caller's to set", "template_variables")
-        given = {name: self._without_special(value) for name, value in variables.items()}
         try:
-            return self._template.render(given | own)
+            return self._template.render({**variables, **own})
         except jinja2.TemplateError as error:
             raise InvalidArgument(f"the chat template refuses the messages: {error}", "chat") from error
-        except (TypeError, ValueError, ArithmeticError, LookupError, AttributeError) as error:
-            if not variables:
+        except _FAILURES as error:
+            if not variables and "tools" not in own:
                 raise
             # Templates reckon with values as they come.
-            problem = f"the chat template fails with these variables: {error}"
-            raise InvalidArgument(problem, "template_variables") from error
+            field = "template_variables" if variables else "tools"
+            raise InvalidArgument(f"the chat template fails with these {field}: {error}", field) from error
+
+    def _renders_tools(self) -> bool:
+        """Return whether the chat template does something with tools."""
+        if self._template is None:
+            return False
+        try:
+            without, whole = (self._render([Message("user", "?")], tools, {}, prompts=True) for tools in ((), [_PROBE]))
+        except (InvalidArgument, *_FAILURES):
+            # One that fails at so plain a conversation has a place for tools where it speaks of them.
+            return "tools" in (self.chat_template or "")
+        return whole != without
+
+    def _renders_system(self) -> bool:
+        """Return whether the chat template, if any, takes system messages."""
+        try:
+            self._render([Message("system", "?"), Message("user", "?")], (), {}, prompts=True)
+        except (InvalidArgument, *_FAILURES):
+            return False
+        return True
 
     def _without_special(self, value: Any) -> Any:
-        """Return a JSON value whose texts have no special tokens."""
+        """Return a variable whose texts have no special tokens; its keys are the template's."""
         match value:
             case str():
                 return self._content.marked(value)

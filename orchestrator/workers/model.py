@@ -175,9 +175,13 @@ async def _fetched(channel: grpc.aio.Channel) -> Tokenizer | None:
                 # The orchestrator's own bound, not the client's.
                 raise Unavailable(f"the target does not send its tokenizer within {_TIMEOUT_S:g} s") from error
             raise
-    template = files.get("chat_template.jinja")
+    chat_template, response_template = (files.get(name) for name in ("chat_template.jinja", "response_template.json"))
     special: dict[str, Any] = json.loads(files.get("special_tokens.json", b"{}"))
     # In a thread: a large vocabulary takes a second.
     return await asyncio.to_thread(
-        Tokenizer, files["tokenizer.json"].decode(), template.decode() if template else None, special
+        Tokenizer,
+        files["tokenizer.json"].decode(),
+        chat_template.decode() if chat_template else None,
+        special,
+        response_template.decode("utf-8", "replace") if response_template else None,
     )

@@ -8,18 +8,21 @@ import click
 
 from outrider.client.addresses import checked_addresses
 from outrider.client.request import Speculation
+from outrider.constraint import Constraint
 from outrider.errors import InvalidArgument
 from outrider.local.stack_options import DRAFTERS
 from outrider.parameters import DRAFT_PLACES, AcceptanceRule, SamplingParameters
 
 F = TypeVar("F", bound=Callable[..., Any])
 
+_FILE: Final[Any] = {"type": click.Path(exists=True, dir_okay=False, path_type=Path), "metavar": "FILE"}
 CONNECTION: Final = "outrider.connection"
 """Where a command's context keeps the options about connections."""
 
 _DEFAULTS = SamplingParameters()
 NO_DRAFTER: Final = "none"
 _MODELS = "the model's"
+_CONSTRAINTS: Final = ("json_schema", "json_object", "regex", "choice", "grammar")
 _RULES = [rule.value for rule in AcceptanceRule]
 
 
@@ -51,6 +54,18 @@ def _bias(context: click.Context, parameter: click.Parameter, values: tuple[str,
         except ValueError:
             raise click.BadParameter(f"{value!r} is not ID=VALUE, such as 42=-100") from None
     return biases
+
+
+def _text_file(name: str, text: str) -> Callable[[F], F]:
+    """Return an option that names a file, and gives its text."""
+
+    def read(context: click.Context, parameter: click.Parameter, value: Path | None) -> str | None:
+        try:
+            return None if value is None else value.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise click.BadParameter(f"{value} is not a text file: {error}") from None
+
+    return click.option(f"--{name.replace('_', '-')}", name, callback=read, help=text, **_FILE)
 
 
 sampling_options = stacked(
@@ -87,8 +102,13 @@ sampling_options = stacked(
         metavar="N",
         help="Reports log-probabilities, and the N most likely tokens (with --json).",
     ),
+    _text_file("json_schema", "The output is JSON that follows the JSON schema in this file."),
+    click.option("--json-object", is_flag=True, help="The output is a JSON object."),
+    click.option("--regex", metavar="REGEX", help="The whole output matches this regular expression."),
+    click.option("--choice", multiple=True, metavar="TEXT", help="The output is one of these texts. Repeatable."),
+    _text_file("grammar", "The output follows the grammar in this file, in llguidance's dialect of Lark."),
 )
-"""Every sampling parameter, named and meant as in vLLM."""
+"""Every sampling parameter, named and meant as in vLLM, and what the output must follow."""
 
 drafter_option = click.option(
     "--drafter",
@@ -163,8 +183,6 @@ def _remembered(name: str, text: str, **more: Any) -> Callable[[F], F]:
     return click.option(option, envvar=variable, expose_value=False, callback=remember, help=text, **more)
 
 
-_FILE = {"type": click.Path(exists=True, dir_okay=False, path_type=Path), "metavar": "FILE"}
-
 _secrets = stacked(
     _remembered("token", "Bearer token. Better as the variable OUTRIDER_TOKEN.", metavar="TOKEN"),
     _remembered("tls_authority", "PEM file with authorities to trust; with it the connection is TLS.", **_FILE),
@@ -217,9 +235,14 @@ def take_given_sampling(values: dict[str, Any]) -> dict[str, Any]:
     """Take the options of `sampling_options` out of `values`; return those that were given.
 
     Only these become parameters: the service has defaults for the others.
+
+    Raises:
+        InvalidArgument: several of them say what the output must follow.
     """
-    taken = {name: values.pop(name) for name in _DEFAULTS.as_dict()}
-    return {name: value for name, value in taken.items() if _is_given(value)}
+    taken = {name: values.pop(name) for name in _DEFAULTS.as_dict() if name != "constraint"}
+    constraint = {name: value for name in _CONSTRAINTS if _is_given(value := values.pop(name))}
+    given = {name: value for name, value in taken.items() if _is_given(value)}
+    return {**given, "constraint": Constraint(**constraint)} if constraint else given
 
 
 def _is_given(value: object) -> bool:

@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any
 from outrider.client.client import AsyncClient, OutriderClient
 from outrider.client.conversation import Conversation
 from outrider.client.events import Accepted, Delta, Event, Finished, Generation, Notice, NoticeKind, Statistics
-from outrider.client.request import GenerationRequest, Message, Speculation
+from outrider.client.parts import ContentPart, OutputPart, ReasoningPart, ToolCallPart
+from outrider.client.request import GenerationRequest, Message, Speculation, Tool, ToolCall
 from outrider.client.retry import ClientClosed, RetryPolicy
 from outrider.client.sync import Client, SyncClient, SyncConversation
 from outrider.serving.tls import TlsFiles
@@ -26,6 +27,7 @@ __all__ = [
     "AsyncClient",
     "Client",
     "ClientClosed",
+    "ContentPart",
     "Conversation",
     "Delta",
     "DraftOptions",
@@ -37,7 +39,9 @@ __all__ = [
     "Message",
     "Notice",
     "NoticeKind",
+    "OutputPart",
     "OutriderClient",
+    "ReasoningPart",
     "RetryPolicy",
     "Speculation",
     "StackOptions",
@@ -45,6 +49,9 @@ __all__ = [
     "SyncClient",
     "SyncConversation",
     "TlsFiles",
+    "Tool",
+    "ToolCall",
+    "ToolCallPart",
 ]
 
 _LOCAL = frozenset({"DraftOptions", "LocalStack", "StackOptions"})

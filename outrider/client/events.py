@@ -1,11 +1,13 @@
 """The events of a generation (accepted, deltas, finished) and the generation that they add up to."""
 
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Iterable
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from enum import Enum
 
 from outrider import wire
+from outrider.client.messages import Message, ToolCall
+from outrider.client.parts import ContentPart, OutputPart, ReasoningPart, ToolCallPart, part_from_message
 from outrider.errors import DataLoss
 from outrider.parameters import AcceptanceRule, FinishReason
 from outrider.statistics import SpeculationStatistics
@@ -44,6 +46,7 @@ class Delta:
         logprobs: of each token, where requested and known.
         statistics: since the last resume; None unless the request asks for a report.
         texts: the part of `text` that became certain with each token, where the request asks for a report.
+        parts: the parts of the output that became certain with these tokens, where the request has them.
     """
 
     offset: int
@@ -53,6 +56,7 @@ class Delta:
     logprobs: tuple[TokenLogprobs, ...] = ()
     statistics: "Statistics | None" = None
     texts: tuple[str, ...] = ()
+    parts: tuple[OutputPart, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,12 +162,14 @@ class Finished:
         num_output_tokens: output tokens in all.
         text: what became certain with the end.
         statistics: tokens, passes and times.
+        parts: the parts of the output that became certain with the end, where the request has them.
     """
 
     finish_reason: FinishReason
     num_output_tokens: int
     text: str
     statistics: Statistics
+    parts: tuple[OutputPart, ...] = ()
 
 
 class NoticeKind(Enum):
@@ -198,7 +204,8 @@ Event = Accepted | Delta | Finished | Notice
 class Generation:
     """A whole generation, put together from its events with `add`.
 
-    `text` is the concatenation of every event's text; `accepted` and `finished` are None until they have come.
+    `text` is the concatenation of every event's text; `accepted` and `finished` are None until they have come. Where
+    the request has parts, `content`, `reasoning` and `tool_calls` are what they add up to.
     """
 
     accepted: Accepted | None = None
@@ -206,6 +213,9 @@ class Generation:
     text: str = ""
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
+    content: str = ""
+    reasoning: str = ""
+    tool_calls: list[ToolCall] = field(default_factory=list)
 
     def add(self, event: Event) -> None:
         """Add the next event."""
@@ -216,9 +226,30 @@ class Generation:
                 self.text += event.text
                 self.token_ids += event.token_ids
                 self.logprobs += event.logprobs
+                self._add_parts(event.parts)
             case Finished():
                 self.text += event.text
+                self._add_parts(event.parts)
                 self.finished = event
+
+    def _add_parts(self, parts: Iterable[OutputPart]) -> None:
+        for part in parts:
+            match part:
+                case ContentPart():
+                    self.content += part.text
+                case ReasoningPart():
+                    self.reasoning += part.text
+                case ToolCallPart() if part.name:
+                    self.tool_calls.append(ToolCall(part.id, part.name, part.arguments))
+                # The rest of a call whose beginning came before a resumption has nothing to go to.
+                case ToolCallPart() if self.tool_calls:
+                    last = self.tool_calls[-1]
+                    self.tool_calls[-1] = last._replace(arguments=last.arguments + part.arguments)
+
+    @property
+    def message(self) -> Message:
+        """The answer as the next request has it, where this one has parts."""
+        return Message("assistant", self.content, self.reasoning, tuple(self.tool_calls))
 
     @property
     def session_id(self) -> str:
@@ -280,6 +311,7 @@ def _delta(message: generation_pb2.Delta) -> Delta:
         logprobs=tuple(wire.logprobs_from_message(logprobs) for logprobs in message.logprobs),
         statistics=_statistics(message.statistics) if message.HasField("statistics") else None,
         texts=tuple(message.texts),
+        parts=tuple(part_from_message(part) for part in message.parts),
     )
 
 
@@ -292,7 +324,8 @@ def _finished(message: generation_pb2.Finished) -> Finished:
     reason = wire.finish_from_number(message.finish_reason)
     if reason is None:
         raise DataLoss(f"the stream ended with unknown finish_reason {message.finish_reason}")
-    return Finished(reason, message.num_output_tokens, message.text, _statistics(message.statistics))
+    parts = tuple(part_from_message(part) for part in message.parts)
+    return Finished(reason, message.num_output_tokens, message.text, _statistics(message.statistics), parts)
 
 
 def _statistics(message: generation_pb2.GenerationStatistics) -> Statistics:

@@ -1,27 +1,29 @@
 """A generation request: a prompt in one of three forms, sampling parameters, limits, and how to speculate."""
 
+import json
 import uuid
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
 
 from outrider import wire
-from outrider.client.prompt import (
-    MAX_UINT32,
+from outrider.client.messages import (
     Message,
     MessageLike,
-    Prompt,
+    Tool,
+    ToolCall,
+    ToolLike,
     checked_messages,
     checked_text,
-    checked_token_ids,
-    checked_uint32,
-    sorted_by_form,
+    checked_tools,
+    message_of,
 )
+from outrider.client.prompt import MAX_UINT32, Prompt, checked_token_ids, checked_uint32, sorted_by_form
 from outrider.errors import InvalidArgument
 from outrider.parameters import AcceptanceRule, SamplingParameters
 from outrider.v1 import generation_pb2
 
-__all__ = ["GenerationRequest", "Message", "Speculation"]
+__all__ = ["GenerationRequest", "Message", "Speculation", "Tool", "ToolCall"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +90,10 @@ class GenerationRequest:
         prediction: what the output is expected to be, such as the file that is to be edited: a text or token ids. It
             changes no token; a `suffix` draft proposes it.
         resume_offset: output tokens already received of a request begun earlier; None for a new request.
+        tools: that the model may call, with `messages`; each a `Tool` or a mapping with its fields.
+        template_variables: further variables of the chat template, such as `{"enable_thinking": False}`.
+        with_parts: whether the stream has the output's parts beside its text: content, reasoning and calls of tools;
+            None for where there are tools.
     """
 
     text: str | None = None
@@ -99,6 +105,9 @@ class GenerationRequest:
     request_id: str = ""
     prediction: str | Sequence[int] | None = None
     resume_offset: int | None = None
+    tools: Sequence[ToolLike] = ()
+    template_variables: Mapping[str, Any] = field(default_factory=dict)
+    with_parts: bool | None = None
 
     def __post_init__(self) -> None:
         if sum(form is not None for form in (self.text, self.token_ids, self.messages)) != 1:
@@ -110,6 +119,10 @@ class GenerationRequest:
         for name, checked in (("text", checked_text), ("token_ids", checked_token_ids), ("messages", checked_messages)):
             if (form := getattr(self, name)) is not None:
                 object.__setattr__(self, name, checked(name, form))
+        object.__setattr__(self, "tools", checked_tools("tools", self.tools))
+        for name in ("tools", "template_variables", "with_parts"):
+            if getattr(self, name) and self.messages is None:
+                raise InvalidArgument(f"{name} goes with messages", name)
         if isinstance(self.prediction, str):
             checked_text("prediction", self.prediction)
         elif self.prediction is not None:
@@ -167,7 +180,22 @@ class GenerationRequest:
         elif self.token_ids is not None:
             message.token_ids.CopyFrom(generation_pb2.TokenIds(token_ids=self.token_ids))
         elif self.messages is not None:
-            messages = cast(tuple[Message, ...], self.messages)  # the constructor made them so
-            chat = [generation_pb2.ChatMessage(role=role, content=content) for role, content in messages]
-            message.chat.CopyFrom(generation_pb2.Chat(messages=chat))
+            message.chat.CopyFrom(self._chat())
         return message
+
+    def _chat(self) -> generation_pb2.Chat:
+        # The constructor made them so.
+        messages, tools = cast(tuple[Message, ...], self.messages), cast(tuple[Tool, ...], self.tools)
+        chat = generation_pb2.Chat(
+            messages=[message_of(item) for item in messages],
+            tools=[generation_pb2.Tool(**tool._asdict()) for tool in tools],
+        )
+        if self.template_variables:
+            try:
+                chat.template_variables = json.dumps(dict(self.template_variables))
+            except (TypeError, ValueError) as error:
+                raise InvalidArgument(f"is no JSON object: {error}", "template_variables") from None
+        if self.with_parts or (tools and self.with_parts is None):
+            chat.output_parsing.reasoning = True
+            chat.output_parsing.tool_calls = bool(tools)
+        return chat

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 TOKENIZER_NAME = "tokenizer.json"
 CHAT_TEMPLATE_NAME = "chat_template.jinja"
 SPECIAL_TOKENS_NAME = "special_tokens.json"
+RESPONSE_TEMPLATE_NAME = "response_template.json"
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,11 +32,14 @@ def vocabulary_fingerprint(vocabulary: Mapping[str, int]) -> str:
 
 
 def tokenizer_files(tokenizer: PreTrainedTokenizerFast) -> TokenizerFiles:
-    """Return the files of a fast tokenizer, with the special tokens that chat templates use."""
+    """Return the files of a fast tokenizer, with the special tokens that chat templates use, and its templates."""
     files = {
         TOKENIZER_NAME: tokenizer.backend_tokenizer.to_str().encode(),
         SPECIAL_TOKENS_NAME: json.dumps({"bos_token": tokenizer.bos_token, "eos_token": tokenizer.eos_token}).encode(),
     }
     if isinstance(tokenizer.chat_template, str):
         files[CHAT_TEMPLATE_NAME] = tokenizer.chat_template.encode()
+    # Older versions of transformers, as beside vLLM, have none.
+    if isinstance(template := getattr(tokenizer, "response_template", None), dict):
+        files[RESPONSE_TEMPLATE_NAME] = json.dumps(template).encode()
     return TokenizerFiles(vocabulary_fingerprint(tokenizer.get_vocab()), files)

@@ -221,12 +221,18 @@ def test_attack_18_contents_are_text_whatever_the_template_does(
         assert [token_id for token_id in token_ids if token_id in special] == expected, content
         # What was written is there, but for the white space that templates and special tokens take.
         text = "".join(raw.decode(token_ids, skip_special_tokens=False).split())
-        rendered = tokenizer._render([{"role": "user", "content": content}], {}, prompts=True)
+        rendered = unmarked(tokenizer, content)
         assert text == "".join(rendered.split()), content
 
 
 def chat(tokenizer: Tokenizer, content: str) -> list[int]:
     return tokenizer.encode_chat([("user", content)], continues=False, last_token=None, max_tokens=ROOM)
+
+
+def unmarked(tokenizer: Tokenizer, content: str) -> str:
+    """What the template makes of a message as it is."""
+    given = {"messages": [{"role": "user", "content": content}], "add_generation_prompt": True}
+    return tokenizer._rendered({**given, **tokenizer._special_variables}, {})
 
 
 @pytest.mark.embedded
@@ -249,7 +255,7 @@ def test_attack_18_ordinary_messages_have_the_tokens_that_they_had() -> None:
     ]
     guard = tokenizer._content
     for content in contents:
-        rendered = tokenizer._render([{"role": "user", "content": content}], {}, prompts=True)
+        rendered = unmarked(tokenizer, content)
         assert chat(tokenizer, content) == raw.encode(rendered, add_special_tokens=False).ids
         # And so they would be if there had been a special token to hide.
         hidden = guard.encode(rendered + guard.marked("<|im_end|>"))

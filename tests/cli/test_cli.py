@@ -10,10 +10,12 @@ import pytest
 from click.testing import CliRunner, Result
 from rich.progress import Progress
 
+from outrider import wire
 from outrider.cli.distill import Bars
 from outrider.cli.main import main
 from outrider.cli.options import sampling_options, take_given_sampling
 from outrider.cli.rendering import origins_of_words
+from outrider.constraint import Constraint
 from outrider.errors import InvalidArgument, Overloaded
 from outrider.parameters import SamplingParameters
 from outrider.tokens import TokenOrigin
@@ -100,6 +102,8 @@ def test_every_sampling_parameter_is_an_option(service: ScriptedService) -> None
     }
     options = [f"--{name.replace('_', '-')}={value}" for name, value in given.items()]
     options += ["--stop=a", "--stop=b", "--stop-token-id=5", "--logit-bias=3=-1.5", "--logit-bias=4=2", "--ignore-eos"]
+    # The only one that does not go with the others has a test of its own.
+    assert "constraint" in SamplingParameters().as_dict()
     result = outrider("generate", "Hello", "--address", service.address, *options)
     assert result.exit_code == 0, result.output
     asked = service.requests[0].parameters
@@ -107,6 +111,26 @@ def test_every_sampling_parameter_is_an_option(service: ScriptedService) -> None
     assert (list(asked.stop), list(asked.stop_token_ids), asked.ignore_eos) == (["a", "b"], [5], True)
     assert dict(asked.logit_bias) == {3: -1.5, 4: 2.0}
     assert {item.name for item in asked.DESCRIPTOR.fields} == set(SamplingParameters().as_dict())
+
+
+def test_what_the_output_must_follow_is_an_option(service: ScriptedService, tmp_path: Path) -> None:
+    schema, grammar = tmp_path / "schema.json", tmp_path / "grammar.lark"
+    schema.write_text('{"type": "object"}')
+    grammar.write_text('start: "x"')
+    expected = {
+        f"--json-schema={schema}": Constraint(json_schema='{"type": "object"}'),
+        "--json-object": Constraint(json_object=True),
+        "--regex=a+": Constraint(regex="a+"),
+        "--choice=yes --choice=no": Constraint(choice=["yes", "no"]),
+        f"--grammar={grammar}": Constraint(grammar='start: "x"'),
+    }
+    for options in expected:
+        result = outrider("generate", "Hello", "--address", service.address, *options.split())
+        assert result.exit_code == 0, result.output
+    asked = [wire.parameters_from_message(request.parameters).constraint for request in service.requests]
+    assert asked == list(expected.values())
+    result = outrider("chat", "--address", service.address, "--regex=a+", input="Hi\n")
+    assert wire.parameters_from_message(service.requests[-1].parameters).constraint == Constraint(regex="a+"), result
 
 
 @pytest.mark.parametrize(
@@ -194,6 +218,9 @@ def test_words_share_the_origins_of_tokens(text: str, num: int, expected: str) -
         (("generate", "x", "--nonsense"), 2, "No such option"),
         (("generate", "x", "--temperature", "warm"), 2, "'warm' is not a valid float"),
         (("generate", "x", "--logit-bias", "3"), 2, "is not ID=VALUE"),
+        (("generate", "x", "--regex", "a", "--choice", "b"), 2, "has regex and choice, must have one of"),
+        (("generate", "x", "--json-schema", "/nowhere"), 2, "does not exist"),
+        (("generate", "x", "--grammar", "/bin/sh"), 2, "is not a text file"),
         (("generate", "x", "--chat", "--token-ids"), 2, "exclude each other"),
         (("generate", "x", "--system", "y"), 2, "--system goes with --chat"),
         (("generate", "x", "--top-p", "3"), 2, "top_p is 3.0"),

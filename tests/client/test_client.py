@@ -324,7 +324,7 @@ async def test_a_conversation_sends_only_what_is_new() -> None:
         ({"messages": [{"content": "a"}]}, "messages[0].role"),
         ({"messages": [{"role": "user", "content": None}]}, "messages[0].content"),
         ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "messages[0].content"),
-        ({"messages": [{"role": "user", "content": "a", "name": "b"}]}, "messages[0].name"),
+        ({"messages": [{"role": "user", "content": "a", "author": "b"}]}, "messages[0].author"),
         ({"messages": ["a"]}, "messages[0]"),
         ({"messages": {"role": "user", "content": "a"}}, "messages"),
         ({"text": "a", "parameters": {"max_tokens": 3}}, "parameters"),
@@ -351,7 +351,10 @@ def test_what_no_message_can_carry_names_its_field(values: dict[str, object], fi
         ([3, 1, 4], {"token_ids": (3, 1, 4)}),
         (range(3), {"token_ids": (0, 1, 2)}),
         ([{"role": "user", "content": "Hi"}], {"messages": (Message("user", "Hi"),)}),
-        ([Message("system", "a"), {"role": "user", "content": "b"}], {"messages": (("system", "a"), ("user", "b"))}),
+        (
+            [Message("system", "a"), {"role": "user", "content": "b"}],
+            {"messages": (Message("system", "a"), Message("user", "b"))},
+        ),
     ],
 )
 def test_a_prompt_is_what_it_looks_like(prompt: Prompt, form: dict[str, object]) -> None:

@@ -2,10 +2,11 @@
 
 import os
 from importlib.metadata import version
-from typing import Any
+from typing import Any, Literal
 
 import openai
 from langchain_openai import ChatOpenAI
+from pydantic import BaseModel
 from report import call, expect, refused
 
 MODEL, KEY, URL = os.environ["MODEL"], os.environ["KEY"], os.environ["URL"]
@@ -37,11 +38,24 @@ def stop() -> None:
     expect(chat().invoke("hello", stop=[said[6]]).content == said[: said.index(said[6])])
 
 
+class Weather(BaseModel):
+    """The weather at a place."""
+
+    sky: Literal["clear", "cloudy"]
+
+
+def structured() -> None:
+    for method in ("json_schema", "function_calling"):
+        asked = chat(max_tokens=400).with_structured_output(Weather, method=method)
+        expect(isinstance(asked.invoke("hello"), Weather))
+
+
 print(version("langchain-openai"))
 call("invoke", whole)
 call("stream, with usage", streamed)
 call("batch", batch)
 call("stop", stop)
+call("with_structured_output", structured)
 call("404 wrong model", lambda: refused(openai.NotFoundError, lambda: chat(model="another").invoke("a")))
 call("400 wrong parameter", lambda: refused(openai.BadRequestError, lambda: chat(temperature=-1).invoke("a")))
 call("401 wrong key", lambda: refused(openai.AuthenticationError, lambda: chat(api_key="wrong").invoke("a")))

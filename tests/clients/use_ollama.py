@@ -1,5 +1,6 @@
 """The `ollama` package."""
 
+import json
 import os
 from importlib.metadata import version
 from typing import Any
@@ -28,6 +29,31 @@ def generate() -> None:
     expect("".join(part.response for part in parts) == whole.response, whole)
 
 
+def formats() -> None:
+    schema = {"type": "object", "properties": {"sky": {"enum": ["clear", "cloudy"]}}, "required": ["sky"]}
+    whole = client.chat(MODEL, MESSAGES, format=schema, options={**OPTIONS, "num_predict": 200})
+    expect(json.loads(whole.message.content or "")["sky"] in ("clear", "cloudy"), whole)
+
+
+def tools() -> None:
+    call_made: Any = {"function": {"name": "weather", "arguments": {"place": "Oslo"}}}
+    messages = [
+        *MESSAGES,
+        {"role": "assistant", "tool_calls": [call_made]},
+        {"role": "tool", "tool_name": "weather", "content": "mild"},
+    ]
+    expect(client.chat(MODEL, messages, tools=[weather], options=OPTIONS).message.content)
+
+
+def weather(place: str) -> str:
+    """Tells the weather.
+
+    Args:
+        place: a town.
+    """
+    return place
+
+
 def names() -> None:
     expect(any(str(model.model).removesuffix(":latest") == MODEL for model in client.list().models))
     expect(client.show(MODEL))
@@ -42,6 +68,8 @@ print(version("ollama"))
 call("chat, whole and streamed", chat)
 call("generate, whole and streamed", generate)
 call("list, show", names)
+call("format: a schema", formats)
+call("tools: a call and its result", tools)
 call("404 wrong model", lambda: status(lambda: client.chat("another", MESSAGES), 404))
 call("400 wrong parameter", lambda: status(lambda: client.chat(MODEL, MESSAGES, options={"temperature": -1.0}), 400))
 call("401 wrong key", lambda: status(lambda: stranger.list(), 401))

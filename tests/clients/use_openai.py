@@ -1,15 +1,23 @@
 """The `openai` package."""
 
 import os
-from typing import Any
+from typing import Any, Literal
 
 import openai
+from pydantic import BaseModel
 from report import call, expect, refused
 
 MODEL, KEY, URL = os.environ["MODEL"], os.environ["KEY"], os.environ["URL"]
 MESSAGES: Any = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "hello"}]
 client = openai.OpenAI(base_url=f"{URL}/v1", api_key=KEY, max_retries=0, timeout=60)
 stranger = openai.OpenAI(base_url=f"{URL}/v1", api_key="wrong", max_retries=0, timeout=60)
+
+
+class Weather(BaseModel):
+    """The weather at a place."""
+
+    sky: Literal["clear", "cloudy"]
+    is_warm: bool
 
 
 def chat(**more: Any) -> Any:
@@ -100,8 +108,8 @@ def wrong_model() -> None:
 def wrong_parameter() -> None:
     error: Any = refused(openai.BadRequestError, lambda: chat(temperature=-1))
     expect(error.param == "temperature", error)
-    error = refused(openai.BadRequestError, lambda: chat(response_format={"type": "json_object"}))
-    expect(error.param == "response_format", error)
+    error = refused(openai.BadRequestError, lambda: chat(response_format={"type": "json_schema"}))
+    expect(error.param == "response_format.json_schema", error)
 
 
 def long_prompt() -> None:
@@ -124,6 +132,49 @@ def responses() -> None:
     expect(said)
 
 
+def parsed() -> None:
+    # The model draws letters: that it writes this object is the constraint's doing.
+    answer = client.chat.completions.parse(
+        model=MODEL, messages=MESSAGES, max_tokens=200, seed=7, response_format=Weather
+    )
+    expect(isinstance(answer.choices[0].message.parsed, Weather), answer)
+    response = client.responses.parse(model=MODEL, input="hello", max_output_tokens=200, text_format=Weather)
+    expect(isinstance(response.output_parsed, Weather), response)
+
+
+def tools() -> None:
+    tool = openai.pydantic_function_tool(Weather, name="weather")
+    asked: Any = {"tools": [tool], "tool_choice": "required", "parallel_tool_calls": False, "max_tokens": 400}
+    first = chat(**asked).choices[0]
+    (made,) = first.message.tool_calls
+    expect(first.finish_reason == "tool_calls" and made.function.name == "weather", first)
+    Weather.model_validate_json(made.function.arguments)
+    result = {"role": "tool", "tool_call_id": made.id, "content": "mild"}
+    second = chat(messages=[*MESSAGES, first.message, result], tools=[tool], tool_choice="none")
+    expect(second.choices[0].message.content, second)
+    pieces = [
+        piece
+        for chunk in chat(**asked, stream=True)
+        for choice in chunk.choices
+        for piece in choice.delta.tool_calls or ()
+    ]
+    expect(pieces[0].function.name == "weather" and pieces[0].id, pieces)
+    expect("".join(piece.function.arguments for piece in pieces) == made.function.arguments, pieces)
+
+
+def response_tools() -> None:
+    tool: Any = {**openai.pydantic_function_tool(Weather, name="weather")["function"], "type": "function"}
+    asked: Any = {"model": MODEL, "tools": [tool], "max_output_tokens": 400}
+    first = client.responses.create(
+        **asked, input="hello", tool_choice={"type": "function", "name": "weather"}, parallel_tool_calls=False
+    )
+    (made,) = [item for item in first.output if item.type == "function_call"]
+    Weather.model_validate_json(made.arguments)
+    items: Any = [{"role": "user", "content": "hello"}, *first.output]
+    items.append({"type": "function_call_output", "call_id": made.call_id, "output": "mild"})
+    expect(client.responses.create(**asked, input=items, tool_choice="none").output_text)
+
+
 print(openai.__version__)
 call("chat", whole)
 call("chat, streamed, with usage", streamed)
@@ -139,3 +190,6 @@ call("400 wrong parameter", wrong_parameter)
 call("400 too long a prompt", long_prompt)
 call("401 wrong key", wrong_key)
 call("responses, whole and streamed", responses)
+call("parse: chat and responses", parsed)
+call("tools in two steps, streamed", tools)
+call("tools in two steps, responses", response_tools)

@@ -7,8 +7,10 @@ import pytest
 
 from orchestrator.text.tokenizer import Tokenizer
 from outrider.lm.byte_tokenizer import EOS, VOCABULARY_SIZE, byte_tokenizer, printable_tokens
+from tests.orchestrator.answering import give_answers, model_files
 from tests.orchestrator.scripted import ScriptedTarget
 from tests.orchestrator.stage import Orchestrator, orchestrating
+from tests.orchestrator.text.templates import QWEN, WITH_TOOLS
 
 LETTERS = printable_tokens()[-26:]
 
@@ -51,3 +53,35 @@ def tokenizer() -> Tokenizer:
     files = byte_tokenizer().files
     template = files["chat_template.jinja"].decode()
     return Tokenizer(files["tokenizer.json"].decode(), template, {"bos_token": None, "eos_token": "<|im_end|>"})
+
+
+CALLS = '<tool_call>\n{"name": "add", "arguments": {"a": 2, "b": 2}}\n</tool_call>'
+
+
+def said(prompt: str) -> str:
+    """The answer of `answering`: JSON where the prompt wants it, a result where a tool gave it, else calls."""
+    if "as JSON" in prompt:
+        return '<think>\nHm.\n</think>\n\n{"sum": 4}'
+    if "<|im_start|>tool\n" in prompt:
+        return "<think>It says 4.</think>The sum is 4."
+    if "only calls" in prompt:
+        return f"{CALLS}\n{CALLS}"
+    if "Tools:" in prompt:
+        return f"<think>\nAdd them.\n</think>\n\nLet me see.\n{CALLS}\n{CALLS}"
+    return "<think>\nEasy.\n</think>\n\nFour."
+
+
+@pytest.fixture
+async def answering(session_store_url: str, target: ScriptedTarget) -> AsyncIterator[Orchestrator]:
+    """An orchestrator whose target reasons, calls tools and writes JSON."""
+    give_answers(target, model_files(WITH_TOOLS, QWEN), said)
+    more = {"http_address": "127.0.0.1:0", "served_model_names": ("answers",)}
+    async with orchestrating(session_store_url, (target,), **more) as running:
+        yield running
+
+
+@pytest.fixture
+async def asker(answering: Orchestrator) -> AsyncIterator[httpx.AsyncClient]:
+    """A client of its HTTP API."""
+    async with httpx.AsyncClient(base_url=f"http://{answering.http_address}", timeout=20) as client:
+        yield client

@@ -23,6 +23,8 @@ SNIPPETS = [
 async def embedded(session_store_url: str, target: ScriptedTarget) -> AsyncIterator[Orchestrator]:
     """An orchestrator that serves text under the name that the snippets have."""
     give_text(target)
+    # A token is a byte, also where a prompt tells of tools.
+    target.info.max_session_len = 2048
     more = {"http_address": "127.0.0.1:0", "served_model_names": ("embedded",)}
     async with orchestrating(session_store_url, (target,), **more) as running:
         yield running
@@ -34,6 +36,7 @@ def test_there_are_such_snippets() -> None:
         "docs/quickstart.md",
         "docs/http.md",
         "docs/migrating.md",
+        "docs/tools.md",
     }
 
 

@@ -195,16 +195,14 @@ async def test_options_that_cannot_be_met_are_refused_by_name(
 @pytest.mark.parametrize(
     ("path", "fields", "field"),
     [
-        ("chat", {"format": "json"}, "format"),
-        ("chat", {"format": {"type": "object"}}, "format"),
-        ("chat", {"think": True}, "think"),
-        ("chat", {"think": "high"}, "think"),
+        ("chat", {"format": "xml"}, "format"),
+        ("chat", {"think": "hard"}, "think"),
         ("chat", {"tools": [{"type": "function"}]}, "tools"),
         ("chat", {"truncate": True}, "truncate"),
         ("chat", {"shift": True}, "shift"),
         ("chat", {"top_logprobs": 2}, "top_logprobs"),
         ("chat", {"messages": [{"role": "user", "content": "x", "images": ["aaaa"]}]}, "messages[0].images"),
-        ("chat", {"messages": [{"role": "tool", "content": "x"}]}, "messages[0].role"),
+        ("chat", {"messages": [{"role": "robot", "content": "x"}]}, "messages[0].role"),
         ("chat", {"messages": [{"role": "user", "content": ["x"]}]}, "messages[0].content"),
         ("chat", {"messages": [{"role": "assistant", "tool_calls": [{}]}]}, "messages[0].tool_calls"),
         ("chat", {"messages": [{"role": "user", "content": "x" * 1000}]}, "messages"),
@@ -216,7 +214,7 @@ async def test_options_that_cannot_be_met_are_refused_by_name(
         ("generate", {"context": [1, 2]}, "context"),
         ("generate", {"images": ["aaaa"]}, "images"),
         ("generate", {"width": 64}, "width"),
-        ("generate", {"format": "json"}, "format"),
+        ("generate", {"format": 1}, "format"),
         ("generate", {"raw": True, "system": "be brief"}, "system"),
         ("generate", {"prompt": "x" * 1000}, "prompt"),
         ("generate", {"no_such": 1}, "no_such"),
@@ -357,7 +355,7 @@ async def test_tags_show_and_version_satisfy_ollamas_client(
     shown = await client.show(listed.model or "")
     assert shown.modelinfo
     assert shown.modelinfo[f"{shown.modelinfo['general.architecture']}.context_length"] == MAX_SESSION_LEN
-    assert shown.capabilities == ["completion"]
+    assert shown.capabilities == ["completion", "tools"]
     assert shown.template and "add_generation_prompt" in shown.template
     assert (await http.post("/api/show", json={"name": NAME})).status_code == 200
     assert (await http.get("/api/version")).json() == {"version": outrider.__version__}

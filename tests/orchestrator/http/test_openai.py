@@ -110,7 +110,7 @@ async def test_errors_have_their_classes(client: openai.AsyncOpenAI, speaker: Or
     assert long.value.param == "prompt"
     with pytest.raises(openai.BadRequestError) as tools:
         await client.chat.completions.create(
-            model="speaker", messages=MESSAGES, tools=[{"type": "function", "function": {"name": "f"}}]
+            model="speaker", messages=MESSAGES, tools=[{"type": "function", "function": {"name": "a function"}}]
         )
     assert tools.value.param == "tools"
     async with client_of(speaker, "another") as stranger:

@@ -3,7 +3,10 @@
 import pytest
 
 from orchestrator.text.history import messages_behind
+from orchestrator.text.messages import Call, Message, Tool
+from orchestrator.text.tokenizer import Tokenizer
 from outrider.errors import SessionConflict
+from tests.orchestrator.text.templates import WITH_TOOLS
 from tests.orchestrator.text.test_output import ROOM, byte_tokenizer
 
 TOKENIZER = byte_tokenizer()
@@ -58,3 +61,23 @@ def test_white_space_that_the_template_strips_does_not_count() -> None:
 def test_a_contradiction_is_told(messages: list[tuple[str, str]]) -> None:
     with pytest.raises(SessionConflict):
         messages_behind(TOKENIZER, messages, held(), {}, ROOM)
+
+
+CALLED = Message("assistant", "", "", (Call("c", "add", '{"a": 1, "b": "x y"}'),))
+RESULT = Message("tool", "3", tool_call_id="c")
+KNOWING = byte_tokenizer(WITH_TOOLS + "{# <think> #}")
+SAID = '<think>\nHm.\n</think>\n<tool_call>\n{"name":"add","arguments":{"a":1,"b":"x y"}}\n</tool_call>'
+
+
+@pytest.mark.parametrize("tokenizer", [TOKENIZER, KNOWING], ids=["plain", "knowing"])
+def test_calls_and_results_are_found_however_their_json_and_reasoning_are_written(tokenizer: Tokenizer) -> None:
+    said = SAID if tokenizer is KNOWING else SAID.partition("</think>\n")[2]
+    tools = [Tool("add", "Adds.", {"type": "object"})]
+    prompt = tokenizer.encode_chat([USER], continues=False, last_token=None, max_tokens=ROOM, tools=tools)
+    tokens = [*prompt, *tokenizer.encode(said + "<|im_end|>", ROOM)]
+    for reasoning in ("", "Hm."):
+        messages = [USER, CALLED._replace(reasoning=reasoning), RESULT]
+        assert list(messages_behind(tokenizer, messages, tokens, {}, ROOM, tools)) == [RESULT]
+    other = CALLED._replace(tool_calls=(Call("c", "add", '{"a": 2, "b": "x y"}'),))
+    with pytest.raises(SessionConflict):
+        messages_behind(tokenizer, [USER, other, RESULT], tokens, {}, ROOM, tools)

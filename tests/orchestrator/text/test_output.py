@@ -102,7 +102,7 @@ def test_the_output_ends_with_the_token_that_completes_a_stop_string() -> None:
     output = OutputText(TOKENIZER, SamplingParameters(stop=("two",)))
     absorbed = output.absorb(tokens)
     assert (absorbed.num_tokens, absorbed.text, absorbed.stopped) == (7, "one ", True)
-    assert output.finish(stopped=True) == ""
+    assert output.finish(stopped=True).text == ""
 
 
 @pytest.mark.parametrize(("min_tokens", "text"), [(0, "one "), (7, "one two "), (9, "one two ")])
@@ -115,7 +115,7 @@ def test_held_back_text_is_released_at_the_end() -> None:
     output = OutputText(TOKENIZER, SamplingParameters(stop=("end.",)))
     absorbed = output.absorb(TOKENIZER.encode("the en", ROOM))
     assert absorbed.text == "the "
-    assert output.finish(stopped=False) == "en"
+    assert output.finish(stopped=False).text == "en"
 
 
 def test_a_replay_continues_exactly_however_it_is_cut() -> None:

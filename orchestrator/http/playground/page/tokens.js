@@ -12,7 +12,8 @@ const ORIGINS = { a: "accepted", r: "recovered", b: "bonus", "": "" };
  */
 export function piecesOf(chunk, numTokens) {
   const choice = chunk.choices[0];
-  const text = choice?.text ?? choice?.delta?.content ?? "";
+  const delta = choice?.delta;
+  const text = choice?.text ?? (delta?.reasoning_content ?? "") + (delta?.content ?? "");
   const report = chunk.speculation;
   if (!report?.token_ids) return text || numTokens ? [{ text, origin: "", ids: [], num: numTokens }] : [];
   return report.token_ids.map((id, index) => ({

@@ -1,0 +1,178 @@
+"""What the output must follow: `response_format`, vLLM's `structured_outputs` and `guided_*`, as one constraint."""
+
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, ClassVar, Final, Literal, NamedTuple
+
+from pydantic import Field
+
+from orchestrator.http.body import Body
+from orchestrator.http.errors import HttpError
+from outrider.constraint import FIELD, Constraint, StructuralTag, StructuralTags
+from outrider.errors import InvalidArgument
+
+Choices = Annotated[list[str], Field(fail_fast=True)]
+
+
+class JsonSchemaBody(Body):
+    """A JSON schema with its name; it is followed whether or not it is `strict`."""
+
+    ignored: ClassVar[frozenset[str]] = frozenset({"name", "description", "strict"})
+
+    schema_: dict[str, Any] | bool = Field(alias="schema")
+
+
+class TagBody(Body):
+    """A tagged part of vLLM's structural tags."""
+
+    begin: str
+    schema_: dict[str, Any] | None = Field(default=None, alias="schema")
+    end: str
+
+
+class ResponseFormat(Body):
+    """`response_format`: text, a JSON object, JSON of a schema, or vLLM's structural tags."""
+
+    type: Literal["text", "json_object", "json_schema", "structural_tag"]
+    json_schema: JsonSchemaBody | None = None
+    structures: list[TagBody] | None = None
+    triggers: list[str] | None = None
+
+
+class TagsText(Body):
+    """vLLM's structural tags within a text."""
+
+    ignored: ClassVar[frozenset[str]] = frozenset({"type"})
+
+    structures: list[TagBody]
+    triggers: list[str]
+
+
+class StructuredOutputs(Body):
+    """vLLM's `structured_outputs`: exactly one of the first six."""
+
+    ignored: ClassVar[frozenset[str]] = frozenset({"disable_fallback", "_backend"})
+    neutral: ClassVar[Mapping[str, tuple[Any, ...]]] = {
+        "whitespace_pattern": (),
+        "disable_additional_properties": (False,),
+    }
+
+    json_: str | dict[str, Any] | None = Field(default=None, alias="json")
+    json_object: bool | None = None
+    regex: str | None = None
+    choice: Choices | None = None
+    grammar: str | None = Field(default=None, description="In llguidance's dialect of Lark.")
+    structural_tag: str | None = Field(
+        default=None, description="JSON text of an object with `structures` and `triggers`."
+    )
+    disable_any_whitespace: bool | None = Field(
+        default=None, description="False lets JSON have white space between its tokens; it is compact by default."
+    )
+
+
+class Structured(Body):
+    """The fields that say what the output must follow."""
+
+    ignored: ClassVar[frozenset[str]] = frozenset({"guided_decoding_backend"})
+    neutral: ClassVar[Mapping[str, tuple[Any, ...]]] = {"guided_whitespace_pattern": ()}
+
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
+    guided_json: str | dict[str, Any] | None = None
+    guided_json_object: bool | None = None
+    guided_regex: str | None = None
+    guided_choice: Choices | None = None
+    guided_grammar: str | None = None
+
+
+class Structure(NamedTuple):
+    """What the output must follow, and the field that says so, for errors."""
+
+    constraint: Constraint
+    field: str
+
+
+_GUIDED: Final = {
+    "guided_json": "json_schema",
+    "guided_json_object": "json_object",
+    "guided_regex": "regex",
+    "guided_choice": "choice",
+    "guided_grammar": "grammar",
+}
+"""vLLM's older fields -> those of a constraint."""
+_OUTPUTS: Final = {"json_": "json_schema", **{name: name for name in ("json_object", "regex", "choice", "grammar")}}
+
+
+def structure_of(body: Structured) -> Structure | None:
+    """Return what the output must follow; None where it is free.
+
+    Raises:
+        HttpError: a field is wrong, or several say different things.
+    """
+    given = [item for item in (_of_format(body), _of_outputs(body), *_of_guided(body)) if item is not None]
+    if len(given) > 1:
+        problem = f"{given[1].field} does not go with {given[0].field}: give one of them"
+        raise refusal(problem, given[1].field)
+    return given[0] if given else None
+
+
+def made(field: str, **values: Any) -> Structure:
+    """Return a structure of a constraint's fields; raise `HttpError` that names the field of the request."""
+    try:
+        return Structure(Constraint(**values), field)
+    except InvalidArgument as error:
+        raise refusal(f"{field}: {error.message.removeprefix(FIELD).strip()}", field) from None
+
+
+def refusal(message: str, parameter: str) -> HttpError:
+    """Return the error of a field that is wrong."""
+    return HttpError(400, "BadRequestError", message, parameter, "invalid_argument")
+
+
+def _of_format(body: Structured) -> Structure | None:
+    form, field = body.response_format, "response_format"
+    if form is None:
+        return None
+    belongs = {"json_schema": ("json_schema",), "structural_tag": ("structures", "triggers")}.get(form.type, ())
+    for name in ("json_schema", "structures", "triggers"):
+        has = getattr(form, name) is not None
+        if has != (name in belongs):
+            problem = "is missing" if not has else "does not belong to it"
+            raise refusal(f"{field} has type {form.type}: {name} {problem}", f"{field}.{name}")
+    match form.type:
+        case "json_object":
+            return made(field, json_object=True)
+        case "json_schema" if form.json_schema is not None:
+            return made(field, json_schema=form.json_schema.schema_)
+        case "structural_tag":
+            return made(field, structural_tags=_tags(form.structures or (), form.triggers or (), field))
+    return None
+
+
+def _of_outputs(body: Structured) -> Structure | None:
+    outputs, field = body.structured_outputs, "structured_outputs"
+    if outputs is None:
+        return None
+    given = {known: getattr(outputs, name) for name, known in _OUTPUTS.items() if getattr(outputs, name)}
+    if outputs.structural_tag is not None:
+        tags = TagsText.parse(outputs.structural_tag.encode("utf-8", "replace"))
+        given["structural_tags"] = _tags(tags.structures, tags.triggers, field)
+    return made(field, **given, any_whitespace=outputs.disable_any_whitespace is False)
+
+
+def _of_guided(body: Structured) -> list[Structure]:
+    return [made(name, **{known: value}) for name, known in _GUIDED.items() if (value := getattr(body, name))]
+
+
+def _tags(structures: Sequence[TagBody], triggers: Sequence[str], field: str) -> StructuralTags:
+    """Return tags within free text; each has the longest of the triggers that it begins with."""
+    tags = []
+    for item in structures:
+        fitting = [trigger for trigger in triggers if item.begin.startswith(trigger)]
+        if not fitting:
+            raise refusal(f"{field} has the tag {item.begin[:80]!r}, which begins with no trigger", field)
+        schema = made(field, json_schema=item.schema_).constraint.json_schema if item.schema_ else ""
+        tags.append((item.begin, schema or "", item.end, max(fitting, key=len)))
+    try:
+        return StructuralTags([StructuralTag(*tag) for tag in tags])
+    except InvalidArgument as error:
+        raise refusal(f"{field}: {error.message}", field) from None

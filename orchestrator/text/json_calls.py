@@ -1,0 +1,231 @@
+"""Calls of tools written as JSON, read as they come: the name first, then the arguments piece by piece."""
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Final, NamedTuple
+
+_SPACE: Final = " \t\r\n"
+_OPENING: Final = "{["
+_CLOSING: Final = "}]"
+
+
+@dataclass(frozen=True, slots=True)
+class CallShape:
+    """Where a call has its name and its arguments.
+
+    Attributes:
+        names: keys of the name, any of them.
+        arguments: keys of the arguments, any of them.
+        repeats: whether several calls may follow each other, in a list or separated by commas or semicolons.
+    """
+
+    names: Sequence[str]
+    arguments: Sequence[str]
+    repeats: bool = False
+
+
+class Begun(NamedTuple):
+    """A call has begun."""
+
+    name: str
+
+
+class Arguments(NamedTuple):
+    """The next piece of the arguments of the call that began last."""
+
+    text: str
+
+
+class CallScanner:
+    """A scanner of calls written as JSON objects, a character at a time.
+
+    What a call has besides its name and arguments is skipped. Within arguments only texts and brackets are followed, so
+    that they stream; whether they are JSON is for the reader to find out.
+
+    Args:
+        shape: of the calls.
+        is_tool: whether a name is one of a tool; another fails.
+
+    Attributes:
+        has_failed: whether what came is no call; nothing is read from there on.
+        unread: the text since the end of the last call, as long as no further call has begun.
+    """
+
+    def __init__(self, shape: CallShape, is_tool: Callable[[str], bool]) -> None:
+        self._shape = shape
+        self._is_tool = is_tool
+        self._step: Callable[[str], None] = self._between
+        self._events: list[Begun | Arguments] = []
+        self._pieces: list[str] = []
+        self._num_calls = 0
+        self.has_failed = False
+        self._unread: list[str] = []
+        self._start_call()
+
+    @property
+    def unread(self) -> str:
+        """The text since the end of the last call, as long as no further call has begun."""
+        return "".join(self._unread)
+
+    def push(self, text: str) -> list[Begun | Arguments]:
+        """Return what became known with more text."""
+        for char in text:
+            if not self._has_begun:
+                self._unread.append(char)
+            if not self.has_failed:
+                self._step(char)
+        self._pass_arguments()
+        events, self._events = self._events, []
+        return events
+
+    def _start_call(self) -> None:
+        self._key = ""
+        self._raw: list[str] = []
+        self._depth = 0
+        self._is_escaped = self._is_in_text = False
+        self._has_begun = self._has_arguments = False
+
+    # Between calls, and between the members of one.
+
+    def _between(self, char: str) -> None:
+        separators = "[],;" if self._shape.repeats else ""
+        if char == "{" and (self._shape.repeats or not self._num_calls):
+            self._num_calls += 1
+            self._step = self._member
+        elif char not in _SPACE and char not in separators:
+            self.has_failed = True
+
+    def _member(self, char: str) -> None:
+        if char == '"':
+            self._raw = [char]
+            self._step = self._in_key
+        elif char == "}":
+            self._end_call()
+        elif char not in _SPACE and char != ",":
+            self.has_failed = True
+
+    def _in_key(self, char: str) -> None:
+        if self._ends_text(char):
+            self._key = self._text()
+            self._step = self._colon
+
+    def _colon(self, char: str) -> None:
+        if char == ":":
+            self._step = self._value
+        elif char not in _SPACE:
+            self.has_failed = True
+
+    def _value(self, char: str) -> None:
+        if char in _SPACE:
+            return
+        is_arguments = self._key in self._shape.arguments and not self._has_arguments
+        self._has_arguments |= is_arguments
+        self._raw = [char]
+        if char == '"':
+            self._step = self._in_text_arguments if is_arguments else self._in_text_value
+        elif char in _OPENING:
+            self._depth = 1
+            self._step = self._in_arguments if is_arguments else self._in_nested
+            self._pieces += [char] if is_arguments else []
+        elif char in _CLOSING or char in ",:":
+            self.has_failed = True
+        else:
+            self._step = self._in_plain_arguments if is_arguments else self._in_plain
+
+    # Values.
+
+    def _in_text_value(self, char: str) -> None:
+        if self._ends_text(char):
+            if self._key in self._shape.names and not self._has_begun:
+                self._begin(self._text())
+            self._step = self._member
+
+    def _in_text_arguments(self, char: str) -> None:
+        if self._ends_text(char):
+            # Some models write them as a text that has the JSON.
+            self._pieces.append(self._text())
+            self._step = self._member
+
+    def _in_nested(self, char: str) -> None:
+        if self._ends_nested(char):
+            self._step = self._member
+
+    def _in_arguments(self, char: str) -> None:
+        self._pieces.append(char)
+        if self._ends_nested(char):
+            self._step = self._member
+
+    def _in_plain(self, char: str) -> None:
+        if char in ",}":
+            self._step = self._member
+            self._member(char)
+
+    def _in_plain_arguments(self, char: str) -> None:
+        if char not in ",}":
+            self._raw.append(char)
+            return
+        plain = "".join(self._raw).strip()
+        self._pieces.append("{}" if plain == "null" else plain)
+        self._step = self._member
+        self._member(char)
+
+    # What they share.
+
+    def _begin(self, name: str) -> None:
+        if not name or not self._is_tool(name):
+            self.has_failed = True
+            return
+        self._has_begun = True
+        self._unread = []
+        self._events.append(Begun(name))
+
+    def _end_call(self) -> None:
+        if not self._has_begun:
+            self.has_failed = True
+            return
+        if not self._has_arguments:
+            self._pieces.append("{}")
+        self._pass_arguments()
+        self._start_call()
+        self._step = self._between
+
+    def _pass_arguments(self) -> None:
+        """Pass arguments on, once the name is known."""
+        if self._has_begun and self._pieces:
+            self._events.append(Arguments("".join(self._pieces)))
+            self._pieces = []
+
+    def _ends_text(self, char: str) -> bool:
+        self._raw.append(char)
+        if self._is_escaped:
+            self._is_escaped = False
+        elif char == "\\":
+            self._is_escaped = True
+        else:
+            return char == '"'
+        return False
+
+    def _ends_nested(self, char: str) -> bool:
+        if self._is_in_text:
+            if self._is_escaped:
+                self._is_escaped = False
+            elif char == "\\":
+                self._is_escaped = True
+            elif char == '"':
+                self._is_in_text = False
+        elif char == '"':
+            self._is_in_text = True
+        elif char in _OPENING:
+            self._depth += 1
+        elif char in _CLOSING:
+            self._depth -= 1
+        return self._depth == 0
+
+    def _text(self) -> str:
+        """Return the text whose JSON was read; empty where it is not valid."""
+        try:
+            return str(json.loads("".join(self._raw), strict=False))
+        except ValueError:
+            self.has_failed = True
+            return ""

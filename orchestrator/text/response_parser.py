@@ -1,0 +1,207 @@
+"""Outputs taken apart as they come: regions between anchors, as a response template has them."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any, Final, NamedTuple
+
+from orchestrator.text.parts import Part, merged
+from orchestrator.text.region_readers import Calls, RawReader, RegionReader, reader_of
+from orchestrator.text.response_template import Anchor, Region, ResponseTemplate
+
+_MAX_HELD_CHARS: Final = 4096
+"""Longest text that waits for the rest of an anchor."""
+_MAX_DONE_CHARS: Final = 4096
+_LOOKBEHIND_CHARS: Final = 256
+"""Text ahead of the position that stays, for expressions that look behind."""
+
+
+class _Found(NamedTuple):
+    """An anchor in the text; `region` begins with it, or the open one ends where it is None."""
+
+    region: Region | None
+    match: Any
+
+
+class ResponseParser:
+    """A parser of one output; its parts depend on the pieces of text only.
+
+    No text raises an error: what looks like a call and is none is content.
+
+    Args:
+        template: the regions.
+        tools: JSON schema of the parameters of each tool, by its name.
+        reasoning: whether the reasoning is a part of its own; else it is content.
+        calls: whether calls are; else they are content as they stand.
+        needs_tool: whether what names no tool is no call.
+    """
+
+    def __init__(
+        self,
+        template: ResponseTemplate,
+        tools: Mapping[str, Mapping[str, Any]],
+        *,
+        reasoning: bool,
+        calls: bool,
+        needs_tool: bool = False,
+    ) -> None:
+        self._start = template.start
+        self._calls = Calls(tools)
+        self._passes_calls = calls
+        self._needs_tool = needs_tool
+        self._implicit = self._wanted(template.implicit, reasoning)
+        regions = [self._wanted(region, reasoning) for region in template.regions]
+        is_passed_by = not calls and self._implicit is not None and self._implicit.is_content
+        self._regions = [item for item in regions if item is not None and not (item.is_calls and is_passed_by)]
+        self._buffer, self._position = "", 0
+        self._region: Region | None = None
+        self._reader: RegionReader | None = None
+        self._opened: set[str] = set()
+        self._gives_up = False
+
+    def prime(self, prompt: str) -> None:
+        """Take the end of the prompt, where the chat template may have begun the answer, such as with `<think>`."""
+        try:
+            ends = [found.end() for found in self._start.pattern.finditer(prompt, timeout=self._start.timeout_s)]
+        except TimeoutError:
+            return
+        if ends:
+            self._feed(prompt[ends[-1] :], at_end=False)
+        if self._reader is not None:
+            self._reader.forget()
+        self._opened.clear()
+
+    @property
+    def num_calls(self) -> int:
+        """Calls that have begun."""
+        return self._calls.num
+
+    @property
+    def region(self) -> Region | None:
+        """The region that the text is in; None outside of all that have a beginning."""
+        return self._region
+
+    def push(self, text: str) -> list[Part]:
+        """Return the parts that became certain with more text."""
+        return merged(self._feed(text, at_end=False)) if text else []
+
+    def finish(self) -> list[Part]:
+        """Return the parts that become certain with the end."""
+        return merged(self._feed("", at_end=True))
+
+    @staticmethod
+    def _wanted(region: Region | None, reasoning: bool) -> Region | None:
+        if region is None or reasoning or not region.is_reasoning:
+            return region
+        return replace(region, name="content")
+
+    def _feed(self, text: str, *, at_end: bool) -> list[Part]:
+        self._buffer += text
+        parts: list[Part] = []
+        last_empty = -1
+        while True:
+            found, hold = self._scan(at_end)
+            if found is not None and found.match.start() == found.match.end():
+                # An anchor without text of its own counts once at its place.
+                found = None if last_empty == found.match.start() else found
+                hold = len(self._buffer) if found is None else hold
+                last_empty = found.match.start() if found is not None else last_empty
+            if found is None:
+                self._take(parts, len(self._buffer) if at_end else hold)
+                break
+            self._take(parts, found.match.start())
+            self._position = found.match.end()
+            self._close(parts, found.match)
+            if found.region is not None:
+                self._open(found.region, found.match)
+        if at_end and self._reader is not None:
+            parts += self._reader.close("")
+            self._reader = None
+        self._forget_done()
+        return parts
+
+    def _take(self, parts: list[Part], end: int) -> None:
+        """Read the text up to a place; outside of regions it opens the implicit one."""
+        text, self._position = self._buffer[self._position : end], max(self._position, end)
+        if not text:
+            return
+        if self._reader is None and self._implicit is not None:
+            self._reader = self._reader_of(self._implicit, "", {})
+        if self._reader is not None:
+            read = self._reader.push(text)
+            parts += read
+            if read:
+                self._opened.add((self._region or self._implicit or _NOTHING).name)
+
+    def _open(self, region: Region, match: Any) -> None:
+        self._region = region
+        captures = {name: value for name, value in match.groupdict().items() if value is not None}
+        self._reader = self._reader_of(region, match[0], captures)
+
+    def _close(self, parts: list[Part], match: Any) -> None:
+        """End the open region, or the implicit one; `match` is the anchor that does."""
+        if self._reader is not None:
+            parts += self._reader.close(match[0] if self._region is not None else "")
+        self._region = self._reader = None
+
+    def _reader_of(self, region: Region, opening: str, captures: Mapping[str, str]) -> RegionReader:
+        if region.is_calls and not self._passes_calls:
+            return RawReader(opening)
+        joint = region.join if region.name in self._opened else ""
+        return reader_of(region, opening, captures, self._calls, joint=joint, needs_tool=self._needs_tool)
+
+    def _scan(self, at_end: bool) -> tuple[_Found | None, int]:
+        """Return the first anchor that is certain, if any, and where text that may become an anchor begins."""
+        hold = len(self._buffer)
+        if self._gives_up:
+            return None, hold
+        best: tuple[tuple[int, int, bool, str], _Found] | None = None
+        for region, anchor in self._watched():
+            try:
+                match = anchor.pattern.search(
+                    self._buffer, self._position, partial=not at_end, timeout=anchor.timeout_s
+                )
+            except TimeoutError:
+                self._gives_up = True
+                return None, len(self._buffer)
+            if match is None:
+                continue
+            if not at_end and (match.partial or self._may_grow(anchor, match)):
+                hold = min(hold, match.start())
+                continue
+            # The first, of these the longest, of these one that opens.
+            key = (match.start(), match.start() - match.end(), region is None, region.name if region else "")
+            if best is None or key < best[0]:
+                best = key, _Found(region, match)
+        if len(self._buffer) - hold > _MAX_HELD_CHARS:
+            hold = len(self._buffer)
+        # An anchor that begins no later may still come to be.
+        return (None if best is None or best[1].match.start() >= hold else best[1]), hold
+
+    def _watched(self) -> list[tuple[Region | None, Anchor]]:
+        if self._region is not None:
+            return [] if self._region.closes is None else [(None, self._region.closes)]
+        watched: list[tuple[Region | None, Anchor]] = [
+            (region, region.opens) for region in self._regions if region.opens is not None
+        ]
+        if self._implicit is not None and self._implicit.closes is not None:
+            watched.append((None, self._implicit.closes))
+        return watched
+
+    def _may_grow(self, anchor: Anchor, match: Any) -> bool:
+        """Return whether a complete match could become another one with more text."""
+        if anchor.literals is not None:
+            rest = self._buffer[match.start() :]
+            return any(text != rest and text.startswith(rest) for text in anchor.literals)
+        if match.end() == len(self._buffer):
+            return True
+        # More text that is no line break and no end: what depends on either of them is not certain.
+        longer = anchor.pattern.match(self._buffer + "\x00", match.start())
+        return longer is None or longer.span() != match.span() or longer.groupdict() != match.groupdict()
+
+    def _forget_done(self) -> None:
+        if self._position > _MAX_DONE_CHARS:
+            self._buffer = self._buffer[self._position - _LOOKBEHIND_CHARS :]
+            self._position = _LOOKBEHIND_CHARS
+
+
+_NOTHING: Final = Region("", None, None)

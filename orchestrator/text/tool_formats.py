@@ -1,0 +1,169 @@
+"""How a model writes reasoning and calls of tools: by its response template, else by the family of its chat template.
+
+Families are found by the markers in their chat templates, and described as response templates of our own.
+"""
+
+import json
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Final
+
+from orchestrator.text.response_template import Region, ResponseTemplate, load_response_template
+from outrider.constraint import StructuralTag
+
+_LOG: Final = logging.getLogger(__name__)
+_CALL: Final = {"function": {"name": "{content.name}", "arguments": "{content.arguments}"}}
+_NAME: Final = r"[\w.-]{1,64}"
+HERMES_CALL: Final = '<tool_call>\n{{"name": {name}, "arguments": {arguments}}}\n</tool_call>'
+"""A call as Hermes and Qwen write it; also how models are told to write it whose chat template knows no tools."""
+
+
+@dataclass(frozen=True, slots=True)
+class CallText:
+    """The text of a call, but for its name and its arguments: what constraints are made of.
+
+    Attributes:
+        begin: ahead of the arguments, with `{name}` for the name.
+        end: behind them.
+        trigger: the beginning of `begin` that no other text has.
+    """
+
+    begin: str
+    end: str
+    trigger: str
+
+    def tag(self, name: str, schema: str) -> StructuralTag:
+        """Return the tag of the calls of a tool; `schema` is that of its arguments, empty for any object."""
+        # Names are letters, digits and the like: they need no escapes within JSON.
+        return StructuralTag(self.begin.replace("{name}", name), schema, self.end, self.trigger)
+
+
+@dataclass(frozen=True, slots=True)
+class OutputFormat:
+    """How a model writes reasoning and calls.
+
+    Attributes:
+        template: the regions of its output.
+        call: the text of a call; None where arguments are not written as JSON.
+        needs_tool: whether only the name of a tool makes a call, because nothing else marks it.
+        is_own: whether it is the checkpoint's own response template.
+    """
+
+    template: ResponseTemplate
+    call: CallText | None
+    needs_tool: bool = False
+    is_own: bool = False
+
+    @property
+    def reasoning_end(self) -> str:
+        """The text that ends the reasoning; empty where there is none, or none of one text."""
+        region = self.template.reasoning
+        anchor = region.closes if region else None
+        return anchor.literals[0] if anchor is not None and anchor.literals else ""
+
+
+def output_format(
+    response_template: str | None, chat_template: str | None, *, knows_tools: bool = True
+) -> OutputFormat:
+    """Return how a model writes reasoning and calls.
+
+    Args:
+        response_template: the checkpoint's own, as JSON text; None without one. One that cannot be read is logged.
+        chat_template: its source; None without one.
+        knows_tools: whether the chat template has a place for tools; else calls are as `tool_prompt` describes them.
+    """
+    source = chat_template or ""
+    if response_template is not None:
+        try:
+            template = load_response_template(json.loads(response_template))
+            return OutputFormat(template, _call_text(template.calls, source), is_own=True)
+        except (ValueError, RecursionError) as error:
+            _LOG.warning("the model's response template is not used: %s", error)
+    return _family(source) if knows_tools else _hermes(source)
+
+
+def _family(source: str) -> OutputFormat:
+    """Return the format of the family that a chat template belongs to."""
+    if "<function=" in source and "<tool_call>" in source:
+        return OutputFormat(_template(source, _QWEN_XML), None)
+    if "[TOOL_CALLS]" in source:
+        return OutputFormat(_template(source, _MISTRAL), _mistral_call(source))
+    if "<|python_tag|>" in source:
+        call = CallText('{"name": "{name}", "parameters": ', "}", '{"name": ')
+        return OutputFormat(_template(source, _bare_calls(source)), call, needs_tool=True)
+    if "<tool_call>" in source:
+        return _hermes(source)
+    call = CallText('{"name": "{name}", "arguments": ', "}", '{"name": ')
+    return OutputFormat(_template(source, _bare_calls(source)), call, needs_tool=True)
+
+
+def _hermes(source: str) -> OutputFormat:
+    begin, end = HERMES_CALL.format(name='"{name}"', arguments="\0").split("\0")
+    return OutputFormat(_template(source, _HERMES), CallText(begin, end, "<tool_call>"))
+
+
+_HERMES: Final[Mapping[str, Any]] = {
+    "open": "<tool_call>",
+    "close": "</tool_call>",
+    "content": "json",
+    "transform": _CALL,
+}
+_QWEN_XML: Final[Mapping[str, Any]] = {
+    "open_pattern": rf"<tool_call>\s*<function=(?P<name>{_NAME})>",
+    "close_pattern": r"</function>\s*</tool_call>",
+    "content": "xml-inline",
+    "content_args": {"tag_pattern": r"<parameter=(?P<key>[^>\n]+)>\n?(?P<value>.*?)\n?</parameter>"},
+    "transform": {"function": {"name": "{name}", "arguments": "{content}"}},
+}
+_MISTRAL: Final[Mapping[str, Any]] = {
+    # A list of calls, or the name and then the arguments.
+    "open_pattern": rf"\[TOOL_CALLS\]\s*(?:(?P<name>{_NAME})\s*(?:\[ARGS\])?\s*(?=\{{)|(?=\[\s*\{{))",
+    "close_pattern": r"(?=\[TOOL_CALLS\])",
+    "content": "json-calls",
+}
+
+
+def _bare_calls(source: str) -> Mapping[str, Any]:
+    """Return the region of calls that begin an answer, marked or not."""
+    behind = "".join(f"|(?<={end})" for end in ("</think>", r"\[/THINK\]") if end.replace("\\", "") in source)
+    begin = r"\s*(?:<\|python_tag\|>\s*|```(?:json)?\s*)?(?=(?:\[\s*)?\{\s*\"(?:name|type|function)\")"
+    return {"open_pattern": rf"(?:\A{behind}){begin}|<\|python_tag\|>\s*(?=\{{)", "content": "json-calls"}
+
+
+def _template(source: str, calls: Mapping[str, Any]) -> ResponseTemplate:
+    """Return the template of a family, with the reasoning that the chat template mentions."""
+    fields: dict[str, Any] = {"content": {"repeats": True, "join": "\n"}, "tool_calls": calls}
+    pairs = (("<think>", "</think>"), ("[THINK]", "[/THINK]"))
+    begin, end = next((pair for pair in pairs if pair[0] in source or pair[1] in source), ("", ""))
+    if begin:
+        fields["reasoning"] = {"open": begin, "close": end}
+        return load_response_template({"fields": fields, "start_anchor_pattern": _prefilled(begin)})
+    return load_response_template({"fields": fields, "start_anchor_pattern": r"(?!)"})
+
+
+def _prefilled(begin: str) -> str:
+    """Return the expression of the place ahead of a marker that ends the prompt."""
+    return rf"(?={begin.replace('[', chr(92) + '[').replace(']', chr(92) + ']')}\s*\Z)"
+
+
+def _mistral_call(source: str) -> CallText:
+    if "[ARGS]" in source:
+        return CallText("[TOOL_CALLS]{name}[ARGS]", "", "[TOOL_CALLS]")
+    return CallText('[TOOL_CALLS][{"name": "{name}", "arguments": ', "}]", "[TOOL_CALLS]")
+
+
+def _call_text(region: Region | None, source: str) -> CallText | None:
+    """Return the text of the calls that a region reads; None where it cannot be told."""
+    if region is None or region.content != "json" or region.arguments or region.transforms_each:
+        return None
+    opening = region.opens.literals if region.opens else None
+    closing = region.closes.literals if region.closes else ("",)
+    name, arguments = region.call_keys
+    if not opening or closing is None or not (name.startswith("{content.") and arguments.startswith("{content.")):
+        return None
+    keys = [item.removeprefix("{content.").removesuffix("}") for item in (name, arguments)]
+    # As the chat template writes it, which the model has learnt.
+    line = "\n" if any(f"{opening[0]}{end}" in source for end in ("\n", "\\n")) else ""
+    begin = f'{opening[0]}{line}{{"{keys[0]}": "{{name}}", "{keys[1]}": '
+    return CallText(begin, f"}}{line}{closing[0]}", opening[0])
