@@ -3,6 +3,7 @@
 import json
 import re
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import Any, Final
 
 from llguidance import LLMatcher, LLTokenizer
@@ -31,14 +32,35 @@ def grammar_of(constraint: Constraint, tokenizer: LLTokenizer) -> str:
     grammar = _inner(constraint, tokenizer)
     if not constraint.reasoning_end:
         return grammar
-    outer = f"start: {_until(constraint.reasoning_end, tokenizer, 'REASONING')} {_SPACE} @{_INNER}\n"
-    outer += _definitions("REASONING", constraint.reasoning_end, tokenizer)
+    outer = _after_reasoning(constraint.reasoning_end, tokenizer)
     return json.dumps({"grammars": [{"name": "start", "lark_grammar": outer}, {**_as_part(grammar), "name": _INNER}]})
 
 
 def one_line(message: str) -> str:
     """Return a message of the library as one line; the position is in its beginning."""
     return " ".join(message.replace(_NON_VERBOSE, "").split())
+
+
+def _after_reasoning(end: str, tokenizer: LLTokenizer) -> str:
+    """Return the rule of what is reasoned freely, up to its end, and then follows the constraint.
+
+    A model may write special tokens while it reasons, the one that begins the reasoning above all.
+    """
+    special = _special_ids(end, tokenizer)
+    if special:
+        never = ",".join(map(str, (special[0], *tokenizer.eos_tokens)))
+        return f"start: (<[^{never}]>)* <[{special[0]}]> {_SPACE} @{_INNER}\n"
+    others = ",".join(map(str, _other_special_ids(tokenizer)))
+    before = f"(REASONING_TEXT <[{others}]>)* " if others else ""
+    rule = f"start: {before}{_until(end, tokenizer, 'REASONING')} {_SPACE} @{_INNER}\n"
+    return rule + _definitions("REASONING", end, tokenizer)
+
+
+@lru_cache(maxsize=4)
+def _other_special_ids(tokenizer: LLTokenizer) -> tuple[int, ...]:
+    """Return the special tokens that do not end an output."""
+    token_ids = range(tokenizer.vocab_size)
+    return tuple(item for item in token_ids if tokenizer.is_special_token(item) and item not in tokenizer.eos_tokens)
 
 
 def _inner(constraint: Constraint, tokenizer: LLTokenizer) -> str:

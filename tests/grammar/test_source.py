@@ -9,6 +9,7 @@ from outrider.constraint import Constraint, StructuralTag, StructuralTags
 from outrider.errors import InvalidArgument
 from outrider.grammar.compiler import compiled
 from outrider.grammar.source import one_line
+from outrider.lm.byte_tokenizer import EOS
 
 ADD = '{"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"], "additionalProperties": false}'
 CALL = StructuralTag('<call>{"name": "add", "arguments": ', ADD, "}</call>", "<call>")
@@ -119,8 +120,21 @@ def test_what_is_a_special_token_is_matched_by_its_id(by_bytes: LLTokenizer) -> 
         assert matcher.validate_tokens([start, *body, start, *by_bytes.tokenize_str(".")]) == len(body) + 3
         spelt = [by_bytes.tokenize_str(char)[0] for char in "<|im_start|>"]
         assert matcher.validate_tokens(spelt) == (0 if tags.at_least_one else len(spelt))
-    ended = matcher_of(Constraint(regex="x", reasoning_end="<|im_start|>"), by_bytes)
-    assert ended.validate_tokens([*by_bytes.tokenize_str("hm"), start, *by_bytes.tokenize_str("x")]) == 4
+
+
+def test_reasoning_may_have_special_tokens(by_bytes: LLTokenizer) -> None:
+    """The model begins its reasoning by one, or writes others in it; its end is a special token, or a text."""
+    [start] = by_bytes.tokenize_str("<|im_start|>", parse_special=True)
+    hm, x = by_bytes.tokenize_str("hm"), by_bytes.tokenize_str("x")
+    by_token = matcher_of(Constraint(regex="x", reasoning_end="<|im_start|>"), by_bytes)
+    assert by_token.validate_tokens([*hm, start, *x, EOS]) == 5
+    assert by_token.validate_tokens([*hm, EOS]) == 2
+    by_text = matcher_of(Constraint(regex="x", reasoning_end="</r>"), by_bytes)
+    end = by_bytes.tokenize_str("</r>")
+    for output in ([start, *hm, *end, *x], [*hm, start, start, *end, *x], [*end, *x], [*hm, *end, *x]):
+        assert by_text.validate_tokens([*output, EOS]) == len(output) + 1
+    assert by_text.validate_tokens([*hm, start, *end, start]) == 7
+    assert by_text.validate_tokens([*hm, EOS]) == 2
 
 
 @pytest.mark.parametrize(
