@@ -59,7 +59,11 @@ class StructuralTags:
     stop_after_first: bool = False
 
     def __post_init__(self) -> None:
+        tags: object = self.tags
+        if not isinstance(tags, Sequence) or not all(isinstance(tag, StructuralTag) for tag in tags):
+            raise InvalidArgument("structural_tags must have a list of StructuralTag", FIELD)
         object.__setattr__(self, "tags", tuple(self.tags))
+        _check_flags(self, ("at_least_one", "stop_after_first"))
         if not 1 <= len(self.tags) <= MAX_TAGS:
             raise InvalidArgument(f"structural_tags has {len(self.tags)} tags, must have 1 to {MAX_TAGS}", FIELD)
 
@@ -94,6 +98,7 @@ class Constraint:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "json_schema", _schema_text(self.json_schema))
+        _check_flags(self, ("json_object", "any_whitespace"))
         object.__setattr__(self, "choice", _texts_of("choice", self.choice))
         given = [name for name in _KINDS if getattr(self, name) not in (None, False, ())]
         if len(given) != 1:
@@ -119,7 +124,7 @@ class Constraint:
         tags = self.structural_tags.tags if self.structural_tags is not None else ()
         texts = [self.json_schema, self.regex, self.grammar, self.reasoning_end, *self.choice]
         texts += [text for tag in tags for text in (tag.begin, tag.json_schema, tag.end, tag.trigger)]
-        return sum(len(text.encode("utf-8", "replace")) for text in texts if text)
+        return sum(len(text.encode()) for text in texts if text)
 
     def as_dict(self) -> dict[str, Any]:
         """Return the fields that are given by name, as built-in types; `from_dict` is its inverse."""
@@ -154,6 +159,8 @@ def _texts_of(name: str, value: object) -> tuple[str, ...]:
         raise InvalidArgument(f"{name} is {value!r}, must be a list of texts", FIELD)
     if not all(isinstance(text, str) and text for text in value):
         raise InvalidArgument(f"{name} has an entry that is empty, or no text", FIELD)
+    for text in value:
+        _check_text(name, text)
     return tuple(value)
 
 
@@ -169,6 +176,19 @@ def _listed(value: Any) -> Any:
 
 def _check_texts(owner: object, names: Sequence[str]) -> None:
     for name in names:
-        value = getattr(owner, name)
-        if not isinstance(value, str):
-            raise InvalidArgument(f"{name} is {value!r}, must be a text", FIELD)
+        _check_text(name, getattr(owner, name))
+
+
+def _check_text(name: str, value: object) -> None:
+    if not isinstance(value, str):
+        raise InvalidArgument(f"{name} is {value!r}, must be a text", FIELD)
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        raise InvalidArgument(f"{name} has a surrogate, which is no character", FIELD) from None
+
+
+def _check_flags(owner: object, names: Sequence[str]) -> None:
+    for name in names:
+        if not isinstance(value := getattr(owner, name), bool):
+            raise InvalidArgument(f"{name} is {value!r}, must be True or False", FIELD)

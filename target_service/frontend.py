@@ -122,7 +122,7 @@ class Frontend(Generic[RequestT]):
 
     def fail_request(self, request: RequestT, error: Exception) -> None:
         """End a request that failed by itself; see `EngineHost`."""
-        if isinstance(error, ConstraintFailed | InvalidArgument):
+        if isinstance(error, ConstraintFailed | InvalidArgument | Overloaded):
             # The request's own doing, whatever the device does: the session is sound.
             self._refuse(request.handle, error)
             return

@@ -47,6 +47,10 @@ def test_a_schema_may_be_given_as_json_loads_returns_it() -> None:
         ({"choice": ["a"] * (MAX_CHOICES + 1)}, f"may have {MAX_CHOICES}"),
         ({"structural_tags": [1]}, "must be StructuralTags"),
         ({"grammar": "a" * (MAX_CONSTRAINT_BYTES + 1)}, f"may have {MAX_CONSTRAINT_BYTES}"),
+        ({"json_object": "false"}, "must be True or False"),
+        ({"regex": "a", "any_whitespace": "x"}, "must be True or False"),
+        ({"regex": "\ud800"}, "surrogate"),
+        ({"choice": ["a", "\ud800"]}, "surrogate"),
         ({"choice": ["\u00e9" * 70_000, "\u00e9" * 70_000]}, "has 280000 bytes"),
     ],
 )
@@ -60,6 +64,14 @@ def test_wrong_constraints_are_refused(given: dict[str, Any], problem: str) -> N
 def test_the_number_of_tags_is_bounded(num: int) -> None:
     with pytest.raises(InvalidArgument, match=f"has {num} tags"):
         StructuralTags([StructuralTag("<a>")] * num)
+
+
+@pytest.mark.parametrize("wrong", ["ab", [1], 3])
+def test_tags_must_be_tags(wrong: Any) -> None:
+    with pytest.raises(InvalidArgument, match="must have a list of StructuralTag"):
+        StructuralTags(wrong)
+    with pytest.raises(InvalidArgument, match="must be True or False"):
+        StructuralTags([StructuralTag("<a>")], at_least_one="q")  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("tag", [{"begin": ""}, {"begin": "<a>", "trigger": "b"}, {"begin": 1}])

@@ -2,11 +2,13 @@
 
 import asyncio
 import contextlib
+import functools
 import json
 import logging
 import sys
 from collections import OrderedDict, deque
-from typing import Any, Final
+from dataclasses import dataclass
+from typing import Final
 
 from orchestrator.workers.model import Model
 from outrider.constraint import FIELD, Constraint
@@ -39,6 +41,9 @@ class ConstraintChecks:
         self._idle: list[_Checker] = []
         self._num_queued = 0
         self._known: OrderedDict[tuple[str, Constraint], str | None] = OrderedDict()
+        self._known_bytes = 0
+        self._running: dict[tuple[str, Constraint], _Check] = {}
+        self._unfit: dict[str, str] = {}
         self._is_closed = False
 
     async def check(self, constraint: Constraint | None, model: Model) -> None:
@@ -55,10 +60,36 @@ class ConstraintChecks:
             raise InvalidArgument("the targets take no constraints", FIELD)
         key = (model.tokenizer_fingerprint, constraint)
         if key not in self._known:
-            self._remember(key, await self._checked(constraint, model))
+            await self._shared(key, model)
         self._known.move_to_end(key)
         if (problem := self._known[key]) is not None:
             raise InvalidArgument(problem.removeprefix(f"{FIELD}: "), FIELD)
+
+    async def _shared(self, key: tuple[str, Constraint], model: Model) -> None:
+        """Check a constraint once for all callers that wait for it; the last that leaves ends the check."""
+        check = self._running.get(key)
+        if check is None:
+            check = self._running[key] = _Check(asyncio.create_task(self._find(key, model)))
+            check.task.add_done_callback(functools.partial(self._end, key, check))
+        check.num_waiting += 1
+        try:
+            await asyncio.shield(check.task)
+        except asyncio.CancelledError:
+            check.num_waiting -= 1
+            if not check.num_waiting:
+                check.task.cancel()
+                self._end(key, check)
+            raise
+
+    def _end(self, key: tuple[str, Constraint], check: "_Check", task: "asyncio.Task[None] | None" = None) -> None:
+        if self._running.get(key) is check:
+            del self._running[key]
+        # Retrieved, since all callers may have left.
+        if task is not None and not task.cancelled():
+            task.exception()
+
+    async def _find(self, key: tuple[str, Constraint], model: Model) -> None:
+        self._remember(key, await self._checked(key[1], model))
 
     def close(self) -> None:
         """End the processes."""
@@ -69,10 +100,10 @@ class ConstraintChecks:
 
     def _remember(self, key: tuple[str, Constraint], problem: str | None) -> None:
         self._known[key] = problem
-        while len(self._known) > 1 and (
-            len(self._known) > _MAX_KNOWN or sum(item.num_bytes for _, item in self._known) > _MAX_KNOWN_BYTES
-        ):
-            self._known.popitem(last=False)
+        self._known_bytes += key[1].num_bytes
+        while len(self._known) > 1 and (len(self._known) > _MAX_KNOWN or self._known_bytes > _MAX_KNOWN_BYTES):
+            (_, oldest), _ = self._known.popitem(last=False)
+            self._known_bytes -= oldest.num_bytes
 
     async def _checked(self, constraint: Constraint, model: Model) -> str | None:
         await self._enter()
@@ -112,9 +143,28 @@ class ConstraintChecks:
             if checker.fingerprint == model.tokenizer_fingerprint and not checker.has_ended:
                 return checker
             checker.kill()
-        checker = await _Checker.start(model)
+        if (problem := self._unfit.get(model.tokenizer_fingerprint)) is not None:
+            raise InvalidArgument(problem, FIELD)
+        try:
+            checker = await _Checker.start(model)
+        except InvalidArgument as error:
+            self._unfit[model.tokenizer_fingerprint] = error.message
+            raise
         self.started.append(checker)
         return checker
+
+
+@dataclass(slots=True, eq=False)
+class _Check:
+    """A check that runs.
+
+    Attributes:
+        task: runs it.
+        num_waiting: callers that wait for it.
+    """
+
+    task: "asyncio.Task[None]"
+    num_waiting: int = 0
 
 
 class _Checker:
@@ -143,15 +193,17 @@ class _Checker:
             stderr=asyncio.subprocess.DEVNULL,
         )
         checker = cls(process, model.tokenizer_fingerprint)
-        first = {
-            "tokenizer": model.tokenizer.backend.to_str(),
-            "vocabulary_size": model.vocabulary_size,
-            "eos_token_ids": list(model.eos_token_ids),
-        }
-        answer = await checker._ask(first, _START_S)
-        if answer != "null":
+        try:
+            # In a thread: a large vocabulary takes a part of a second.
+            first = await asyncio.to_thread(_first_line, model)
+            answer = await checker._ask(first, _START_S)
+            if not answer:
+                raise Unavailable("constraints cannot be checked: the process that does so does not start")
+            if (problem := json.loads(answer)) is not None:
+                raise InvalidArgument(problem.removeprefix(f"{FIELD}: "), FIELD)
+        except BaseException:
             checker.kill()
-            raise Unavailable("constraints cannot be checked: llguidance does not start with this tokenizer")
+            raise
         return checker
 
     @property
@@ -161,7 +213,7 @@ class _Checker:
 
     async def check(self, constraint: Constraint) -> str | None:
         """Return what is wrong with a constraint; None for nothing."""
-        answer = await self._ask(constraint.as_dict(), _ANSWER_S)
+        answer = await self._ask(json.dumps(constraint.as_dict()).encode(), _ANSWER_S)
         if not answer:
             self.kill()
             _LOG.warning("a constraint was not compiled within its bounds", extra={"num_bytes": constraint.num_bytes})
@@ -179,12 +231,23 @@ class _Checker:
         """Return once the process has ended."""
         await self._process.wait()
 
-    async def _ask(self, content: dict[str, Any], timeout_s: float) -> str:
+    async def _ask(self, line: bytes, timeout_s: float) -> str:
         """Send a line; return the answer, empty where the process ends or takes too long."""
         assert self._process.stdin is not None and self._process.stdout is not None
         with contextlib.suppress(TimeoutError, ConnectionError):
             async with asyncio.timeout(timeout_s):
-                self._process.stdin.write(json.dumps(content).encode() + b"\n")
+                self._process.stdin.write(line + b"\n")
                 await self._process.stdin.drain()
                 return (await self._process.stdout.readline()).decode().strip()
         return ""
+
+
+def _first_line(model: Model) -> bytes:
+    """Return what a process reads first: the tokenizer, and what the targets have of it."""
+    assert model.tokenizer is not None
+    content = {
+        "tokenizer": model.tokenizer.backend.to_str(),
+        "vocabulary_size": model.vocabulary_size,
+        "eos_token_ids": list(model.eos_token_ids),
+    }
+    return json.dumps(content).encode()

@@ -263,6 +263,10 @@ class WorkerPair:
             self._tokens.read_from,
         )
         self._target, self._target_error, self._opened_len = target, None, self._tokens.end
+        if self._has_constraint and not (link.info and link.info.grammar_library):
+            # It would generate without it.
+            self._target_error = Unavailable(f"{link.address} takes no constraints")
+            return
         self._choose_place(link)
         layers = self._draft.feature_layers if self._draft else ()
         drafter = link.info.drafter if link.info and self._target_drafts else ""
@@ -288,8 +292,11 @@ class WorkerPair:
         """Return what the text depends on at a target besides the request."""
         if link.info is None:
             return ""
-        has_constraint = self._request.record.parameters.constraint is not None
-        return f"{link.info.grammar_library} {link.info.numerics}" if has_constraint else link.info.numerics
+        return f"{link.info.grammar_library} {link.info.numerics}" if self._has_constraint else link.info.numerics
+
+    @property
+    def _has_constraint(self) -> bool:
+        return self._request.record.parameters.constraint is not None
 
     def _drop_target(self, error: OutriderError, committed_len: int) -> None:
         """Close a target; raise its error where no other target may continue, or none has for too long."""

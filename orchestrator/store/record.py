@@ -189,7 +189,11 @@ def derived_session_id(tenant: str, request_id: str) -> str:
 
 def parameters_to_json(parameters: SamplingParameters) -> str:
     """Return the parameters as JSON."""
-    return json.dumps(parameters.as_dict(), sort_keys=True)
+    values = parameters.as_dict()
+    if values["constraint"] is None:
+        # An orchestrator of the release before, beside this one during an update, does not know the name.
+        del values["constraint"]
+    return json.dumps(values, sort_keys=True)
 
 
 def parameters_from_json(text: str) -> SamplingParameters:

@@ -7,7 +7,6 @@ from torch import Tensor
 from outrider.drafters.drafter import OpenProposal
 from outrider.errors import OutriderError
 from outrider.grammar.masks import MatchedTree, node_masks
-from outrider.grammar.matcher import OutputMatcher
 from outrider.tokens import ROOT, NodeKind, ProposalNode, ProposalTree
 
 
@@ -22,7 +21,6 @@ class AllowedTokens:
     def __init__(self, proposal: OpenProposal, vocabulary_size: int) -> None:
         self._proposal = proposal
         self._vocabulary_size = vocabulary_size
-        self._matcher: OutputMatcher | None = None
         self._has_failed = False
 
     def after(self, paths: Sequence[tuple[int, ...]]) -> Sequence[Tensor | None]:
@@ -34,13 +32,12 @@ class AllowedTokens:
         if grammar is None or not grammar.is_ready or self._has_failed:
             return [None] * len(paths)
         try:
-            if self._matcher is None:
-                self._matcher = OutputMatcher(grammar.matcher)
-            self._matcher.follow(self._proposal.token_ids[self._proposal.terms.prompt_len :])
+            matcher = grammar.matcher
+            matcher.follow(self._proposal.token_ids[self._proposal.terms.prompt_len :])
             tree, numbers = _joined(paths)
-            [masks] = node_masks([MatchedTree(self._matcher, tree)], self._vocabulary_size)
+            [masks] = node_masks([MatchedTree(matcher, tree)], self._vocabulary_size)
         except OutriderError:
-            # The target says so itself, and the proposal is exact without a mask.
+            # The target finds the same, and tells the client; a proposal is exact without a mask.
             self._has_failed = True
             return [None] * len(paths)
         return [masks[number] for number in numbers]

@@ -119,7 +119,7 @@ class RankedChoices:
         The first of equals is the one with the lowest id, as it is where the target draws: logits of 16 bits are often
         equal.
         """
-        scores = self._scores(logits, [place.path for place in places])
+        scores, are_possible = self._scores(logits, [place.path for place in places])
         values, columns = largest(scores, min(num, scores.shape[-1]))
         token_ids = self._vocabulary.token_ids.to(columns.device)[columns]
         # An only choice is compared with nothing.
@@ -130,19 +130,29 @@ class RankedChoices:
             [
                 Choice(token_id, math.exp(min(0.0, log)))
                 for token_id, log in zip(tokens, row, strict=True)
-                if log >= self._least and log > -math.inf
+                if is_possible and log >= self._least and log > -math.inf
             ]
-            for tokens, row in zip(token_ids.tolist(), logs.tolist(), strict=True)
+            for tokens, row, is_possible in zip(token_ids.tolist(), logs.tolist(), are_possible, strict=True)
         ]
 
-    def _scores(self, logits: Tensor, paths: Sequence[tuple[int, ...]]) -> Tensor:
-        """Return the scores by which the tokens after each path are ranked: [F, D], float32 or float64."""
+    def _scores(self, logits: Tensor, paths: Sequence[tuple[int, ...]]) -> tuple[Tensor, Sequence[bool]]:
+        """Return the scores by which the tokens after each path are ranked, and whether any of them is possible.
+
+        Returns:
+            Scores [F, D], float32 or float64; of a path after which no token is possible, any.
+        """
         terms, history = self._proposal.terms, self._history.tokens
         metadata = [
             SamplingMetadata(terms.parameters, history.extended(path), terms.stop_token_ids, allowed)
             for path, allowed in zip(paths, self._allowed.after(paths), strict=True)
         ]
         scores = self._changed(logits, metadata)
+        are_possible: Sequence[bool] = [True] * len(paths)
+        if any(item.allowed is not None for item in metadata):
+            # The draft may predict none of the tokens that are allowed.
+            finite = scores.amax(-1).isfinite()
+            scores = scores.masked_fill(~finite.unsqueeze(1), 0.0)
+            are_possible = finite.tolist()
         if not metadata[0].parameters.is_greedy:
             weights = target_weights(tempered(scores, metadata), metadata)
             dense = weights.dense(scores.shape[-1]) if isinstance(weights, Support) else weights
@@ -151,7 +161,7 @@ class RankedChoices:
             # Rows at one position share its noise.
             noise = {at: self._source.gumbel(token_ids, Counter(Purpose.TARGET, at)) for at in set(positions)}
             scores = dense.log() + torch.stack([noise[at] for at in positions])
-        return scores
+        return scores, are_possible
 
     def _changed(self, logits: Tensor, terms: Sequence[SamplingMetadata]) -> Tensor:
         """Return the logits of the draft's tokens after penalties and the like, which use the target's token ids."""

@@ -27,7 +27,11 @@ _MAX_WALL_S: Final = 20.0
 def main() -> None:
     """Check constraints until standard input ends."""
     first: dict[str, Any] = json.loads(sys.stdin.readline())
-    tokenizer = load_tokenizer(first["tokenizer"], first["vocabulary_size"], first["eos_token_ids"])
+    try:
+        tokenizer = load_tokenizer(first["tokenizer"], first["vocabulary_size"], first["eos_token_ids"])
+    except OutriderError as error:
+        _answer(error.message)
+        return
     most = _address_space() + _MAX_MORE_BYTES
     resource.setrlimit(resource.RLIMIT_AS, (most, most))
     _answer(None)
@@ -40,6 +44,8 @@ def main() -> None:
             problem = None
         except OutriderError as error:
             problem = error.message
+        except Exception as error:
+            problem = f"cannot be compiled: {error}"
         signal.setitimer(signal.ITIMER_PROF, 0)
         signal.setitimer(signal.ITIMER_REAL, 0)
         _answer(problem)

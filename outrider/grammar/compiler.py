@@ -1,37 +1,40 @@
-"""Compiles constraints for one tokenizer, beside the threads that need them, and keeps what was compiled last."""
+"""Compiles constraints for one tokenizer, beside the threads that need them.
+
+Every request compiles its own, also where another has the same constraint: copies of a matcher share the states of the
+lexer, and with them their bound, so that what one request writes, or what is drafted for it, would decide about others.
+"""
 
 import json
-import logging
 import threading
-from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from typing import Final
 
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
 from outrider.constraint import FIELD, Constraint
 from outrider.errors import InvalidArgument, OutriderError, Overloaded
+from outrider.grammar.matcher import OutputMatcher
 from outrider.grammar.source import grammar_of, one_line
 
-_LOG: Final = logging.getLogger(__name__)
-_MAX_PENDING: Final = 64
-_MAX_KEPT: Final = 32
-_MAX_KEPT_BYTES: Final = 4 << 20
+_NUM_THREADS: Final = 2
+"""So that one that takes long does not hold up all others."""
+_MAX_PENDING: Final = 256
 _LIMITS: Final = LLParserLimits(
     # Half of the default fuel: a step of 7 ms or so in the worst case, in an engine's thread.
     step_lexer_fuel=100_000,
-    # About 2 kB each, for as long as a grammar is kept.
-    max_lexer_states=20_000,
+    # 1 to 2 kB each. A text of bounded length has a state for each character that it may have.
+    max_lexer_states=50_000,
     verbose_errors=False,
 )
 
 
 class CompiledGrammar:
-    """A grammar that is being compiled, or has been."""
+    """The grammar of one request, which is being compiled, or has been."""
 
     def __init__(self, future: "Future[LLMatcher]") -> None:
         self._future = future
+        self._matcher: OutputMatcher | None = None
 
     @property
     def is_ready(self) -> bool:
@@ -39,26 +42,38 @@ class CompiledGrammar:
         return self._future.done()
 
     @property
-    def error(self) -> OutriderError | None:
-        """Why the constraint cannot be used; None where it can, or is not compiled yet."""
-        error = self._future.exception() if self._future.done() else None
-        if error is None or isinstance(error, OutriderError):
-            return error
-        return InvalidArgument(f"cannot be compiled: {error}", FIELD)
+    def has_begun(self) -> bool:
+        """Whether compiling has begun; else others come first."""
+        return self._future.running() or self._future.done()
 
-    def matcher(self) -> LLMatcher:
-        """Return a new matcher at the beginning of an output; wait for it, and raise `OutriderError` as `error` is."""
-        if self._future.exception() is not None and (error := self.error) is not None:
-            raise error
-        return self._future.result().deep_copy()
+    @property
+    def matcher(self) -> OutputMatcher:
+        """The matcher of the request's output, for one thread; waits for the grammar.
+
+        Raises:
+            OutriderError: the constraint cannot be compiled.
+        """
+        if self._matcher is None:
+            try:
+                begin = self._future.result().deep_copy
+            except OutriderError:
+                raise
+            except (Exception, CancelledError) as error:
+                raise InvalidArgument(f"cannot be compiled: {error}", FIELD) from error
+            self._matcher = OutputMatcher(begin)
+        return self._matcher
 
     def on_ready(self, fn: Callable[[], object]) -> None:
         """Have a function called, in any thread, once compiling has ended; at once where it has."""
         self._future.add_done_callback(lambda _: fn())
 
+    def drop(self) -> None:
+        """Compile it no more, where that has not begun: its request has ended."""
+        self._future.cancel()
+
 
 class GrammarCompiler:
-    """Compiles constraints in a thread of its own. All methods may be called from any thread.
+    """Compiles constraints in threads of its own. All methods may be called from any thread.
 
     Args:
         tokenizer: tokenizer.json.
@@ -68,46 +83,33 @@ class GrammarCompiler:
 
     def __init__(self, tokenizer: str, vocabulary_size: int, eos_token_ids: Sequence[int]) -> None:
         self.vocabulary_size = vocabulary_size
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="grammar")
+        self._threads = ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="grammar")
         self._lock = threading.Lock()
-        self._kept: OrderedDict[Constraint, CompiledGrammar] = OrderedDict()
         self._num_pending = 0
         # Begun at once: a large vocabulary takes a second.
-        self._tokenizer = self._thread.submit(load_tokenizer, tokenizer, vocabulary_size, eos_token_ids)
+        self._tokenizer = self._threads.submit(load_tokenizer, tokenizer, vocabulary_size, eos_token_ids)
 
     def begin(self, constraint: Constraint) -> CompiledGrammar:
-        """Begin to compile a constraint, or return it where it is kept.
+        """Begin to compile a constraint for a request.
 
         Raises:
-            Overloaded: 64 wait already.
+            Overloaded: 256 wait already.
         """
         with self._lock:
-            if (known := self._kept.get(constraint)) is not None:
-                self._kept.move_to_end(constraint)
-                return known
             if self._num_pending >= _MAX_PENDING:
                 raise Overloaded(f"{self._num_pending} constraints wait to be compiled, the limit")
             self._num_pending += 1
-            grammar = self._kept[constraint] = CompiledGrammar(self._thread.submit(self._compiled, constraint))
-            self._drop_oldest()
-        return grammar
+        future = self._threads.submit(lambda: compiled(constraint, self._tokenizer.result()))
+        future.add_done_callback(self._end)
+        return CompiledGrammar(future)
 
     def close(self) -> None:
-        """End the thread: what is running finishes, what waits does not begin."""
-        self._thread.shutdown(wait=False, cancel_futures=True)
+        """End the threads: what is running finishes, what waits does not begin."""
+        self._threads.shutdown(wait=False, cancel_futures=True)
 
-    def _compiled(self, constraint: Constraint) -> LLMatcher:
-        try:
-            return compiled(constraint, self._tokenizer.result())
-        finally:
-            with self._lock:
-                self._num_pending -= 1
-
-    def _drop_oldest(self) -> None:
-        while len(self._kept) > 1 and (
-            len(self._kept) > _MAX_KEPT or sum(item.num_bytes for item in self._kept) > _MAX_KEPT_BYTES
-        ):
-            self._kept.popitem(last=False)
+    def _end(self, future: "Future[LLMatcher]") -> None:
+        with self._lock:
+            self._num_pending -= 1
 
 
 def load_tokenizer(definition: str, vocabulary_size: int, eos_token_ids: Sequence[int]) -> LLTokenizer:
@@ -129,7 +131,8 @@ def load_tokenizer(definition: str, vocabulary_size: int, eos_token_ids: Sequenc
             json.dumps(content), n_vocab=vocabulary_size, eos_token=list(eos_token_ids) if eos_token_ids else None
         )
     except ValueError as error:
-        raise InvalidArgument(f"the model's tokenizer cannot be used for constraints: {error}", FIELD) from error
+        problem = f"the model's tokenizer cannot be used for constraints: {one_line(str(error))}"
+        raise InvalidArgument(problem, FIELD) from error
 
 
 def compiled(constraint: Constraint, tokenizer: LLTokenizer) -> LLMatcher:

@@ -97,12 +97,18 @@ def node_masks(items: Sequence[MatchedTree], vocabulary_size: int) -> list[NodeM
     return [NodeMasks(words[found]) for found in rows]
 
 
-def allowed_tree(tree: ProposalTree, masks: NodeMasks, *, keeps_drafted: bool) -> tuple[ProposalTree, list[int]]:
+def allowed_tree(
+    tree: ProposalTree, masks: NodeMasks, ends: Collection[int] = (), *, keeps_drafted: bool
+) -> tuple[ProposalTree, list[int]]:
     """Return a tree without the nodes that are not allowed, nor what follows them, and the numbers of those kept.
+
+    Nothing is kept below a node that nothing may follow, or that ends the output: whether such a node is accepted must
+    not depend on what was drafted below it.
 
     Args:
         tree: the proposal.
         masks: after its nodes.
+        ends: tokens that end an output.
         keeps_drafted: whether drafted nodes are kept, without what follows them. Under `rejection` a drafted token that
             the target never outputs is rejected, and its distribution counts: it must not be left out for its value.
     """
@@ -110,17 +116,16 @@ def allowed_tree(tree: ProposalTree, masks: NodeMasks, *, keeps_drafted: bool) -
     if not nodes:
         return tree, []
     allowed = masks.allows([node.parent for node in nodes], [node.token_id for node in nodes])
-    if all(allowed):
+    goes_on = masks.allow_any()
+    for number, node in enumerate(nodes, start=1):
+        goes_on[number] = goes_on[number] and allowed[number - 1] and node.token_id not in ends
+    if all(is_allowed and goes_on[node.parent] for is_allowed, node in zip(allowed, nodes, strict=True)):
         return tree, list(range(1, 1 + len(nodes)))
     kept, numbers = ProposalTree(), {ROOT: ROOT}
-    ends: set[int] = set()
     for number, (node, is_allowed) in enumerate(zip(nodes, allowed, strict=True), start=1):
         stays = is_allowed or (keeps_drafted and node.draft_distribution is not None)
-        if not stays or node.parent not in numbers or node.parent in ends:
-            continue
-        numbers[number] = kept.append(replace(node, parent=numbers[node.parent]))
-        if not is_allowed:
-            ends.add(number)
+        if stays and node.parent in numbers and goes_on[node.parent]:
+            numbers[number] = kept.append(replace(node, parent=numbers[node.parent]))
     return kept, [number for number in numbers if number != ROOT]
 
 

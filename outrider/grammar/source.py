@@ -4,6 +4,7 @@ import json
 import re
 from collections.abc import Sequence
 from functools import lru_cache
+from itertools import pairwise
 from typing import Any, Final
 
 from llguidance import LLMatcher, LLTokenizer
@@ -75,9 +76,15 @@ def _inner(constraint: Constraint, tokenizer: LLTokenizer) -> str:
             # As one lexeme: as alternatives of the grammar each would be parsed beside all others.
             return "start: CHOICE\nCHOICE: " + " | ".join(_quoted(text) for text in constraint.choice)
         case "grammar":
-            return constraint.grammar or ""
+            return _lark(constraint.grammar or "")
     assert constraint.structural_tags is not None
     return _tagged(constraint.structural_tags, constraint, tokenizer)
+
+
+def _lark(grammar: str) -> str:
+    if grammar.lstrip().startswith("{"):
+        raise InvalidArgument("grammar is JSON, must be in llguidance's dialect of Lark", FIELD)
+    return grammar
 
 
 def _json(schema: str, constraint: Constraint) -> str:
@@ -112,7 +119,17 @@ def _as_part(grammar: str) -> dict[str, Any]:
     return {"lark_grammar": grammar}
 
 
+def _check_triggers(tags: StructuralTags) -> None:
+    """Raise `InvalidArgument` where a trigger begins another: what follows the shorter one could never be the other."""
+    triggers = sorted({tag.trigger or tag.begin for tag in tags.tags})
+    for one, other in pairwise(triggers):
+        if other.startswith(one):
+            raise InvalidArgument(f"structural_tags has the trigger {one!r}, with which {other!r} begins", FIELD)
+
+
 def _tagged(tags: StructuralTags, constraint: Constraint, tokenizer: LLTokenizer) -> str:
+    if not tags.at_least_one:
+        _check_triggers(tags)
     names = [f"tag_{number}" for number in range(len(tags.tags))]
     either = f"({' | '.join(names)})"
     if tags.at_least_one:

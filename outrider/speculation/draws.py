@@ -14,7 +14,6 @@ from torch import Tensor
 from outrider import native
 from outrider.speculation.randomness import Counter, Key, Purpose, Words, token_exponential, vocabulary_exponential
 from outrider.speculation.sampling import (
-    NoPossibleToken,
     SamplingMetadata,
     Truncation,
     changed_logits,
@@ -49,26 +48,24 @@ class Draw:
     position: int
 
 
-def target_draws(logits: Tensor, draws: Sequence[Draw]) -> list[int]:
-    """Return the token id of each draw, with one copy from device to host.
+def target_draws(logits: Tensor, draws: Sequence[Draw]) -> list[int | None]:
+    """Return the token id of each draw, with one copy from device to host; None where no token is possible.
+
+    That is where the largest logit of a row, after all that changes the logits, is not finite, or one is NaN.
 
     Args:
         logits: raw logits [N, V], any floating dtype; not changed.
         draws: any number, of rows in [0, N), in any order.
-
-    Raises:
-        NoPossibleToken: the largest logit of a row is not finite, or a logit is NaN.
     """
     if not draws:
         return []
     chunks = list(_chunks(draws, logits.shape[-1]))
     drawn = torch.cat([_drawn(logits, [draws[index] for index in chunk]) for chunk in chunks], dim=1)
-    token_ids, are_finite = drawn.cpu()
-    if not are_finite.all():
-        raise NoPossibleToken("the largest logit of a row is not finite, must be")
     order = torch.tensor([index for chunk in chunks for index in chunk])
-    in_order: list[int] = torch.empty_like(token_ids).index_copy_(0, order, token_ids).tolist()
-    return in_order
+    host = drawn.cpu()
+    token_ids, are_finite = torch.empty_like(host).index_copy_(1, order, host).tolist()
+    pairs = zip(token_ids, are_finite, strict=True)
+    return [token_id if is_finite else None for token_id, is_finite in pairs]
 
 
 def _chunks(draws: Sequence[Draw], vocabulary_size: int) -> Iterator[list[int]]:

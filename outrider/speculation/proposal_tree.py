@@ -103,13 +103,13 @@ class Lookahead:
         self.num_numbered = number
         return number
 
-    def follow(self, token_ids: Sequence[int]) -> None:
-        """Move the root along the tokens that were appended to the text."""
+    def follow(self, token_ids: Sequence[int], *, observes: bool = True) -> None:
+        """Move the root along the tokens that were appended to the text; `observes` where the rates learn from them."""
         for token_id in token_ids:
             if self._ahead:
                 self._ahead.append(token_id)
             else:
-                self._step(token_id)
+                self._step(token_id, observes=observes)
 
     def has_path(self, token_ids: Sequence[int]) -> bool:
         """Return whether the tree has a path of these token ids below the root."""
@@ -213,11 +213,12 @@ class Lookahead:
             self._ahead.popleft()
             self.root, self._live = number, {number: item}
 
-    def _step(self, token_id: int) -> None:
+    def _step(self, token_id: int, *, observes: bool) -> None:
         root = self._live[self.root]
         child = root.children.get(token_id)
         matched = None if child is None else self._live[child].rank
-        self._rates.observe(root.depth + 1, root.num_children, matched)
+        if observes:
+            self._rates.observe(root.depth + 1, root.num_children, matched)
         if child is None:
             self._ahead.append(token_id)
             root.children = {}

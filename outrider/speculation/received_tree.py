@@ -79,9 +79,9 @@ class ReceivedTree:
         if part.complete:
             self.complete_len = part.known_len
 
-    def follow(self, token_ids: Sequence[int]) -> None:
-        """Move the root along the tokens that a round output."""
-        self._lookahead.follow(token_ids)
+    def follow(self, token_ids: Sequence[int], *, observes: bool = True) -> None:
+        """Move the root along the tokens that a round output; `observes` where the rates learn from them."""
+        self._lookahead.follow(token_ids, observes=observes)
 
     def candidates(self, max_depth: int) -> Iterator[Candidate]:
         """Yield the nodes that may be verified, up to a depth, with their values, best first."""

@@ -182,6 +182,8 @@ class Synthesis:
             for row, text in enumerate(active)
         ]
         for text, token_id in zip(active, target_draws(torch.stack(logits), draws), strict=True):
+            if token_id is None:
+                raise ModelUnsupported("the model's logits are not finite")
             text.cache.keep(())
             text.token_ids.append(token_id)
             text.done = token_id in stops or len(text.token_ids) - text.start >= text.max_new

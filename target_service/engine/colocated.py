@@ -5,6 +5,7 @@ network lies between the two models, and neither runs while the other does. A he
 they are.
 """
 
+import contextlib
 import time
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
@@ -15,7 +16,8 @@ import torch
 
 from outrider.drafters.drafter import Drafter, DraftTerms, OpenProposal
 from outrider.drafters.stepping import SentProposal, Stepper
-from outrider.errors import ModelMismatch, ModelUnsupported, OutriderError, TokenizerMismatch
+from outrider.errors import ModelMismatch, ModelUnsupported, OutriderError, Overloaded, TokenizerMismatch
+from outrider.grammar.compiler import CompiledGrammar
 from outrider.lm.model import FeatureSource, LanguageModel
 from outrider.serving.unexpected import UnexpectedErrors
 from outrider.tokens import Base, FeatureSpan
@@ -68,6 +70,7 @@ class ColocatedDraft:
         self._drafter = drafter
         self._features = features
         self._draftings: dict[int, _Drafting] = {}
+        self._grammars: dict[int, CompiledGrammar] = {}
         self._gone: set[str] = set()
         self._stepper = Stepper(drafter)
         self._unexpected = UnexpectedErrors()
@@ -124,10 +127,13 @@ class ColocatedDraft:
         self._draftings.pop(request.number, None)
 
     def _end_others(self, requests: Collection[Request]) -> None:
-        """Drop the proposals of requests that are closed, and the sessions to forget that none runs on."""
+        """Drop proposals and grammars of requests that are closed, and the sessions to forget that none runs on."""
         if self._draftings:
             for number in self._draftings.keys() - {request.number for request in requests}:
                 self._drafter.end(self._draftings.pop(number).sent.proposal)
+        if self._grammars:
+            for number in self._grammars.keys() - {request.number for request in requests}:
+                self._grammars.pop(number).drop()
         if self._gone:
             for session_id in self._gone - {request.resident.session_id for request in requests}:
                 self._gone.discard(session_id)
@@ -202,8 +208,19 @@ class ColocatedDraft:
             request.cache_salt,
             request.speculation.terms.p_min,
             request.prediction,
-            None if request.constraint is None else request.constraint.grammar,
+            self._grammar(request),
         )
+
+    def _grammar(self, request: Request) -> CompiledGrammar | None:
+        """Return the grammar of a request for the draft: its own, so that no proposal decides about the request's."""
+        constraint, compiler = request.parameters.constraint, self._drafter.compiler
+        if constraint is None or compiler is None:
+            return None
+        known = self._grammars.get(request.number)
+        if known is None:
+            with contextlib.suppress(Overloaded):
+                known = self._grammars[request.number] = compiler.begin(constraint)
+        return known
 
 
 def check_colocated(drafter: Drafter, model: LanguageModel) -> None:

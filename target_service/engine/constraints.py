@@ -15,7 +15,6 @@ from torch import Tensor
 from outrider.errors import ConstraintFailed, InvalidArgument
 from outrider.grammar.compiler import CompiledGrammar, GrammarCompiler
 from outrider.grammar.masks import MatchedTree, NodeMasks, allowed_tree, node_masks
-from outrider.grammar.matcher import OutputMatcher
 from outrider.parameters import AcceptanceRule, SamplingParameters
 from outrider.tokens import ROOT, NodeKind, ProposalNode, ProposalTree
 
@@ -76,7 +75,7 @@ class RequestConstraint:
         self._request = request
         self._eos_token_ids = eos_token_ids
         self._started = time.monotonic()
-        self._matcher: OutputMatcher | None = None
+        self._has_followed = False
         self._base: NodeMasks | None = None
         self.forced: list[int] = []
 
@@ -88,7 +87,7 @@ class RequestConstraint:
     @property
     def has_followed(self) -> bool:
         """Whether it has come to the request's output."""
-        return self._matcher is not None
+        return self._has_followed
 
     @property
     def compile_until(self) -> float:
@@ -103,21 +102,18 @@ class RequestConstraint:
         """
         if not self.is_ready:
             return
-        if self._matcher is None:
-            self._matcher = OutputMatcher(self.grammar.matcher)
-        self._matcher.follow(self._request.output)
-        self._base = None
-        self.forced = self._matcher.forced(_MAX_FORCED)
+        self.grammar.matcher.follow(self._request.output)
+        self._has_followed, self._base = True, None
+        self.forced = self.grammar.matcher.forced(_MAX_FORCED)
 
     def matched(self, tree: ProposalTree) -> MatchedTree:
         """Return a proposal of the request below its output."""
-        assert self._matcher is not None
-        return MatchedTree(self._matcher, tree)
+        return MatchedTree(self.grammar.matcher, tree)
 
     def round(self, tree: ProposalTree, masks: NodeMasks) -> tuple[ProposalTree, RoundMasks]:
         """Return the allowed part of a proposal, and its masks."""
         keeps_drafted = self._request.rule is AcceptanceRule.REJECTION
-        kept, numbers = allowed_tree(tree, masks, keeps_drafted=keeps_drafted)
+        kept, numbers = allowed_tree(tree, masks, self._request.stop_token_ids, keeps_drafted=keeps_drafted)
         masks = masks if len(kept) == len(tree) else masks.only(numbers)
         return kept, self._classified(kept, masks)
 
@@ -173,17 +169,19 @@ class Constraints:
         self._vocabulary_size = vocabulary_size
         self._eos_token_ids = eos_token_ids
 
-    def begin(self, request: MaskedRequest, on_ready: Callable[[], object]) -> None:
-        """Begin to compile a request's constraint, if it has one; `on_ready` is called in any thread.
+    def begin(self, parameters: SamplingParameters) -> CompiledGrammar | None:
+        """Begin to compile the constraint of a request that is about to be opened; None without one.
 
         Raises:
             InvalidArgument: the model has no tokenizer, or no end-of-text token.
             Overloaded: too many constraints wait to be compiled.
         """
-        constraint = request.parameters.constraint
-        if constraint is None:
+        return None if parameters.constraint is None else self._require().begin(parameters.constraint)
+
+    def attach(self, request: MaskedRequest, grammar: CompiledGrammar | None, on_ready: Callable[[], object]) -> None:
+        """Give a request its grammar, if it has one; `on_ready` is called, in any thread, once it is compiled."""
+        if grammar is None:
             return
-        grammar = self._require().begin(constraint)
         request.constraint = RequestConstraint(grammar, request, self._eos_token_ids)
         if not grammar.is_ready:
             grammar.on_ready(on_ready)

@@ -37,12 +37,11 @@ class Request(OpenRequest[KVCache]):
         """Tokens of this request's output so far."""
         return self.resident.token_ids[self.prompt_len :]
 
-    @property
-    def forced(self) -> Sequence[int]:
-        """Tokens that a round proposes because the constraint forces them."""
+    def forced(self, most: int) -> Sequence[int]:
+        """Return the tokens, at most so many, that a round proposes because the constraint forces them."""
         if self.constraint is None or not self.speculation.terms.forced_tokens:
             return ()
-        return self.constraint.forced[: max(0, self.room - 1)]
+        return self.constraint.forced[: max(0, min(most, self.room - 1))]
 
     def begin_round(self, now: float) -> None:
         """Begin a round, as all requests do; the constraint follows the output first.
@@ -50,9 +49,9 @@ class Request(OpenRequest[KVCache]):
         Raises:
             OutriderError: see `RequestConstraint.follow`.
         """
-        if self.constraint is not None and not self.finished:
+        if self.constraint is not None and self.has_start and not self.finished:
             self.constraint.follow()
-            self.speculation.num_forced = len(self.forced)
+            self.speculation.num_forced = len(self.constraint.forced) if self.speculation.terms.forced_tokens else 0
         OpenRequest.begin_round(self, now)
 
     @property

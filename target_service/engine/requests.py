@@ -105,7 +105,9 @@ class Requests:
         self._constraints.check(command.parameters)
 
     def open(self, command: Open) -> Request:
-        """Begin a request, and post `Opened`."""
+        """Begin a request, and post `Opened`; raise `Overloaded` where too many constraints wait to be compiled."""
+        # First, since it may be refused.
+        grammar = self._constraints.begin(command.parameters)
         if command.feature_layers:
             # Before the cache is made, so that nothing is run twice. Wrong layers are refused once they are requested.
             with contextlib.suppress(ModelUnsupported):
@@ -143,7 +145,7 @@ class Requests:
                 attributes={"outrider.request_id": command.request_id, "outrider.cached_len": cached_len},
             ),
         )
-        self._constraints.begin(request, functools.partial(self._on_compiled, request))
+        self._constraints.attach(request, grammar, functools.partial(self._on_compiled, request))
         self._requests[request.number] = request
         command.handle.stream.post(Opened(command.handle.number, cached_len, self._is_plain))
         return request
@@ -227,6 +229,8 @@ class Requests:
     def close(self, request: Request, committed_len: int | None, error: str = "") -> None:
         """Close a request, and keep its session for the next one; see `TargetEngine`."""
         self._requests.pop(request.number, None)
+        if request.constraint is not None:
+            request.constraint.grammar.drop()
         request.end(error)
         resident = request.resident
         try:

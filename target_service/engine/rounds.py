@@ -44,6 +44,13 @@ class Round(NamedTuple):
         if self.masks is not None and number in self.masks.dead:
             raise ConstraintFailed("no token that the constraint allows can follow the output")
 
+    def no_token(self, logits: torch.Tensor, number: int) -> Exception:
+        """Return why there is no token after a node: the constraint leaves none, or the model's logits are none."""
+        row = logits[self.first_row + number]
+        if self.masks is not None and bool(row.max().isfinite()) and not bool(row.isnan().any()):
+            return ConstraintFailed("the model finds no token possible that the constraint allows")
+        return NoPossibleToken("the largest logit of a row is not finite, must be")
+
 
 def decide_all(rounds: Sequence[Round], logits: torch.Tensor, max_len: int) -> list[RoundResult]:
     """Judge the proposals of all sessions of a pass; each result is the same whichever sessions are beside it.
@@ -54,15 +61,10 @@ def decide_all(rounds: Sequence[Round], logits: torch.Tensor, max_len: int) -> l
         max_len: longest session, in tokens.
 
     Raises:
-        ConstraintFailed: no token that a constraint allows is possible, or the model's logits are none.
-        NoPossibleToken: the same, of several sessions together, or without a constraint.
+        ConstraintFailed: of one of the sessions, no token that its constraint allows is possible.
+        NoPossibleToken: the logits of one of the sessions are none.
     """
-    try:
-        outcomes = _outcomes(rounds, logits)
-    except NoPossibleToken as error:
-        if len(rounds) > 1 or rounds[0].masks is None:
-            raise
-        raise ConstraintFailed("the model finds no token possible that the constraint allows") from error
+    outcomes = _outcomes(rounds, logits)
     cuts = [_cut(item.request, outcome.token_ids, max_len) for item, outcome in zip(rounds, outcomes, strict=True)]
     logprobs = _logprobs(rounds, outcomes, [num for num, _ in cuts], logits)
     return [_result(*parts) for parts in zip(rounds, outcomes, cuts, logprobs, strict=True)]
@@ -89,7 +91,7 @@ def _outcomes(rounds: Sequence[Round], logits: torch.Tensor) -> list[Outcome]:
     coupled = [item for item in rounds if item.request.rule is AcceptanceRule.COUPLED]
     draws = iter(target_draws(logits, [draw for item in coupled for draw in _draws(item)]))
     return [
-        _follow(item, draws) if item.request.rule is AcceptanceRule.COUPLED else _reject(item, logits)
+        _follow(item, draws, logits) if item.request.rule is AcceptanceRule.COUPLED else _reject(item, logits)
         for item in rounds
     ]
 
@@ -102,13 +104,16 @@ def _draws(item: Round) -> Iterator[Draw]:
         yield Draw(item.first_row + number, terms, key, base_len + item.tree.depth(number))
 
 
-def _follow(item: Round, draws: Iterator[int]) -> Outcome:
-    """Verify a tree by the next 1 + len(tree) draws."""
+def _follow(item: Round, draws: Iterator[int | None], logits: torch.Tensor) -> Outcome:
+    """Verify a tree by the next 1 + len(tree) draws; what is not reached may have none."""
     own = [next(draws) for _ in range(1 + len(item.tree))]
 
     def draw(number: int) -> int:
         item.check_reached(number)
-        return own[number]
+        token_id = own[number]
+        if token_id is None:
+            raise item.no_token(logits, number)
+        return token_id
 
     return follow_draws(item.tree, draw)
 
@@ -142,7 +147,10 @@ class _TargetDistribution:
     def __call__(self, number: int) -> torch.Tensor:
         self.item.check_reached(number)
         row = self.logits[self.item.first_row + number]
-        return target_distribution(row, self.item.metadata(number, self.histories[number]))
+        try:
+            return target_distribution(row, self.item.metadata(number, self.histories[number]))
+        except NoPossibleToken as error:
+            raise self.item.no_token(self.logits, number) from error
 
 
 def _cut(request: Request, token_ids: tuple[int, ...], max_len: int) -> tuple[int, FinishReason | None]:

@@ -148,8 +148,12 @@ class Scheduler:
         offers = [request.speculation.offer(request.room) for request in rounds]
         # Nodes that must be verified come before those that may be, as far as there are rows; tokens that a constraint
         # forces come before both.
-        forced = [request.forced for request in rounds]
-        room = max(0, self._max_rows - len(rounds) - sum(map(len, forced)))
+        room = self._max_rows - len(rounds)
+        forced = []
+        for request in rounds:
+            forced.append(request.forced(room))
+            room -= len(forced[-1])
+            request.speculation.num_forced = len(forced[-1])
         musts = []
         for must, _ in offers:
             musts.append(must[:room])

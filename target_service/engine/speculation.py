@@ -237,7 +237,8 @@ class Speculation:
 
     def advance(self, token_ids: Sequence[int]) -> bool:
         """Follow the output of a round; return whether all of it was among the nodes that had arrived."""
-        self._received.follow(token_ids)
+        # What is forced shows nothing about the draft.
+        self._received.follow(token_ids, observes=not self.num_forced)
         return self._received.is_caught_up
 
     def observe(self, num_accepted: int, depth: int, num_nodes: int, wait_s: float, rest_s: float) -> None:

@@ -59,9 +59,8 @@ def structured_outputs(constraint: Constraint) -> dict[str, Any]:
             return {"choice": list(constraint.choice)}
         case "structural_tags":
             assert constraint.structural_tags is not None
-            return {
-                "structural_tag": json.dumps({"type": "structural_tag", "format": _tags(constraint.structural_tags)})
-            }
+            tags = {"type": "structural_tag", "format": _tags(constraint.structural_tags)}
+            return {"structural_tag": json.dumps(tags), **options}
     return {constraint.kind: getattr(constraint, constraint.kind)}
 
 

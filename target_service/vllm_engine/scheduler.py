@@ -95,6 +95,7 @@ class TargetScheduler(DraftingScheduler):
         self.prev_step_scheduled_req_ids.discard(request.request_id)
         request.append_output_token_ids(list(token_ids))
         structured = request.structured_output_request
-        if structured is not None and structured.grammar is not None:
-            structured.grammar.accept_tokens(request.request_id, list(token_ids))
+        grammar = None if structured is None else structured.grammar
+        if grammar is not None and not grammar.accept_tokens(request.request_id, list(token_ids)):
+            raise ValueError("vLLM's matcher does not accept the output so far")
         self.source.resumed[request.request_id] = token_ids

@@ -1,5 +1,7 @@
 """A draft proposes only what the session's constraint allows, once that is compiled."""
 
+import asyncio
+import threading
 from collections.abc import Iterator
 from concurrent.futures import Future
 from dataclasses import replace
@@ -39,7 +41,7 @@ def constrained(
 ) -> OpenProposal:
     """Return a proposal after a prompt of one token, with a constraint that is compiled."""
     grammar = compiler.begin(Constraint(regex=regex))
-    grammar.matcher()
+    assert grammar.matcher is grammar.matcher
     return OpenProposal("s", text, replace(terms(SamplingParameters(seed=3), rule), grammar=grammar), 4)
 
 
@@ -56,7 +58,11 @@ def test_all_is_allowed_without_a_grammar_or_before_it_is_compiled(compiler: Gra
     free.terms = replace(free.terms, grammar=CompiledGrammar(never))
     assert AllowedTokens(free, VOCABULARY_SIZE).after([()]) == [None]
     wrong = compiler.begin(Constraint(regex="a("))
-    assert wrong.is_ready or wrong.error is None
+    ready = threading.Event()
+    wrong.on_ready(ready.set)
+    assert ready.wait(20)
+    free.terms = replace(free.terms, grammar=wrong)
+    assert AllowedTokens(free, VOCABULARY_SIZE).after([()]) == [None]
     off = constrained(compiler, "a", text=(1, X))
     allowed = AllowedTokens(off, VOCABULARY_SIZE)
     assert [allowed.after([()]) for _ in range(2)] == [[None], [None]]
@@ -76,11 +82,15 @@ def test_choices_are_allowed_ones(compiler: GrammarCompiler, rule: AcceptanceRul
         assert sampled is None or set(sampled.token_ids) == token_ids
 
 
+@pytest.mark.parametrize(
+    "given", [{}, {"temperature": 0.0}, {"top_p": 0.8}, {"top_k": 2, "top_p": 0.5}, {"min_p": 0.1}]
+)
 @pytest.mark.parametrize("rule", REPLAYABLE_RULES)
 def test_a_draft_that_cannot_predict_what_is_allowed_ends_the_branch(
-    compiler: GrammarCompiler, rule: AcceptanceRule
+    compiler: GrammarCompiler, rule: AcceptanceRule, given: dict[str, float]
 ) -> None:
     item = constrained(compiler, "ab|xc", rule)
+    item.terms = replace(item.terms, parameters=SamplingParameters(seed=3, **given))
     few = DraftVocabulary(torch.tensor([A, C, EOS]), VOCABULARY_SIZE)
     choices = (
         RankedChoices(item, TreeOptions(), few)
@@ -100,7 +110,7 @@ def test_a_model_drafts_within_the_constraint(rule: AcceptanceRule) -> None:
     drafter = model_drafter()
     assert drafter.compiler is not None
     grammar = drafter.compiler.begin(Constraint(choice=["abcabc"]))
-    grammar.matcher()
+    assert grammar.matcher.forced(1)
     given = replace(terms(SamplingParameters(seed=3), rule), grammar=grammar)
     [drafted] = draft(drafter, proposal((1,), 6, given=given))
     assert drafted == (A, B, C, A, B, C)
@@ -111,12 +121,14 @@ async def test_a_draft_service_compiles_the_constraint_of_a_request() -> None:
     drafter = model_drafter()
     assert drafter.compiler is not None
     constraint = Constraint(choice=["cba"])
-    drafter.compiler.begin(constraint).matcher()
     async with running_draft(drafter) as running:
         client = running.stream()
         parameters = SamplingParameters(seed=5, constraint=constraint)
         handle, opened = await client.open(parameters=parameters, prompt_len=1)
         assert opened.WhichOneof("frame") == "opened"
-        assert await client.drafted(handle, (1,), num=3) == (C, B, A)
+        # Until it is compiled, drafts have no mask.
+        async with asyncio.timeout(20):
+            while await client.drafted(handle, (1,), num=3) != (C, B, A):
+                await asyncio.sleep(0.01)
         await client.call.done_writing()
     drafter.compiler.close()

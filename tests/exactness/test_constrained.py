@@ -10,6 +10,7 @@ from torch import Tensor
 
 from outrider.constraint import Constraint
 from outrider.grammar.compiler import compiled, load_tokenizer
+from outrider.grammar.matcher import OutputMatcher
 from outrider.lm.byte_tokenizer import EOS, VOCABULARY_SIZE, byte_tokenizer
 from outrider.lm.tokenizer import TOKENIZER_NAME
 from outrider.parameters import AcceptanceRule, SamplingParameters
@@ -33,10 +34,10 @@ _GRAMMAR = compiled(Constraint(regex=REGEX), _TOKENIZER)
 class Grammar:
     """A grammar that is compiled already."""
 
-    is_ready, error = True, None
+    is_ready = True
 
-    def matcher(self) -> object:
-        return _GRAMMAR.deep_copy()
+    def __init__(self) -> None:
+        self.matcher = OutputMatcher(_GRAMMAR.deep_copy)
 
 
 def logits_of(seed: int) -> Tensor:

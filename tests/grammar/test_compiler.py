@@ -1,6 +1,7 @@
 """Compiling beside the caller's thread: kept by content, bounded in number and size."""
 
 import json
+import random
 import threading
 
 import pytest
@@ -8,8 +9,7 @@ import pytest
 from outrider.constraint import Constraint
 from outrider.errors import ConstraintFailed, InvalidArgument, Overloaded
 from outrider.grammar import GRAMMAR_LIBRARY
-from outrider.grammar.compiler import GrammarCompiler, load_tokenizer
-from outrider.grammar.matcher import OutputMatcher
+from outrider.grammar.compiler import GrammarCompiler, compiled, load_tokenizer
 from outrider.lm.byte_tokenizer import EOS, VOCABULARY_SIZE
 
 
@@ -18,56 +18,66 @@ def compiler(byte_definition: str) -> GrammarCompiler:
     return GrammarCompiler(byte_definition, VOCABULARY_SIZE, [EOS])
 
 
-def test_a_constraint_is_compiled_once(compiler: GrammarCompiler) -> None:
+def test_a_grammar_is_one_requests_own(compiler: GrammarCompiler) -> None:
     ready = threading.Event()
-    grammar = compiler.begin(Constraint(regex="ab"))
+    grammar, other = compiler.begin(Constraint(regex="ab")), compiler.begin(Constraint(regex="ab"))
     grammar.on_ready(ready.set)
-    assert ready.wait(20) and grammar.is_ready and grammar.error is None
-    assert compiler.begin(Constraint(regex="ab")) is grammar
-    one, other = OutputMatcher(grammar.matcher), OutputMatcher(grammar.matcher)
-    one.follow(list(b"A"[:0]))
-    first = one.forced(1)
-    one.follow(first)
-    assert other.forced(2)[:1] == first and one.forced(1) != first
+    assert ready.wait(20) and grammar.is_ready and grammar.has_begun
+    first = grammar.matcher.forced(1)
+    grammar.matcher.follow(first)
+    assert other.matcher.forced(2)[:1] == first and grammar.matcher.forced(1) != first
+    compiler.close()
+
+
+def test_what_one_request_writes_uses_up_no_states_of_another(embedded_definition: str) -> None:
+    """Copies of a matcher share the states of its lexer, and their bound: here a few outputs would have them all."""
+    compiler = GrammarCompiler(embedded_definition, 49152, [2, 0])
+    tokenizer = load_tokenizer(embedded_definition, 49152, [2, 0])
+    constraint = Constraint(regex="[ab]*a[ab]{18}")
+    draw = random.Random(1)
+    shared = compiled(constraint, tokenizer)
+    texts = ["".join(draw.choice("ab") for _ in range(400)) for _ in range(60)]
+    failed = 0
+    for text in texts:
+        token_ids = tokenizer.tokenize_str(text)
+        copy = shared.deep_copy()
+        failed += not copy.consume_tokens(token_ids)
+        own = compiler.begin(constraint).matcher
+        own.follow(token_ids)
+        own.check()
+    assert failed
     compiler.close()
 
 
 def test_a_wrong_one_says_what_is_wrong(compiler: GrammarCompiler) -> None:
     grammar = compiler.begin(Constraint(regex="a("))
     with pytest.raises(InvalidArgument, match="unclosed group"):
-        grammar.matcher()
-    assert isinstance(grammar.error, InvalidArgument)
+        _ = grammar.matcher
     compiler.close()
 
 
-def test_the_number_that_is_kept_and_that_waits_is_bounded(compiler: GrammarCompiler) -> None:
-    first = compiler.begin(Constraint(regex="first"))
-    first.matcher()
-    for number in range(40):
-        compiler.begin(Constraint(regex=f"a{number}")).matcher()
-    assert compiler.begin(Constraint(regex="first")) is not first
-    hold, held = threading.Event(), threading.Event()
+def test_the_number_that_waits_is_bounded_and_those_that_are_dropped_wait_no_more(compiler: GrammarCompiler) -> None:
+    hold, held = threading.Event(), threading.Semaphore(0)
 
     def block() -> None:
-        held.set()
+        held.release()
         hold.wait(20)
 
-    compiler._thread.submit(block)
-    assert held.wait(20)
-    with pytest.raises(Overloaded, match="64 constraints wait"):
-        for number in range(100):
-            compiler.begin(Constraint(regex=f"b{number}"))
+    for _ in range(2):
+        compiler._threads.submit(block)
+        assert held.acquire(timeout=20)
+    waiting = []
+    with pytest.raises(Overloaded, match="256 constraints wait"):
+        for number in range(300):
+            waiting.append(compiler.begin(Constraint(regex=f"b{number}")))
+    assert not waiting[-1].has_begun
+    for grammar in waiting:
+        grammar.drop()
+    last = compiler.begin(Constraint(regex="a39"))
     hold.set()
-    compiler._thread.submit(int).result(20)
-    compiler.begin(Constraint(regex="a39")).matcher()
-    compiler.close()
-
-
-def test_their_size_is_bounded(compiler: GrammarCompiler) -> None:
-    first = compiler.begin(Constraint(choice=["x"]))
-    for number in range(17):
-        compiler.begin(Constraint(choice=[f"{number}" + "a" * 250_000]))
-    assert compiler.begin(Constraint(choice=["x"])) is not first
+    assert last.matcher.forced(1)
+    with pytest.raises(InvalidArgument, match="cannot be compiled"):
+        _ = waiting[-1].matcher
     compiler.close()
 
 
@@ -76,7 +86,7 @@ def test_a_tokenizer_that_does_not_fit_is_named(byte_definition: str) -> None:
         load_tokenizer(byte_definition, 100, [])
     compiler = GrammarCompiler(byte_definition, 100, [])
     with pytest.raises(InvalidArgument, match="cannot be used for constraints"):
-        compiler.begin(Constraint(regex="a")).matcher()
+        _ = compiler.begin(Constraint(regex="a")).matcher
     compiler.close()
 
 
@@ -84,7 +94,7 @@ def test_ids_beyond_the_tokenizer_are_never_allowed(byte_definition: str) -> Non
     tokenizer = load_tokenizer(byte_definition, 1000, [EOS])
     assert tokenizer.vocab_size == 1000
     compiler = GrammarCompiler(byte_definition, 1000, [EOS])
-    mask = compiler.begin(Constraint(regex="(.|\n)*")).matcher().compute_bitmask()
+    mask = compiler.begin(Constraint(regex="(.|\n)*")).matcher.native.compute_bitmask()
     assert not any(mask[-(-VOCABULARY_SIZE // 8) :])
     compiler.close()
 
@@ -93,7 +103,7 @@ def test_settings_for_training_do_not_matter(byte_definition: str) -> None:
     content = json.loads(byte_definition)
     content["truncation"] = {"direction": "Right", "max_length": 2, "strategy": "LongestFirst", "stride": 0}
     compiler = GrammarCompiler(json.dumps(content), VOCABULARY_SIZE, [EOS])
-    assert len(compiler.begin(Constraint(choice=["abcdef"])).matcher().compute_ff_tokens()) == 6
+    assert len(compiler.begin(Constraint(choice=["abcdef"])).matcher.forced(9)) == 6
     compiler.close()
 
 
@@ -109,7 +119,7 @@ def test_what_exceeds_a_bound_ends_with_an_error(constraint: Constraint, embedde
     compiler = GrammarCompiler(embedded_definition, 49152, [2, 0])
     grammar = compiler.begin(constraint)
     with pytest.raises((InvalidArgument, ConstraintFailed)):
-        matcher = OutputMatcher(grammar.matcher)
+        matcher = grammar.matcher
         output: list[int] = []
         for _ in range(20):
             mask = int.from_bytes(matcher.native.compute_bitmask(), "little")

@@ -159,6 +159,8 @@ def test_only_what_is_allowed_is_kept_of_a_tree(grammars: Grammars, embedded: LL
     kept, numbers = allowed_tree(tree, masks, keeps_drafted=True)
     assert numbers == [1, 3]
     assert [(node.parent, node.token_id) for node in kept.nodes] == [(ROOT, other), (ROOT, yes)]
+    # What ends the output has nothing below it either.
+    assert allowed_tree(tree, masks, [yes], keeps_drafted=True)[1] == [1, 3]
     assert masks.allows([ROOT, ROOT, ROOT], [yes, no, other]) == [True, True, False]
     assert len(masks.only(numbers)) == 3
 

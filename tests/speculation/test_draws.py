@@ -13,7 +13,7 @@ from torch import Tensor
 from outrider.parameters import SamplingParameters
 from outrider.speculation.draws import Draw, target_draws
 from outrider.speculation.randomness import Counter, KeyedSource, Purpose, vocabulary_exponential
-from outrider.speculation.sampling import SamplingMetadata, TokenHistory, target_distribution
+from outrider.speculation.sampling import NoPossibleToken, SamplingMetadata, TokenHistory, target_distribution
 from tests.masks import allowed_by, random_mask
 from tests.oracle import reference_distribution
 from tests.repetition import seeds
@@ -161,11 +161,14 @@ def test_no_draws_give_no_tokens() -> None:
 
 @pytest.mark.parametrize("bad", [[-math.inf, -math.inf], [math.nan, 1.0], [math.inf, 1.0]])
 @pytest.mark.parametrize("values", [{}, {"temperature": 0}, {"top_k": 1}, {"top_p": 0.5}, {"logit_bias": {1: 1.0}}])
-def test_logits_without_a_law_are_refused(bad: list[float], values: dict[str, Any]) -> None:
+def test_logits_without_a_distribution_have_no_token(bad: list[float], values: dict[str, Any]) -> None:
     parameters = SamplingParameters(**values)
     metadata = SamplingMetadata(parameters, TokenHistory((), (), parameters), ())
-    with pytest.raises(ValueError, match="finite"):
-        target_draws(torch.tensor([[0.0, 1.0], bad]), [Draw(row, metadata, (0, 0), 0) for row in range(2)])
+    draws = [Draw(row, metadata, (0, 0), 0) for row in (1, 0)]
+    logits = torch.tensor([[0.0, 1.0], bad])
+    assert target_draws(logits, draws) == [None, target_draws(logits, draws[1:])[0]]
+    with pytest.raises(NoPossibleToken, match="finite"):
+        target_distribution(logits[1], metadata)
 
 
 def test_ties_go_to_the_lowest_id() -> None:

@@ -4,6 +4,7 @@ import asyncio
 import json
 from collections.abc import AsyncIterator
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -110,8 +111,54 @@ async def test_the_queue_and_the_wait_are_bounded(checks: ConstraintChecks, monk
     for task in running:
         task.cancel()
     await asyncio.gather(*running, return_exceptions=True)
-    # What a caller that left was having checked is ended with it.
-    assert all(checker.is_killed for checker in checks.started)
+    # What a caller that left was having checked is ended with it, or was never begun.
+    async with asyncio.timeout(20):
+        while processes_of_this_one():
+            await asyncio.sleep(0.02)
+
+
+def processes_of_this_one() -> list[int]:
+    """Return the processes that this one has started and that run."""
+    return [int(pid) for path in Path("/proc/self/task").glob("*/children") for pid in path.read_text().split()]
+
+
+async def test_a_caller_that_leaves_while_a_process_starts_leaves_none_behind(checks: ConstraintChecks) -> None:
+    async with asyncio.timeout(20):
+        while processes_of_this_one():
+            await asyncio.sleep(0.02)
+    for number in range(3):
+        check = asyncio.create_task(checks.check(Constraint(regex=f"leave{number}"), model()))
+        while not processes_of_this_one():
+            await asyncio.sleep(0.001)
+        check.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await check
+        async with asyncio.timeout(20):
+            while processes_of_this_one():
+                await asyncio.sleep(0.02)
+    await checks.check(Constraint(regex="stay"), model())
+
+
+async def test_callers_with_the_same_constraint_share_a_check(checks: ConstraintChecks) -> None:
+    """A burst of the same requests, as after a restart; some of the callers leave."""
+    burst = [asyncio.create_task(checks.check(Constraint(regex="burst"), model())) for _ in range(200)]
+    await asyncio.sleep(0)
+    for caller in burst[::3]:
+        caller.cancel()
+    found = await asyncio.gather(*burst, return_exceptions=True)
+    assert all(isinstance(item, asyncio.CancelledError) for item in found[::3])
+    assert [item for place, item in enumerate(found) if place % 3] == [None] * sum(
+        place % 3 > 0 for place in range(200)
+    )
+    assert len(checks.started) == 1
+
+
+async def test_a_tokenizer_that_llguidance_cannot_use_is_named(checks: ConstraintChecks) -> None:
+    unfit = replace(model("unfit"), vocabulary_size=9)
+    for _ in range(2):
+        with pytest.raises(InvalidArgument, match="tokenizer cannot be used for constraints"):
+            await checks.check(Constraint(regex="a"), unfit)
+    assert not checks.started
 
 
 def constrained(constraint: Constraint, **more: object) -> pb.GenerateRequest:
