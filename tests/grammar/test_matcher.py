@@ -74,7 +74,7 @@ def grammars(embedded: LLTokenizer) -> Grammars:
     return Grammars(embedded)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(number=st.integers(0, len(CONSTRAINTS) - 1), seed=st.integers(0, 2**32))
 def test_after_any_way_the_mask_is_a_fresh_matchers(grammars: Grammars, number: int, seed: int) -> None:
     """Go on, back, to another branch, over copies and masks of trees: the mask depends on the output only."""

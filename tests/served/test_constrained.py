@@ -37,7 +37,7 @@ from tests.served.fit import SIGNIFICANCE, p_value
 from tests.served.stacks import until_all_in_rotation
 
 TARGET = "markov:text=1,seed=5,scale=2"
-NUM_SAMPLES = 600
+NUM_SAMPLES = 400
 PLAIN = Speculation(disabled=True)
 ALWAYS = {"OUTRIDER_ADAPTIVE_SPECULATION": "false"}
 PATIENT = {"OUTRIDER_DRAFT_MAX_WAIT_S": "5"}
@@ -115,7 +115,7 @@ async def test_an_object_goes_on_where_its_target_was_killed(rule: AcceptanceRul
         "properties": {**PERSON["properties"], "name": {"type": "string", "minLength": 40, "maxLength": 60}},
     }
     parameters = SamplingParameters(seed=11, max_tokens=200, constraint=Constraint(json_schema=json.dumps(schema)))
-    options = replace(text_stack(num_targets=2), model=f"{TARGET},step_s=0.02")
+    options = replace(text_stack(num_targets=2), model=f"{TARGET},step_s=0.01")
     async with LocalStack(options) as stack, stack.client() as client:
         await until_all_in_rotation(stack)
         speculation = Speculation(acceptance_rule=rule)
@@ -207,7 +207,7 @@ STACKS = {
 @pytest.mark.parametrize(
     ("model", "num"),
     [
-        ("tiny", 24),
+        ("tiny", 12),
         pytest.param("tiny", 500, marks=pytest.mark.slow),
         pytest.param("embedded", 500, marks=[pytest.mark.slow, pytest.mark.embedded, pytest.mark.timeout(7200)]),
     ],

@@ -147,7 +147,7 @@ async def test_another_target_goes_on_within_the_constraint(rule: AcceptanceRule
     parameters = SamplingParameters(seed=8, max_tokens=40, constraint=Constraint(regex=REGEX))
     async with target(MODEL) as (_, caller):
         plain, _ = await constrained(caller, 1, parameters, rule=rule)
-    for num in range(1, len(plain)):
+    for num in {1, len(plain) // 2, len(plain) - 1}:
         async with target(MODEL) as (_, caller):
             prompt = [*PROMPT, *plain[:num]]
             output, _ = await constrained(caller, 1, parameters, rule=rule, prompt=prompt, prompt_len=len(PROMPT))
