@@ -67,7 +67,8 @@ class Lookahead:
         self.root = ROOT
         self._rates = AcceptanceRates() if rates is None else rates
         self._live = {ROOT: _Live(None, 0, 0)}
-        self._ahead: deque[int] = deque()
+        # Tokens of the text beyond the root, each with whether the rates learn from it.
+        self._ahead: deque[tuple[int, bool]] = deque()
 
     def __len__(self) -> int:
         """Return the number of live nodes below the root."""
@@ -107,7 +108,7 @@ class Lookahead:
         """Move the root along the tokens that were appended to the text; `observes` where the rates learn from them."""
         for token_id in token_ids:
             if self._ahead:
-                self._ahead.append(token_id)
+                self._ahead.append((token_id, observes))
             else:
                 self._step(token_id, observes=observes)
 
@@ -207,8 +208,10 @@ class Lookahead:
             parent.children[node.token_id] = number
             self._live[number] = item
             return
-        matches = node.token_id == self._ahead[0]
-        self._rates.observe_one(item.depth, item.rank, matches)
+        token_id, observes = self._ahead[0]
+        matches = node.token_id == token_id
+        if observes:
+            self._rates.observe_one(item.depth, item.rank, matches)
         if matches:
             self._ahead.popleft()
             self.root, self._live = number, {number: item}
@@ -220,7 +223,7 @@ class Lookahead:
         if observes:
             self._rates.observe(root.depth + 1, root.num_children, matched)
         if child is None:
-            self._ahead.append(token_id)
+            self._ahead.append((token_id, observes))
             root.children = {}
             self._live = {self.root: root}
         else:

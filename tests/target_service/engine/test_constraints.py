@@ -298,7 +298,8 @@ async def test_forced_tokens_keep_within_the_rows_of_a_pass(monkeypatch: pytest.
         )
         found = await asyncio.gather(*(constrained(caller, n, parameters, forced_tokens=True) for n in range(1, 7)))
         assert {text_of(output[:-1]) for output, _ in found} == {"abcdefghijklmnopqrstuvwxyz"}
-        assert 10 < max(num_rows) <= 20
+        # A prompt has four rows whatever else there is.
+        assert 10 < max(num_rows) <= 24
 
 
 async def test_nothing_is_learnt_about_drafts_from_forced_tokens() -> None:
