@@ -41,6 +41,11 @@ class ReceivedTree:
         """Tokens of the text that follow the length under which the tree was rooted, along its nodes."""
         return self._lookahead.root_depth
 
+    @property
+    def root_len(self) -> int:
+        """Length under which the tree was rooted."""
+        return self._lookahead.base_len
+
     def restart(self, length: int) -> None:
         """Drop all nodes; new ones continue a text of this length, or follow from an earlier one."""
         self._lookahead = Lookahead(length, self._rates)
@@ -60,10 +65,17 @@ class ReceivedTree:
             return rooted_len >= self._lookahead.base_len
         return rooted_len == self._lookahead.base_len and part.first_node == self._lookahead.num_numbered + 1
 
-    def replace(self, rooted_len: int, token_ids: Sequence[int]) -> None:
-        """Begin a new tree under a committed length, and follow the tokens after it."""
+    def replace(self, rooted_len: int, token_ids: Sequence[int], num_unobserved: int = 0) -> None:
+        """Begin a new tree under a committed length, and follow the tokens after it.
+
+        Args:
+            rooted_len: that length.
+            token_ids: after it.
+            num_unobserved: of these, the first, from which the rates do not learn.
+        """
         self._lookahead = Lookahead(rooted_len, self._rates)
-        self._lookahead.follow(token_ids)
+        self._lookahead.follow(token_ids[:num_unobserved], observes=False)
+        self._lookahead.follow(token_ids[num_unobserved:])
 
     def add(self, part: ProposalPart) -> None:
         """Add the nodes of a part that fits.

@@ -44,7 +44,7 @@ def conclude(request: OpenRequest[Any], result: RoundResult, times: RoundTimes, 
         rest_s = speculation.lasted_s(now) - times.wait_s - times.queue_s - times.model_s
         speculation.observe(result.num_accepted, result.num_draft_tokens, result.num_nodes, times.wait_s, rest_s)
     expected_s = times.expected_s + (speculation.expected_wait_s if times.expected_s else 0.0)
-    hit = speculation.advance(result.token_ids)
+    hit = speculation.advance(result.token_ids, len(resident.token_ids))
     request.begin_round(now)
     speculation.record_verdict(len(resident.token_ids), now)
     metrics = RoundMetrics(

@@ -40,7 +40,7 @@ class Speculation:
         self, terms: SpeculationTerms, rule: AcceptanceRule, statistics: WorkerStatistics, *, adapts: bool
     ) -> None:
         self.terms = terms
-        self.num_proposed = self.num_forced = 0
+        self.num_proposed = self.num_forced = self._forced_len = 0
         self._times = statistics.times
         self._policy = SpeculationPolicy(terms.max_wait_s, statistics, adapts=adapts, drafts_here=terms.own_draft)
         self._received = ReceivedTree(rule, self._policy.rates)
@@ -235,9 +235,15 @@ class Speculation:
         """Return the tree of these nodes, to be verified."""
         return self._received.tree(numbers)
 
-    def advance(self, token_ids: Sequence[int]) -> bool:
-        """Follow the output of a round; return whether all of it was among the nodes that had arrived."""
+    def advance(self, token_ids: Sequence[int], length: int) -> bool:
+        """Follow the output of a round; return whether all of it was among the nodes that had arrived.
+
+        Args:
+            token_ids: the output.
+            length: of the session, with it.
+        """
         # What is forced shows nothing about the draft.
+        self._forced_len = length if self.num_forced else self._forced_len
         self._received.follow(token_ids, observes=not self.num_forced)
         return self._received.is_caught_up
 
@@ -280,10 +286,10 @@ class Speculation:
 
     def _replace(self, rooted_len: int, token_ids: Sequence[int]) -> None:
         """Begin a new tree; a tree that came too late to be waited for shows how many tokens it would have given."""
-        if self._is_late:
+        if self._is_late and self._received.root_len >= self._forced_len:
             self._policy.observe_late(self._received.root_depth, self.terms.num_speculative_tokens)
         self._is_late = self._plan.is_trial or not self._plan.wants_draft
-        self._received.replace(rooted_len, token_ids[rooted_len:])
+        self._received.replace(rooted_len, token_ids[rooted_len:], max(0, self._forced_len - rooted_len))
 
     def _max_depth(self, room: int) -> int:
         """Return the longest main line that can be accepted: a round outputs one token more."""
