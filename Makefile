@@ -31,8 +31,10 @@ DOCS := .venv-docs
 DOCS_STAMP := $(DOCS)/.installed
 MERMAID := docs/javascripts/mermaid.min.js
 MERMAID_VERSION := 12.3.0
+JSON_SCHEMA_SUITE := .cache/json-schema-test-suite
+JSON_SCHEMA_SUITE_VERSION := 0.0.10
 
-.PHONY: help install demo test test-all bench-check lint proto-check proto-release schemas wheel format exactness faults sanitize attacks browser playground-pictures clients chaos vllm bench docs docs-pages docs-picture quickstart k8s-config k8s-constraints k8s-check kube-apiserver clean
+.PHONY: help install demo test test-all bench-check lint proto-check proto-release schemas wheel format exactness faults sanitize attacks browser playground-pictures clients chaos vllm bench docs docs-pages docs-picture quickstart json-schema-suite k8s-config k8s-constraints k8s-check kube-apiserver clean
 
 help: ## Shows this list.
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / {printf "  make %-16s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -184,6 +186,16 @@ docs-pages: install ## Writes the pages of docs/ that are made from the code: se
 
 docs-picture: install ## Records docs/pictures/takeover-tokens.svg: a target killed in the middle of an answer.
 	@$(BIN)/python -m docgen.picture
+
+json-schema-suite: install $(JSON_SCHEMA_SUITE)/package.json ## Runs the official suite of JSON Schema through the matcher; writes docs/json-schema.md.
+	@$(BIN)/python -m tests.grammar.suite $(JSON_SCHEMA_SUITE) docs/json-schema.md
+
+$(JSON_SCHEMA_SUITE)/package.json: | $(DOCS_STAMP)
+	@mkdir -p $(JSON_SCHEMA_SUITE)
+	@PATH="$(CURDIR)/$(DOCS)/bin:$$PATH" node $(DOCS)/nodejs/lib/node_modules/npm/bin/npm-cli.js pack --silent \
+	  --cache $(DOCS)/npm-cache --pack-destination $(JSON_SCHEMA_SUITE) json-schema-test-suite@$(JSON_SCHEMA_SUITE_VERSION) >/dev/null
+	@tar --extract --gzip --file $(JSON_SCHEMA_SUITE)/json-schema-test-suite-$(JSON_SCHEMA_SUITE_VERSION).tgz \
+	  --directory $(JSON_SCHEMA_SUITE) --strip-components 1
 
 # Diagrams are drawn in the browser. The site brings what draws them, since it must work without the internet.
 $(MERMAID): $(DOCS_STAMP)

@@ -1,4 +1,6 @@
-"""Prompts for benchmarks and equality tests: thirty varied ones, and ten whose answers copy from the prompt."""
+"""Prompts for benchmarks and equality tests: varied ones, some whose answers copy, some that extract facts as JSON."""
+
+from typing import Any
 
 _REPORT = (
     "The harbour office opened in 1921 on the north quay. It kept the tide tables, the pilot roster and the weights of "
@@ -88,3 +90,88 @@ COPYING: tuple[str, ...] = (
     f"Which job failed? First repeat the log, then answer:\n\n{_LOG}",
 )
 """Summaries with quotes, code edits, and copies with small changes."""
+
+
+def _object(**properties: dict[str, Any]) -> dict[str, Any]:
+    """Return the schema of an object that has all of some properties."""
+    return {"type": "object", "properties": properties, "required": list(properties), "additionalProperties": False}
+
+
+def _texts(most: int) -> dict[str, Any]:
+    return {"type": "array", "items": _TEXT, "maxItems": most}
+
+
+_TEXT = {"type": "string", "maxLength": 80}
+_NUMBER = {"type": "integer"}
+
+EXTRACTION: tuple[tuple[str, dict[str, Any]], ...] = (
+    (
+        f"Extract the office's facts as JSON:\n\n{_REPORT}",
+        _object(office_name=_TEXT, opening_year=_NUMBER, location=_TEXT, fire_year=_NUMBER, documents_kept=_texts(4)),
+    ),
+    (
+        f"Extract the ingredients as JSON:\n\n{_LIST}",
+        _object(
+            ingredients={
+                "type": "array",
+                "items": _object(ingredient_name=_TEXT, quantity=_TEXT, preparation=_TEXT),
+                "minItems": 3,
+                "maxItems": 6,
+            }
+        ),
+    ),
+    (
+        f"Extract the meeting's facts as JSON:\n\n{_MINUTES}",
+        _object(
+            chair_person=_TEXT,
+            other_participants=_texts(5),
+            amount_requested=_NUMBER,
+            currency=_TEXT,
+            next_action=_TEXT,
+        ),
+    ),
+    (
+        f"Extract the events of this log as JSON:\n\n{_LOG}",
+        _object(
+            events={
+                "type": "array",
+                "items": _object(
+                    timestamp=_TEXT,
+                    worker_name=_TEXT,
+                    event_type={"enum": ["started", "finished", "failed", "moved"]},
+                    job_number=_NUMBER,
+                ),
+                "minItems": 3,
+                "maxItems": 5,
+            }
+        ),
+    ),
+    (
+        "Extract the person's details as JSON: Maria Gonzalez, 34, is a software engineer from Madrid. She can be "
+        "reached at maria.gonzalez@example.com, speaks Spanish and English, and likes climbing.",
+        _object(
+            first_name=_TEXT,
+            last_name=_TEXT,
+            age_in_years=_NUMBER,
+            occupation=_TEXT,
+            email_address=_TEXT,
+            languages_spoken=_texts(4),
+        ),
+    ),
+    (
+        "Extract the order as JSON: Please send two boxes of blue pens and one stapler to 14 Mill Lane, Oxford, before "
+        "Friday. Charge account 88213.",
+        _object(
+            order_items={
+                "type": "array",
+                "items": _object(product_name=_TEXT, quantity=_NUMBER),
+                "minItems": 1,
+                "maxItems": 4,
+            },
+            delivery_address=_TEXT,
+            delivery_deadline=_TEXT,
+            account_number=_NUMBER,
+        ),
+    ),
+)
+"""A request and the schema of its answer: names of properties as people write them, texts of bounded length."""

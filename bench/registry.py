@@ -20,6 +20,7 @@ _MODULES = {
         "context",
         "drafts",
         "agents",
+        "grammar",
         "takeover",
         "commits",
         "orchestrator",

@@ -168,6 +168,7 @@ def _terms(settings: target_pb2.SpeculationSettings) -> SpeculationTerms:
         settings.own_draft,
         min(settings.max_nodes, MAX_PROPOSAL_NODES),
         settings.draft_p_min if settings.HasField("draft_p_min") else None,
+        settings.forced_tokens,
     )
 
 

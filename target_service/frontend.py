@@ -4,7 +4,16 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Generic
 
-from outrider.errors import Draining, Fenced, InvalidArgument, KVCacheMiss, OutriderError, Overloaded, RequestFailed
+from outrider.errors import (
+    ConstraintFailed,
+    Draining,
+    Fenced,
+    InvalidArgument,
+    KVCacheMiss,
+    OutriderError,
+    Overloaded,
+    RequestFailed,
+)
 from outrider.serving.engine_loop import EngineLoop
 from outrider.serving.unexpected import UnexpectedErrors
 from target_service.engine.commands import (
@@ -113,6 +122,10 @@ class Frontend(Generic[RequestT]):
 
     def fail_request(self, request: RequestT, error: Exception) -> None:
         """End a request that failed by itself; see `EngineHost`."""
+        if isinstance(error, ConstraintFailed | InvalidArgument):
+            # The request's own doing, whatever the device does: the session is sound.
+            self._refuse(request.handle, error)
+            return
         self.loop.failures.record("a request failed", error, **request.log_fields)
         # First, so that there is memory for the probe.
         self._engine.distrust(request)

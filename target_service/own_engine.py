@@ -11,10 +11,13 @@ import torch
 
 from outrider.drafters.loading import load_drafter
 from outrider.errors import InvalidArgument
+from outrider.grammar import GRAMMAR_LIBRARY
+from outrider.grammar.compiler import GrammarCompiler
 from outrider.lm.load_options import LoadedModel, LoadOptions, chosen_device
 from outrider.lm.loading import load_model
 from outrider.lm.model import LanguageModel
 from outrider.lm.ranks import Ranks, num_ranks
+from outrider.lm.tokenizer import TOKENIZER_NAME
 from outrider.parameters import REPLAYABLE_RULES
 from target_service.engine.colocated import ColocatedDraft, check_colocated
 from target_service.engine.engine import Engine
@@ -65,9 +68,12 @@ def _engine(
     loaded: LoadedModel, settings: TargetSettings, draft: ColocatedDraft | None, ranks: Ranks | None = None
 ) -> LoadedEngine[Request]:
     blocks = remote_blocks(loaded.model, settings)
-    engine = Engine(loaded.model, settings, blocks, draft)
+    compiler = grammar_compiler(loaded)
+    engine = Engine(loaded.model, settings, blocks, draft, compiler)
 
     def close() -> None:
+        if compiler is not None:
+            compiler.close()
         if blocks is not None:
             blocks.close()
         if ranks is not None:
@@ -94,7 +100,16 @@ def _identity(loaded: LoadedModel, engine: Engine, settings: TargetSettings) -> 
         drafter=engine.drafter,
         default_parameters=loaded.default_parameters,
         tokenizer_files=loaded.tokenizer.files if loaded.tokenizer is not None else {},
+        grammar_library=GRAMMAR_LIBRARY if loaded.tokenizer is not None and info.eos_token_ids else "",
     )
+
+
+def grammar_compiler(loaded: LoadedModel) -> GrammarCompiler | None:
+    """Return what compiles constraints for a model; None where it has no tokenizer."""
+    if loaded.tokenizer is None:
+        return None
+    definition, info = loaded.tokenizer.files[TOKENIZER_NAME].decode(), loaded.model.info
+    return GrammarCompiler(definition, info.vocabulary_size, info.eos_token_ids)
 
 
 def _follow(loaded: LoadedModel, ranks: Ranks) -> None:

@@ -72,6 +72,7 @@ class TargetWorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
             weights_fingerprint=identity.weights_fingerprint,
             drafter=identity.drafter,
             default_parameters=self._default_parameters(),
+            grammar_library=identity.grammar_library,
         )
 
     def _default_parameters(self) -> tokens_pb2.SamplingParameters:

@@ -19,6 +19,7 @@ def reference_distribution(
     prompt: Sequence[int] = (),
     output: Sequence[int] = (),
     stop_token_ids: Collection[int] = (),
+    allowed: Collection[int] | None = None,
 ) -> list[float]:
     """Return the probability of every token id.
 
@@ -28,8 +29,11 @@ def reference_distribution(
         prompt: token ids before the output.
         output: token ids of the output so far.
         stop_token_ids: every token id at which the request ends.
+        allowed: token ids that the request's constraint allows; None for all.
     """
     scores = [float(logit) for logit in logits]
+    if allowed is not None:
+        scores = [score if token_id in allowed else IMPOSSIBLE for token_id, score in enumerate(scores)]
     if len(output) < parameters.min_tokens:
         scores = [IMPOSSIBLE if token_id in stop_token_ids else score for token_id, score in enumerate(scores)]
     scores = [score + parameters.logit_bias.get(token_id, 0.0) for token_id, score in enumerate(scores)]

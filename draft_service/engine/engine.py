@@ -4,7 +4,9 @@ An unexpected exception that one session causes ends drafting for that session a
 drafter still works. Only a probe that fails ends the engine.
 """
 
+import contextlib
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from typing import Final
 
 from draft_service.engine.commands import (
@@ -24,9 +26,9 @@ from draft_service.engine.load import EngineLimits, EngineLoad
 from draft_service.engine.probe import probe
 from draft_service.engine.reply_queue import ReplyQueue
 from draft_service.engine.sessions import Session, Sessions
-from outrider.drafters.drafter import Drafter, OpenProposal
+from outrider.drafters.drafter import Drafter, DraftTerms, OpenProposal
 from outrider.drafters.stepping import SentProposal, Stepper
-from outrider.errors import Draining, Fenced, OutriderError, RequestFailed
+from outrider.errors import Draining, Fenced, OutriderError, Overloaded, RequestFailed
 from outrider.serving.engine_loop import EngineLoop
 from outrider.serving.spans import TRACER, context_of
 from outrider.tokens import MAX_PROPOSAL_NODES
@@ -174,7 +176,8 @@ class Engine:
     def _open(self, command: OpenSession) -> None:
         if self.loop.is_draining:
             raise Draining("the draft is shutting down")
-        session = self._sessions.open(command.handle, command.session_id, command.fencing_token, command.terms)
+        terms = self._with_grammar(command.terms)
+        session = self._sessions.open(command.handle, command.session_id, command.fencing_token, terms)
         if (lost := self._end(command.session_id)) is not None:
             error = Fenced("the session was opened again elsewhere")
             self._replies.add(lost.handle, Refused(lost.handle.number, error))
@@ -187,6 +190,15 @@ class Engine:
         )
         features_len = self._drafter.resume(session.session_id)
         self._replies.add(command.handle, Opened(command.handle.number, len(session.token_ids), features_len))
+
+    def _with_grammar(self, terms: DraftTerms) -> DraftTerms:
+        """Return the terms with the constraint being compiled; what is drafted before it is ready has no mask."""
+        constraint, compiler = terms.parameters.constraint, self._drafter.compiler
+        if constraint is None or compiler is None:
+            return terms
+        with contextlib.suppress(Overloaded):
+            return replace(terms, grammar=compiler.begin(constraint))
+        return terms
 
     def _advance(self, command: AdvanceSession) -> None:
         session = self._sessions.at(command.handle, command.base.fencing_token)

@@ -11,6 +11,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any, Final, NamedTuple
 
+from orchestrator.api.constraints import ConstraintChecks
 from orchestrator.api.prompts import (
     EncodingThreads,
     PromptTerms,
@@ -58,11 +59,13 @@ class Leasing:
         self._store = store
         self._replicas = replicas
         self._encoding = EncodingThreads()
+        self._constraints = ConstraintChecks()
         self._pending: set[asyncio.Task[Any]] = set()
 
     async def settle(self) -> None:
-        """Return when no call of the store is in flight; prompts are no longer encoded."""
+        """Return when no call of the store is in flight; prompts are no longer encoded, nor constraints checked."""
         self._encoding.close()
+        self._constraints.close()
         while self._pending:
             await asyncio.gather(*self._pending, return_exceptions=True)
 
@@ -96,17 +99,22 @@ class Leasing:
             The request that has begun, its model and its prediction.
 
         Raises:
-            InvalidArgument: a parameter, the prompt or the prediction does not fit the model or the session.
+            InvalidArgument: a parameter, the constraint, the prompt or the prediction does not fit the model or the
+                session.
             RuleUnsupported: the targets do not serve the acceptance rule that it names.
             Unavailable: no target is in rotation in time, or Redis does not answer within the bound.
-            OutriderError: as `SessionStore.read_end`, `EncodingThreads.run` and `SessionStore.begin` raise.
+            OutriderError: as `SessionStore.read_end`, `ConstraintChecks.check`, `EncodingThreads.run` and
+                `SessionStore.begin` raise.
         """
         model = await self._model(checked, reading)
         parameters = model.parameters(message.parameters, checked.seed)
         session = await reading
         is_resumed = checked.resume_offset is not None
         is_known = session.has_request(checked.request_id)
-        prompt = () if is_known or is_resumed else await self.encode(message, model, session)
+        is_new = not (is_known or is_resumed)
+        if is_new:
+            await self._constraints.check(parameters.constraint, model)
+        prompt = await self.encode(message, model, session) if is_new else ()
         request = NewRequest(
             tenant=tenant,
             session_id=checked.session_id,
@@ -119,7 +127,7 @@ class Leasing:
             prompt=prompt,
             expected_len=session.length,
             takes_over=is_resumed,
-            must_exist=is_resumed or is_known,
+            must_exist=not is_new,
             max_len=model.max_session_len,
         )
         prediction = await self._prediction(message, model)

@@ -12,6 +12,7 @@ from orchestrator.generation.target_losses import TargetLosses
 from orchestrator.metrics import RequestStatistics
 from orchestrator.workers.target_session import TargetSession
 from outrider.errors import (
+    ConstraintFailed,
     DataLoss,
     Fenced,
     InvalidArgument,
@@ -28,7 +29,7 @@ from outrider.workers.draft_session import DraftSession
 from outrider.workers.links import WorkerLink
 
 _LOG: Final = logging.getLogger(__name__)
-_FINAL: Final = (DataLoss, Fenced, InvalidArgument, ModelMismatch, SessionNotFound)
+_FINAL: Final = (ConstraintFailed, DataLoss, Fenced, InvalidArgument, ModelMismatch, SessionNotFound)
 """Errors that every other target would raise too."""
 _OWN: Final = (InvalidArgument, RequestFailed)
 """Errors of a draft that the request causes, not the draft."""
@@ -278,10 +279,17 @@ class WorkerPair:
         self._left = None
         self._statistics.record_cached(min(cached_len, self._request.record.prompt_len))
         self._request.span.add_event("target", {"server.address": link.address})
-        self._statistics.record_numerics(link.info.numerics if link.info else "")
+        self._statistics.record_numerics(self._numerics_of(link))
         if self._draft is not None:
             self._draft.on_new_target()
             self._draft.restart(self._tokens.since(self._tokens.end - 1))
+
+    def _numerics_of(self, link: WorkerLink) -> str:
+        """Return what the text depends on at a target besides the request."""
+        if link.info is None:
+            return ""
+        has_constraint = self._request.record.parameters.constraint is not None
+        return f"{link.info.grammar_library} {link.info.numerics}" if has_constraint else link.info.numerics
 
     def _drop_target(self, error: OutriderError, committed_len: int) -> None:
         """Close a target; raise its error where no other target may continue, or none has for too long."""
@@ -304,9 +312,10 @@ class WorkerPair:
     def _speculation_settings(self) -> target_pb2.SpeculationSettings:
         """Return the settings of speculation for the target; plain decoding while no draft is ready."""
         draft = self._draft if self._draft is not None and self._draft.is_ready else None
-        if draft is None and not self._target_drafts:
-            return target_pb2.SpeculationSettings()
         choice = self._request.choice
+        forced_tokens = choice.num_speculative_tokens > 0
+        if draft is None and not self._target_drafts:
+            return target_pb2.SpeculationSettings(forced_tokens=forced_tokens)
         return target_pb2.SpeculationSettings(
             num_speculative_tokens=choice.num_speculative_tokens,
             max_wait_s=choice.max_wait_s,
@@ -315,6 +324,7 @@ class WorkerPair:
             own_draft=self._target_drafts,
             max_nodes=choice.max_nodes,
             draft_p_min=choice.draft_p_min,
+            forced_tokens=forced_tokens,
         )
 
     def _choose_place(self, link: WorkerLink) -> None:

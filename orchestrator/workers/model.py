@@ -39,6 +39,7 @@ class Model:
         defaults: sampling parameters in place of those that a request does not give.
         rules: acceptance rules that each of the targets serves.
         default_rule: rule of requests that name none, where the targets serve it.
+        takes_constraints: whether each of the targets takes constraints.
     """
 
     name: str
@@ -51,6 +52,7 @@ class Model:
     defaults: tokens_pb2.SamplingParameters
     rules: frozenset[AcceptanceRule] = frozenset(REPLAYABLE_RULES)
     default_rule: AcceptanceRule = AcceptanceRule.COUPLED
+    takes_constraints: bool = False
 
     def parameters(self, message: tokens_pb2.SamplingParameters, seed: int) -> SamplingParameters:
         """Return the parameters of a request, complete with this model's defaults.

@@ -130,6 +130,7 @@ class Replicas:
             defaults=defaults or tokens_pb2.SamplingParameters(),
             rules=frozenset.intersection(*(rules_of(known) for known in infos)),
             default_rule=self._settings.acceptance_rule,
+            takes_constraints=all(known.grammar_library for known in infos),
         )
         return self._last_model
 

@@ -13,6 +13,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from outrider.drafters.allowed import AllowedTokens
 from outrider.drafters.drafter import OpenProposal
 from outrider.drafters.largest import largest
 from outrider.lm.heads.vocabulary import DraftVocabulary
@@ -110,6 +111,7 @@ class RankedChoices:
         p_min = options.p_min if proposal.terms.p_min is None else proposal.terms.p_min
         self._least = math.log(p_min) if p_min else -math.inf
         self._source = KeyedSource(proposal.terms.parameters.seed or 0)
+        self._allowed = AllowedTokens(proposal, vocabulary.target_size)
 
     def after(self, places: Sequence[Place], logits: Tensor, num: int) -> list[list[Choice]]:
         """Return the likeliest tokens after each place.
@@ -136,7 +138,10 @@ class RankedChoices:
     def _scores(self, logits: Tensor, paths: Sequence[tuple[int, ...]]) -> Tensor:
         """Return the scores by which the tokens after each path are ranked: [F, D], float32 or float64."""
         terms, history = self._proposal.terms, self._history.tokens
-        metadata = [SamplingMetadata(terms.parameters, history.extended(path), terms.stop_token_ids) for path in paths]
+        metadata = [
+            SamplingMetadata(terms.parameters, history.extended(path), terms.stop_token_ids, allowed)
+            for path, allowed in zip(paths, self._allowed.after(paths), strict=True)
+        ]
         scores = self._changed(logits, metadata)
         if not metadata[0].parameters.is_greedy:
             weights = target_weights(tempered(scores, metadata), metadata)
@@ -150,7 +155,7 @@ class RankedChoices:
 
     def _changed(self, logits: Tensor, terms: Sequence[SamplingMetadata]) -> Tensor:
         """Return the logits of the draft's tokens after penalties and the like, which use the target's token ids."""
-        if not any(item.changes_logits for item in terms):
+        if not any(item.changes_logits or item.allowed is not None for item in terms):
             return logits.float()
         changed = changed_logits(_spread(logits, self._vocabulary), terms)
         return changed[:, self._vocabulary.token_ids.to(changed.device)]
@@ -174,6 +179,7 @@ class SampledChoices:
         self._vocabulary = vocabulary
         self._history = _History(proposal)
         self._source = source
+        self._allowed = AllowedTokens(proposal, vocabulary.target_size)
 
     def after(self, places: Sequence[Place], logits: Tensor, num: int) -> list[list[Choice]]:
         """Return the sampled token and the guesses after each place.
@@ -181,14 +187,17 @@ class SampledChoices:
         Neither order nor admission may depend on a sampled token: one that is withheld for its value changes the
         output's distribution. So it has no likelihood.
         """
-        return [
-            self._choices(place, row, num) for place, row in zip(places, _spread(logits, self._vocabulary), strict=True)
-        ]
+        masks = self._allowed.after([place.path for place in places])
+        rows = _spread(logits, self._vocabulary)
+        return [self._choices(*parts, num) for parts in zip(places, rows, masks, strict=True)]
 
-    def _choices(self, place: Place, row: Tensor, num: int) -> list[Choice]:
+    def _choices(self, place: Place, row: Tensor, allowed: Tensor | None, num: int) -> list[Choice]:
         terms = self._proposal.terms
         history, position = self._history.tokens.extended(place.path), len(self._proposal.token_ids) + len(place.path)
-        distribution = target_distribution(row, terms.parameters, history, terms.stop_token_ids)
+        inputs = SamplingMetadata(terms.parameters, history, terms.stop_token_ids, allowed)
+        if allowed is not None and not changed_logits(row.unsqueeze(0), [inputs]).isfinite().any():
+            return []  # the draft cannot predict any of the tokens that are allowed
+        distribution = target_distribution(row, inputs)
         kept = keep_top(distribution, self._top_k)
         token_id = draft_rejection(kept, self._proposal.root_len, position, self._source, place.segment)
         sampled = Choice(token_id, distribution=sparse(kept))

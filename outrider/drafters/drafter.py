@@ -6,6 +6,7 @@ from typing import Final, NamedTuple, Protocol, Self
 
 from outrider.control.pass_times import PassTimes
 from outrider.errors import OutriderError
+from outrider.grammar.compiler import CompiledGrammar, GrammarCompiler
 from outrider.parameters import AcceptanceRule, SamplingParameters
 from outrider.tokens import FeatureSpan, NodeKind, ProposalNode, SparseDistribution
 
@@ -62,6 +63,8 @@ class DraftTerms:
         cache_salt: sessions of the same salt may share KV cache.
         p_min: probability below which a branch ends; None for the drafter's own.
         prediction: tokens that the request's output is expected to be.
+        grammar: of the request's constraint, which may be compiled later than a proposal is drafted; None without one,
+            or where it is not known which tokens stand for which text.
     """
 
     parameters: SamplingParameters
@@ -71,6 +74,7 @@ class DraftTerms:
     cache_salt: bytes = b""
     p_min: float | None = None
     prediction: Sequence[int] = ()
+    grammar: CompiledGrammar | None = None
 
 
 @dataclass(slots=True, eq=False)
@@ -165,13 +169,15 @@ class Drafter(Protocol):
     It may drop its state of a session (an index, a KV cache) at any time: the state can be made again from a proposal's
     tokens, and changes no proposal. The tokens of a proposal follow from the session's tokens, its terms and the
     drafter's configuration alone, so that a lookup is a point mass under `rejection`; the shape of a tree may follow
-    from earlier measurements.
+    from earlier measurements, and which tokens it has from whether the constraint was compiled in time.
 
     Attributes:
         times: of its steps, recorded by the caller that runs them.
+        compiler: of constraints, for the vocabulary that it drafts in; None where it has no tokenizer.
     """
 
     times: PassTimes
+    compiler: GrammarCompiler | None = None
 
     @property
     def info(self) -> DrafterInfo:

@@ -15,6 +15,7 @@ from outrider.drafters.medusa import MedusaDrafter
 from outrider.drafters.options import DrafterKind, DrafterOptions
 from outrider.drafters.shares import PREFILL_CHUNK_LEN
 from outrider.errors import ModelUnsupported
+from outrider.grammar.compiler import GrammarCompiler
 from outrider.lm import embedded
 from outrider.lm.heads.block import BlockHead
 from outrider.lm.heads.checkpoint import (
@@ -55,9 +56,11 @@ def load_head_drafter(settings: DrafterOptions) -> Drafter:
         _check_width(folder, manifest.hidden_size, shared)
     device = torch.device(chosen_device(settings.device))
     tree = TreeOptions(settings.max_nodes or _MAX_NODES)
-    if settings.drafter is DrafterKind.MEDUSA:
-        return _medusa(settings, folder, manifest, shared, device, tree)
-    return _columns(settings, folder, manifest, shared, device, tree)
+    make = _medusa if settings.drafter is DrafterKind.MEDUSA else _columns
+    drafter = make(settings, folder, manifest, shared, device, tree)
+    if shared.tokenizer is not None:
+        drafter.compiler = GrammarCompiler(shared.tokenizer, drafter.info.vocabulary_size, shared.eos_token_ids)
+    return drafter
 
 
 def _columns(

@@ -22,10 +22,12 @@ from outrider.drafters.step_budget import Frontier, StepBudget
 from outrider.drafters.tree import DraftTree, root_tree
 from outrider.drafters.tree_order import Node
 from outrider.errors import Overloaded
+from outrider.grammar.compiler import GrammarCompiler
 from outrider.lm.heads.vocabulary import DraftVocabulary
 from outrider.lm.load_options import LoadOptions
 from outrider.lm.loading import load_model
 from outrider.lm.model import LanguageModel, SessionStep
+from outrider.lm.tokenizer import TOKENIZER_NAME
 from outrider.speculation.proposal_tree import Candidate
 from outrider.tokens import ProposalTree, TokenSpan
 
@@ -293,7 +295,12 @@ def load_model_drafter(settings: DrafterOptions) -> ModelDrafter:
         max_session_len=settings.max_session_len,
         tree=TreeOptions(settings.max_nodes),
     )
-    return ModelDrafter(loaded.model, options, settings.drafter.value)
+    drafter = ModelDrafter(loaded.model, options, settings.drafter.value)
+    if loaded.tokenizer is not None:
+        info = drafter.info
+        definition = loaded.tokenizer.files[TOKENIZER_NAME].decode()
+        drafter.compiler = GrammarCompiler(definition, info.vocabulary_size, info.eos_token_ids)
+    return drafter
 
 
 def _frontier(part: _Pending) -> Frontier:

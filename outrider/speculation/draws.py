@@ -13,7 +13,14 @@ from torch import Tensor
 
 from outrider import native
 from outrider.speculation.randomness import Counter, Key, Purpose, Words, token_exponential, vocabulary_exponential
-from outrider.speculation.sampling import SamplingMetadata, Truncation, changed_logits, target_weights, tempered
+from outrider.speculation.sampling import (
+    NoPossibleToken,
+    SamplingMetadata,
+    Truncation,
+    changed_logits,
+    target_weights,
+    tempered,
+)
 from outrider.speculation.truncation import Support
 
 # Maximum float64 rows per chunk. Noise for a whole vocabulary takes many operations, between which the rows should stay
@@ -50,7 +57,7 @@ def target_draws(logits: Tensor, draws: Sequence[Draw]) -> list[int]:
         draws: any number, of rows in [0, N), in any order.
 
     Raises:
-        ValueError: the largest logit of a row is not finite, or a logit is NaN.
+        NoPossibleToken: the largest logit of a row is not finite, or a logit is NaN.
     """
     if not draws:
         return []
@@ -58,7 +65,7 @@ def target_draws(logits: Tensor, draws: Sequence[Draw]) -> list[int]:
     drawn = torch.cat([_drawn(logits, [draws[index] for index in chunk]) for chunk in chunks], dim=1)
     token_ids, are_finite = drawn.cpu()
     if not are_finite.all():
-        raise ValueError("the largest logit of a row is not finite, must be")
+        raise NoPossibleToken("the largest logit of a row is not finite, must be")
     order = torch.tensor([index for chunk in chunks for index in chunk])
     in_order: list[int] = torch.empty_like(token_ids).index_copy_(0, order, token_ids).tolist()
     return in_order
@@ -80,7 +87,8 @@ def _needs(metadata: SamplingMetadata, vocabulary_size: int) -> tuple[int, int, 
     """Return the maximum rows per chunk, the kind that a chunk's rows must share, and a sort key within the kind."""
     num_cached = _NUM_CACHED // vocabulary_size
     if metadata.parameters.is_greedy:
-        return (max(_NUM_CHANGED, num_cached) if metadata.changes_logits else 2**31), -1, 0
+        is_copied = metadata.changes_logits or metadata.allowed is not None
+        return (max(_NUM_CHANGED, num_cached) if is_copied else 2**31), -1, 0
     kind = Truncation.of(metadata.parameters, vocabulary_size)
     if kind is not Truncation.NONE:
         return max(_NUM_TRUNCATED, num_cached), kind, metadata.parameters.top_k

@@ -1,20 +1,27 @@
 """The distribution of the next token: logits of the target or the draft under the request's sampling parameters.
 
-The order is vLLM's: minimum length, logit bias, penalties, then the temperature, min_p, top_k, top_p. Distributions
-are computed in float64, for many positions at once; the bits of one depend on its own logits and history alone.
+The order is vLLM's: constraint, minimum length, logit bias, penalties, then the temperature, min_p, top_k, top_p.
+Distributions are computed in float64, for many positions at once; the bits of one depend on its own logits and history
+alone.
 """
 
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
+from functools import cache
 from itertools import chain
 from math import inf
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from outrider.parameters import SamplingParameters
 from outrider.speculation.truncation import Support, top_k_weights, top_p_weights
+
+
+class NoPossibleToken(ValueError):
+    """The largest logit of a row is not finite: all are minus infinity, or one is no number."""
 
 
 class TokenHistory:
@@ -65,46 +72,48 @@ class SamplingMetadata:
         parameters: of the request.
         history: of the tokens before the position.
         stop_token_ids: not sampled before `min_tokens` output tokens.
+        allowed: the tokens that the request's constraint allows, int32 [V / 32, rounded up]: bit b of word w is token
+            32 * w + b; None for all.
+        must_end: whether it allows stop tokens only, which `min_tokens` does not prevent then.
     """
 
     parameters: SamplingParameters
     history: TokenHistory
     stop_token_ids: Collection[int]
+    allowed: Tensor | None = None
+    must_end: bool = False
 
     @property
     def withheld(self) -> Collection[int]:
         """Token ids that must not be sampled at this position."""
-        return self.stop_token_ids if self.history.num_output < self.parameters.min_tokens else ()
+        is_early = self.history.num_output < self.parameters.min_tokens and not self.must_end
+        return self.stop_token_ids if is_early else ()
 
     @property
     def changes_logits(self) -> bool:
-        """Whether minimum length, logit bias or penalties change the logits."""
+        """Whether minimum length, logit bias or penalties change the logits; a constraint only takes some away."""
         return bool(self.withheld or self.parameters.logit_bias or self.parameters.needs_history)
 
 
-def target_distribution(
-    logits: Tensor, parameters: SamplingParameters, history: TokenHistory, stop_token_ids: Collection[int]
-) -> Tensor:
+def target_distribution(logits: Tensor, inputs: SamplingMetadata) -> Tensor:
     """Return the distribution of the next token.
 
     Args:
         logits: raw logits [V], any floating dtype, minus infinity for impossible tokens; not changed.
-        parameters: of the request.
-        history: of the tokens before the position.
-        stop_token_ids: not sampled before `min_tokens` output tokens.
+        inputs: of the distribution besides the logits.
 
     Returns:
         float64 [V], sum 1; at temperature 0 a single token has probability 1 (ties: the lowest id).
 
     Raises:
-        ValueError: the largest logit is not finite, or a logit is NaN.
+        NoPossibleToken: the largest logit is not finite, or a logit is NaN.
     """
-    metadata = [SamplingMetadata(parameters, history, stop_token_ids)]
+    metadata = [inputs]
     scores = changed_logits(logits.unsqueeze(0), metadata)
     top_id = scores.argmax(-1)  # a NaN, if there is one
     if not bool((top := scores[0, top_id]).isfinite()):
-        raise ValueError(f"the largest logit is {float(top)}, must be finite")
-    if parameters.is_greedy:
+        raise NoPossibleToken(f"the largest logit is {float(top)}, must be finite")
+    if inputs.parameters.is_greedy:
         return torch.zeros_like(scores[0], dtype=torch.float64).index_fill_(0, top_id, 1.0)
     weights = target_weights(tempered(scores, metadata), metadata)
     dense = weights.dense(logits.numel()) if isinstance(weights, Support) else weights
@@ -112,7 +121,7 @@ def target_distribution(
 
 
 def changed_logits(logits: Tensor, metadata: Sequence[SamplingMetadata]) -> Tensor:
-    """Return the logits after minimum length, logit bias and penalties, in that order.
+    """Return the logits after the constraint, minimum length, logit bias and penalties, in that order.
 
     The repetition penalty divides positive and multiplies negative logits of tokens in prompt or output; the presence
     and frequency penalties apply to tokens of the output.
@@ -122,8 +131,10 @@ def changed_logits(logits: Tensor, metadata: Sequence[SamplingMetadata]) -> Tens
         metadata: of each row.
 
     Returns:
-        float64 [R, V]; if nothing applies to any row, `logits` in at least float32, which preserves the values.
+        float64 [R, V]; where nothing but constraints applies to any row, at least float32, which preserves the values.
     """
+    if any(row.allowed is not None for row in metadata):
+        logits = _only_allowed(logits, metadata)
     if not any(row.changes_logits for row in metadata):
         # An argmax over 16-bit values takes several times as long.
         return logits.float() if logits.element_size() < 4 else logits
@@ -183,6 +194,26 @@ def target_weights(scores: Tensor, metadata: Sequence[SamplingMetadata]) -> Tens
         return top_p_weights(scores, min_p, top_p)
     weights = scores.exp_()
     return weights.masked_fill_(weights < min_p.unsqueeze(1), 0.0) if any(row.min_p for row in parameters) else weights
+
+
+def _only_allowed(logits: Tensor, metadata: Sequence[SamplingMetadata]) -> Tensor:
+    """Return logits in at least float32, minus infinity for tokens that the constraint of their row does not allow."""
+    rows = [number for number, row in enumerate(metadata) if row.allowed is not None]
+    masks = torch.stack([row.allowed for row in metadata if row.allowed is not None])
+    dtype = torch.promote_types(logits.dtype, torch.float32)
+    # Bytes to eight summands each; in a CPU's order of bytes their bits are those of the words, the lowest first.
+    summands = functional.embedding(masks.view(torch.uint8).int().to(logits.device), _summands(dtype, logits.device))
+    summands = summands.flatten(1)[:, : logits.shape[-1]]
+    if len(rows) == len(metadata):
+        return logits + summands
+    return logits.to(dtype, copy=True).index_add_(0, torch.tensor(rows, device=logits.device), summands)
+
+
+@cache
+def _summands(dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return what is added to the logits of eight tokens for each byte of a mask, [256, 8]: 0 or minus infinity."""
+    bits = torch.arange(256).unsqueeze(1) >> torch.arange(8) & 1
+    return torch.zeros(256, 8, dtype=dtype).masked_fill(bits == 0, -inf).to(device)
 
 
 def _withhold(scores: Tensor, metadata: Sequence[SamplingMetadata]) -> None:

@@ -202,6 +202,7 @@ class ColocatedDraft:
             request.cache_salt,
             request.speculation.terms.p_min,
             request.prediction,
+            None if request.constraint is None else request.constraint.grammar,
         )
 
 

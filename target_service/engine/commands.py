@@ -25,6 +25,7 @@ class SpeculationTerms:
         own_draft: whether this process drafts.
         max_nodes: most nodes of a proposal of this process; 0 leaves it to the drafter.
         p_min: probability below which the drafter of this process ends a branch; None leaves it to the drafter.
+        forced_tokens: whether tokens that the constraint forces are a proposal, with a draft or without.
     """
 
     num_speculative_tokens: int = 0
@@ -34,6 +35,7 @@ class SpeculationTerms:
     own_draft: bool = False
     max_nodes: int = 0
     p_min: float | None = None
+    forced_tokens: bool = False
 
 
 @dataclass(frozen=True, slots=True)

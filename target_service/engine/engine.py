@@ -8,18 +8,21 @@ Any exception that one session causes ends that session, and nothing else (see `
 any more ends the engine.
 """
 
+import functools
 import time
 from collections.abc import Callable
 from typing import Final
 
 from outrider.control.pass_times import PassTimes
 from outrider.control.policy import WorkerStatistics
-from outrider.errors import OutriderError
+from outrider.errors import ConstraintFailed, OutriderError
+from outrider.grammar.compiler import GrammarCompiler
 from outrider.lm.model import LanguageModel
 from outrider.lm.pages import KVUsage
 from outrider.serving.unexpected import UnexpectedErrors
 from target_service.engine.colocated import ColocatedDraft
 from target_service.engine.commands import Open, RequestCommand
+from target_service.engine.constraints import Constraints
 from target_service.engine.counters import EngineLoad
 from target_service.engine.features import FeatureSender
 from target_service.engine.identity import KVBlockUsage
@@ -45,6 +48,7 @@ class Engine:
         settings: limits and defaults.
         blocks: its KV blocks in Redis; None where there are none.
         draft: drafts within this process; None where none does.
+        compiler: of constraints; None where the model has no tokenizer.
 
     Attributes:
         host: the frontend, once it has attached itself.
@@ -62,6 +66,7 @@ class Engine:
         settings: TargetSettings,
         blocks: RemoteBlocks | None = None,
         draft: ColocatedDraft | None = None,
+        compiler: GrammarCompiler | None = None,
     ) -> None:
         self._model = model
         self._draft = draft
@@ -74,7 +79,8 @@ class Engine:
         # The nodes to verify are chosen by measured times, unless speculation does not adapt.
         times = self._times if settings.adaptive_speculation else PassTimes(model.info.padded_sizes)
         budget = PassBudget(settings.max_decode_slowdown, self._times)
-        self._scheduler = Scheduler(MAX_PASS_ROWS, PREFILL_CHUNK_LEN, budget, times)
+        constraints = Constraints(compiler, model.info.vocabulary_size, model.info.eos_token_ids)
+        self._scheduler = Scheduler(MAX_PASS_ROWS, PREFILL_CHUNK_LEN, budget, times, constraints)
         self._restoring = None
         if blocks is not None:
             self._restoring = Restoring(
@@ -85,7 +91,17 @@ class Engine:
                 lambda request: self.requests.is_open(request),
             )
         features = FeatureSender(model, self.load, self.max_len)
-        self.requests = Requests(model, settings, statistics, self.load, features, self._restore, self.max_len)
+        self.requests = Requests(
+            model,
+            settings,
+            statistics,
+            self.load,
+            features,
+            self._restore,
+            constraints,
+            lambda request: self.host.run_in_engine(functools.partial(self._follow, request)),
+            self.max_len,
+        )
         self._passes = Passes(
             model,
             self._scheduler,
@@ -182,8 +198,12 @@ class Engine:
         return self._passes.last_s
 
     def expire(self) -> None:
-        """Forget the sessions that have been idle for too long."""
+        """Forget the sessions that have been idle for too long; end requests whose constraint takes too long."""
         self.requests.expire()
+        now = time.monotonic()
+        for request, until in self._compiling():
+            if now >= until:
+                self.host.fail_request(request, ConstraintFailed("the constraint is not compiled within its time"))
 
     def step(self) -> bool:
         """Run a step of this process's draft, then a pass if any session is ready; return whether anything was run."""
@@ -208,12 +228,28 @@ class Engine:
         """Return the seconds until a wait for a proposal is over, or a session too old; None where there is neither."""
         now = time.monotonic()
         until = self._scheduler.next_time(self.requests.open_ones, now)
-        waits = (None if until is None else max(0.0, until - now), self.requests.next_expiry_s())
+        compile_until = min((until for _, until in self._compiling()), default=None)
+        ends = [max(0.0, end - now) for end in (until, compile_until) if end is not None]
+        waits = (*ends, self.requests.next_expiry_s())
         return min((wait_s for wait_s in waits if wait_s is not None), default=None)
 
     def probe(self) -> None:
         """Run one token; raise `EngineFailed` if the model runs no pass any more."""
         probe(self._model)
+
+    def _compiling(self) -> list[tuple[Request, float]]:
+        """Return the requests that wait for their constraint, and until when each does."""
+        constrained = [(request, request.constraint) for request in self.requests.open_ones if request.constraint]
+        return [(request, own.compile_until) for request, own in constrained if not own.is_ready]
+
+    def _follow(self, request: Request) -> None:
+        """Go on with a request whose constraint is compiled."""
+        if not self.requests.is_open(request):
+            return
+        try:
+            request.begin_round(time.monotonic())
+        except Exception as error:
+            self.host.fail_request(request, error)
 
     def _restore(self, request: Request) -> None:
         if self._restoring is not None:

@@ -30,6 +30,7 @@ class TargetIdentity:
         drafter: drafter within the process; empty where there is none.
         default_parameters: sampling parameters that the model recommends.
         tokenizer_files: files of the tokenizer by name; empty where there is none.
+        grammar_library: name and version of what decides about constraints; empty where the engine takes none.
     """
 
     model: str
@@ -47,6 +48,7 @@ class TargetIdentity:
     drafter: str = ""
     default_parameters: Mapping[str, float] = field(default_factory=dict)
     tokenizer_files: Mapping[str, bytes] = field(default_factory=dict)
+    grammar_library: str = ""
 
 
 @dataclass(frozen=True, slots=True)

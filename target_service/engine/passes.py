@@ -153,7 +153,7 @@ class Passes:
         try:
             rounds, first = [], 0
             for share, logits in judged:
-                rounds.append(Round(share.request, first, share.tree))
+                rounds.append(Round(share.request, first, share.tree, share.masks))
                 first += len(logits)
             results = decide_all(rounds, torch.cat([logits for _, logits in judged]), self._max_len)
             return list(zip((share for share, _ in judged), results, strict=True))

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from outrider.lm.model import KVCache
 from outrider.parameters import AcceptanceRule
 from outrider.speculation.randomness import KeyedSource
+from target_service.engine.constraints import RequestConstraint
 from target_service.engine.open_request import OpenRequest
 
 
@@ -20,6 +21,7 @@ class Request(OpenRequest[KVCache]):
         features_len: positions from 0 on whose features were sent, or are not needed.
         is_restoring: whether blocks of its KV cache are being fetched.
         prediction: tokens that its output is expected to be, for a draft within this process.
+        constraint: on its output; None without one.
     """
 
     rule: AcceptanceRule
@@ -28,6 +30,30 @@ class Request(OpenRequest[KVCache]):
     features_len: int = 0
     is_restoring: bool = False
     prediction: Sequence[int] = ()
+    constraint: RequestConstraint | None = None
+
+    @property
+    def output(self) -> Sequence[int]:
+        """Tokens of this request's output so far."""
+        return self.resident.token_ids[self.prompt_len :]
+
+    @property
+    def forced(self) -> Sequence[int]:
+        """Tokens that a round proposes because the constraint forces them."""
+        if self.constraint is None or not self.speculation.terms.forced_tokens:
+            return ()
+        return self.constraint.forced[: max(0, self.room - 1)]
+
+    def begin_round(self, now: float) -> None:
+        """Begin a round, as all requests do; the constraint follows the output first.
+
+        Raises:
+            OutriderError: see `RequestConstraint.follow`.
+        """
+        if self.constraint is not None and not self.finished:
+            self.constraint.follow()
+            self.speculation.num_forced = len(self.forced)
+        OpenRequest.begin_round(self, now)
 
     @property
     def num_uncached(self) -> int:
@@ -39,4 +65,5 @@ class Request(OpenRequest[KVCache]):
         """Whether there are tokens to run, and room in the window for the output."""
         length = len(self.resident.token_ids)
         is_wanted = self.has_start and length < self.window_end and self.num_uncached > 0
-        return is_wanted and not self.finished and not self.is_restoring
+        is_held = self.is_restoring or (self.constraint is not None and not self.constraint.has_followed)
+        return is_wanted and not self.finished and not is_held

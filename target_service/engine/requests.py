@@ -1,6 +1,7 @@
 """The open requests of a target's engine, and the effects of commands on them."""
 
 import contextlib
+import functools
 import logging
 import time
 from collections.abc import Callable, Collection
@@ -24,6 +25,7 @@ from target_service.engine.commands import (
     SpeculationTerms,
     Window,
 )
+from target_service.engine.constraints import Constraints
 from target_service.engine.counters import EngineLoad
 from target_service.engine.features import FeatureSender
 from target_service.engine.request import Request
@@ -46,6 +48,8 @@ class Requests:
         load: counters.
         features: sends the features that drafts request.
         restore: has a request's missing KV cache fetched, if that pays.
+        constraints: of the requests.
+        on_compiled: called, in any thread, with a request whose constraint is compiled.
         max_len: longest session, in tokens.
     """
 
@@ -57,6 +61,8 @@ class Requests:
         load: EngineLoad,
         features: FeatureSender,
         restore: Callable[[Request], None],
+        constraints: Constraints,
+        on_compiled: Callable[[Request], None],
         max_len: int,
     ) -> None:
         self._model = model
@@ -65,6 +71,8 @@ class Requests:
         self._load = load
         self._features = features
         self._restore = restore
+        self._constraints = constraints
+        self._on_compiled = on_compiled
         self._max_len = max_len
         self._residents: Residents[KVCache] = Residents(settings.max_cached_sessions, settings.idle_ttl_s)
         self._requests: dict[int, Request] = {}
@@ -94,6 +102,7 @@ class Requests:
         if command.rule not in REPLAYABLE_RULES:
             raise InvalidArgument(f"is {command.rule.value}, which this engine does not serve", "acceptance_rule")
         check_vocabulary(command, self._model.info.vocabulary_size)
+        self._constraints.check(command.parameters)
 
     def open(self, command: Open) -> Request:
         """Begin a request, and post `Opened`."""
@@ -134,6 +143,7 @@ class Requests:
                 attributes={"outrider.request_id": command.request_id, "outrider.cached_len": cached_len},
             ),
         )
+        self._constraints.begin(request, functools.partial(self._on_compiled, request))
         self._requests[request.number] = request
         command.handle.stream.post(Opened(command.handle.number, cached_len, self._is_plain))
         return request

@@ -6,12 +6,14 @@ from typing import NamedTuple
 
 import torch
 
+from outrider.errors import ConstraintFailed
 from outrider.parameters import AcceptanceRule, FinishReason
 from outrider.speculation.draws import Draw, target_draws
 from outrider.speculation.logprobs import token_logprobs
-from outrider.speculation.sampling import SamplingMetadata, TokenHistory, target_distribution
+from outrider.speculation.sampling import NoPossibleToken, SamplingMetadata, TokenHistory, target_distribution
 from outrider.speculation.verification import Outcome, follow_draws, verify_rejection
 from outrider.tokens import ROOT, ProposalTree, TokenLogprobs, TokenOrigin
+from target_service.engine.constraints import RoundMasks
 from target_service.engine.request import Request
 from target_service.engine.results import RoundResult
 
@@ -23,11 +25,24 @@ class Round(NamedTuple):
         request: the session's request, as it was before the pass.
         first_row: of the pass's logits: the row after the session's last token; row `first_row` + n follows node n.
         tree: the proposal.
+        masks: of the request's constraint; None without one.
     """
 
     request: Request
     first_row: int
     tree: ProposalTree
+    masks: RoundMasks | None = None
+
+    def metadata(self, number: int, history: TokenHistory) -> SamplingMetadata:
+        """Return the inputs of the distribution after a node."""
+        request = self.request
+        allowed, must_end = (None, False) if self.masks is None else self.masks.after(number)
+        return SamplingMetadata(request.parameters, history, request.stop_token_ids, allowed, must_end)
+
+    def check_reached(self, number: int) -> None:
+        """Raise `ConstraintFailed` for a node that is part of the output where no token can follow it."""
+        if self.masks is not None and number in self.masks.dead:
+            raise ConstraintFailed("no token that the constraint allows can follow the output")
 
 
 def decide_all(rounds: Sequence[Round], logits: torch.Tensor, max_len: int) -> list[RoundResult]:
@@ -37,8 +52,17 @@ def decide_all(rounds: Sequence[Round], logits: torch.Tensor, max_len: int) -> l
         rounds: of different sessions.
         logits: [N, V], the rows of all sessions.
         max_len: longest session, in tokens.
+
+    Raises:
+        ConstraintFailed: no token that a constraint allows is possible, or the model's logits are none.
+        NoPossibleToken: the same, of several sessions together, or without a constraint.
     """
-    outcomes = _outcomes(rounds, logits)
+    try:
+        outcomes = _outcomes(rounds, logits)
+    except NoPossibleToken as error:
+        if len(rounds) > 1 or rounds[0].masks is None:
+            raise
+        raise ConstraintFailed("the model finds no token possible that the constraint allows") from error
     cuts = [_cut(item.request, outcome.token_ids, max_len) for item, outcome in zip(rounds, outcomes, strict=True)]
     logprobs = _logprobs(rounds, outcomes, [num for num, _ in cuts], logits)
     return [_result(*parts) for parts in zip(rounds, outcomes, cuts, logprobs, strict=True)]
@@ -65,23 +89,28 @@ def _outcomes(rounds: Sequence[Round], logits: torch.Tensor) -> list[Outcome]:
     coupled = [item for item in rounds if item.request.rule is AcceptanceRule.COUPLED]
     draws = iter(target_draws(logits, [draw for item in coupled for draw in _draws(item)]))
     return [
-        _follow(item.tree, draws) if item.request.rule is AcceptanceRule.COUPLED else _reject(item, logits)
+        _follow(item, draws) if item.request.rule is AcceptanceRule.COUPLED else _reject(item, logits)
         for item in rounds
     ]
 
 
 def _draws(item: Round) -> Iterator[Draw]:
     """Yield the draws of the target's own tokens, after the base and after each node."""
-    request, base_len = item.request, len(item.request.resident.token_ids)
+    key, base_len = item.request.source.key, len(item.request.resident.token_ids)
     for number, history in enumerate(_histories(item)):
-        terms = SamplingMetadata(request.parameters, history, request.stop_token_ids)
-        yield Draw(item.first_row + number, terms, request.source.key, base_len + item.tree.depth(number))
+        terms = item.metadata(number, history)
+        yield Draw(item.first_row + number, terms, key, base_len + item.tree.depth(number))
 
 
-def _follow(tree: ProposalTree, draws: Iterator[int]) -> Outcome:
+def _follow(item: Round, draws: Iterator[int]) -> Outcome:
     """Verify a tree by the next 1 + len(tree) draws."""
-    own = [next(draws) for _ in range(1 + len(tree))]
-    return follow_draws(tree, own.__getitem__)
+    own = [next(draws) for _ in range(1 + len(item.tree))]
+
+    def draw(number: int) -> int:
+        item.check_reached(number)
+        return own[number]
+
+    return follow_draws(item.tree, draw)
 
 
 def _reject(item: Round, logits: torch.Tensor) -> Outcome:
@@ -111,8 +140,9 @@ class _TargetDistribution:
     histories: list[TokenHistory]
 
     def __call__(self, number: int) -> torch.Tensor:
-        request, row = self.item.request, self.logits[self.item.first_row + number]
-        return target_distribution(row, request.parameters, self.histories[number], request.stop_token_ids)
+        self.item.check_reached(number)
+        row = self.logits[self.item.first_row + number]
+        return target_distribution(row, self.item.metadata(number, self.histories[number]))
 
 
 def _cut(request: Request, token_ids: tuple[int, ...], max_len: int) -> tuple[int, FinishReason | None]:

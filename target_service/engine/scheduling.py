@@ -9,6 +9,7 @@ from outrider.control.pass_times import PassTimes
 from outrider.lm.model import SessionStep
 from outrider.tokens import ProposalTree, TokenSpan
 from target_service.engine.batch_delay import BatchDelay
+from target_service.engine.constraints import Constraints, Offered, RoundMasks, with_forced
 from target_service.engine.pass_budget import PassBudget
 from target_service.engine.request import Request
 
@@ -27,6 +28,7 @@ class Share:
         wait_s: seconds that the round waited for it.
         queue_s: seconds that it was ready before the pass.
         is_prefill: whether these are tokens of a prompt or a replay, more than the one that each round adds.
+        masks: of its request's constraint, after the session's tokens and after each node; None without one.
     """
 
     request: Request
@@ -35,6 +37,7 @@ class Share:
     wait_s: float = 0.0
     queue_s: float = 0.0
     is_prefill: bool = False
+    masks: RoundMasks | None = None
 
     @property
     def num_recomputed(self) -> int:
@@ -65,13 +68,17 @@ class Scheduler:
         budget: bounds the rows of prompts.
         times: of the model's passes; they decide how many nodes are verified, and the batching delay. Without any, all
             nodes are verified, and no pass is delayed.
+        constraints: of the requests.
 
     Attributes:
         num_preemptions: requests that were preempted.
     """
 
-    def __init__(self, max_rows: int, prefill_chunk_len: int, budget: PassBudget, times: PassTimes) -> None:
+    def __init__(
+        self, max_rows: int, prefill_chunk_len: int, budget: PassBudget, times: PassTimes, constraints: Constraints
+    ) -> None:
         self._max_rows = max_rows
+        self._constraints = constraints
         self._prefill_chunk_len = prefill_chunk_len
         self._times = times
         self._budget = budget
@@ -92,11 +99,14 @@ class Scheduler:
         if waits and self._delay.holds(decoding, rounds, now):
             return []
         self._delay.end()
-        for request, tree in zip(rounds, self._trees(rounds, now), strict=True):
+        prompts = [item for item in runnable if item.num_uncached > 1]
+        offered = [Offered(request, tree) for request, tree in zip(rounds, self._trees(rounds, now), strict=True)]
+        masked = self._constraints.masked([*offered, *(Offered(request, _NO_TREE) for request in prompts)])
+        for request, (tree, masks) in zip(rounds, masked[: len(rounds)], strict=True):
             # Its memory may have been taken for one before it.
             if request.num_uncached == 1:
-                num_rows += self._add(self._round(request, tree, now, requests, shares), shares)
-        self._add_prefill([item for item in runnable if item.num_uncached > 1], num_rows, requests, shares)
+                num_rows += self._add(self._round(request, tree, now, requests, shares, masks), shares)
+        self._add_prefill(prompts, num_rows, requests, shares)
         return shares
 
     def next_time(self, requests: Iterable[Request], now: float) -> float | None:
@@ -136,8 +146,10 @@ class Scheduler:
     def _trees(self, rounds: Sequence[Request], now: float) -> list[ProposalTree]:
         """Return the tree that each round verifies, chosen together: they share the pass."""
         offers = [request.speculation.offer(request.room) for request in rounds]
-        # Nodes that must be verified come before those that may be, as far as there are rows.
-        room = self._max_rows - len(rounds)
+        # Nodes that must be verified come before those that may be, as far as there are rows; tokens that a constraint
+        # forces come before both.
+        forced = [request.forced for request in rounds]
+        room = max(0, self._max_rows - len(rounds) - sum(map(len, forced)))
         musts = []
         for must, _ in offers:
             musts.append(must[:room])
@@ -145,18 +157,25 @@ class Scheduler:
         num_rows = self._max_rows - room
         wait_s = sum(request.speculation.waited_s(now) for request in rounds) / max(1, len(rounds))
         mays = allocate([found for _, found in offers], float(num_rows), num_rows, self._max_rows, self._times, wait_s)
-        return [
+        trees = [
             request.speculation.tree([*must, *may]) if must or may else _NO_TREE
             for request, must, may in zip(rounds, musts, mays, strict=True)
         ]
+        return list(map(with_forced, trees, forced))
 
     def _round(
-        self, request: Request, tree: ProposalTree, now: float, requests: Collection[Request], shares: list[Share]
+        self,
+        request: Request,
+        tree: ProposalTree,
+        now: float,
+        requests: Collection[Request],
+        shares: list[Share],
+        masks: RoundMasks | None,
     ) -> Share | None:
         step = self._reserved(request, request.num_uncached, tree, requests, shares)
         wait_s = request.speculation.waited_s(now)
         queue_s = max(0.0, now - request.round_started - wait_s)
-        return None if step is None else Share(request, step, step.tree, wait_s, queue_s)
+        return None if step is None else Share(request, step, step.tree, wait_s, queue_s, masks=masks)
 
     def _prefill(
         self, request: Request, num: int, pages: set[bytes], requests: Collection[Request], shares: list[Share]
@@ -171,7 +190,8 @@ class Scheduler:
             return None
         if page is not None:
             pages.add(page)
-        return Share(request, step, step.tree, is_prefill=True)
+        masks = None if request.constraint is None else request.constraint.base_masks
+        return Share(request, step, step.tree, is_prefill=True, masks=masks)
 
     def _reserved(
         self,

@@ -32,13 +32,15 @@ class Speculation:
     Attributes:
         terms: as the caller set them last.
         num_proposed: nodes that have arrived since the last verdict.
+        num_forced: tokens that the request's constraint forces now: a round that has any waits for no draft, and
+            nothing is learnt from it about one.
     """
 
     def __init__(
         self, terms: SpeculationTerms, rule: AcceptanceRule, statistics: WorkerStatistics, *, adapts: bool
     ) -> None:
         self.terms = terms
-        self.num_proposed = 0
+        self.num_proposed = self.num_forced = 0
         self._times = statistics.times
         self._policy = SpeculationPolicy(terms.max_wait_s, statistics, adapts=adapts, drafts_here=terms.own_draft)
         self._received = ReceivedTree(rule, self._policy.rates)
@@ -143,7 +145,9 @@ class Speculation:
         self._reached_at = self._ready_at = self._news_at = None
         self._is_answering = False
         self._decide(now)
-        self._waits = self._plan.wait_s > 0
+        if self.num_forced:
+            self._wait_until = now
+        self._waits = self._plan.wait_s > 0 and not self.num_forced
         self._begun_depth = self._received.depth
         if self._begun_depth >= self._plan.depth:
             self._reached_at = now
@@ -250,7 +254,7 @@ class Speculation:
         self._ready_again.observe(wait_s <= _AT_ONCE_S)
         if wait_s > _AT_ONCE_S:
             self._answer_s.observe(wait_s)
-        if not self.terms.num_speculative_tokens:
+        if not self.terms.num_speculative_tokens or self.num_forced:
             return
         if self.waits or depth:
             self._policy.observe_round(num_accepted, depth, num_nodes, wait_s, waited=self.waits)

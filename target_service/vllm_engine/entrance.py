@@ -28,7 +28,7 @@ class Entrance:
         self._source = source
 
     def enter(self, request: VllmRequest) -> None:
-        """Make a request one of vLLM: its whole text is the prompt, unless its penalties count its output.
+        """Make a request one of vLLM: its whole text is the prompt, unless its output counts by itself.
 
         Raises:
             ValueError: vLLM refuses it.

@@ -40,6 +40,7 @@ def identity_of(llm: Any, settings: TargetSettings) -> TargetIdentity:
         weights_fingerprint=weights_fingerprint(folder, ties_head=_ties_head(model)),
         default_parameters=_default_parameters(config),
         tokenizer_files=tokenizer.files if tokenizer else {},
+        grammar_library=f"vllm {vllm.__version__}" if tokenizer else "",
     )
 
 

@@ -118,9 +118,15 @@ def _blocks(config: Any, kv_cache: Any) -> tuple[int, int]:
 
 
 def _sampling_params() -> Any:
-    from vllm.sampling_params import RequestOutputKind, SamplingParams
+    from vllm.sampling_params import RequestOutputKind, SamplingParams, StructuredOutputsParams
 
-    return functools.partial(SamplingParams, output_kind=RequestOutputKind.DELTA, detokenize=False)
+    def make(*, structured_outputs: dict[str, Any] | None = None, **arguments: Any) -> Any:
+        constraint = None if structured_outputs is None else StructuredOutputsParams(**structured_outputs)
+        return SamplingParams(
+            output_kind=RequestOutputKind.DELTA, detokenize=False, structured_outputs=constraint, **arguments
+        )
+
+    return make
 
 
 def _set_output(llm: Any, vllm_id: str, token_ids: Sequence[int]) -> None:

@@ -1,8 +1,10 @@
 """Sampling parameters of requests, as vLLM names them, and those that it cannot follow."""
 
 import hashlib
+import json
 from typing import Any, Final
 
+from outrider.constraint import Constraint, StructuralTags
 from outrider.errors import InvalidArgument
 from outrider.parameters import AcceptanceRule
 from target_service.engine.commands import Open
@@ -27,6 +29,11 @@ def check_parameters(command: Open, *, speculates: bool) -> None:
         raise InvalidArgument(
             f"temperature is {parameters.temperature}, targets on vLLM take at most {_MAX_TEMPERATURE:g}", "temperature"
         )
+    if parameters.constraint is not None and parameters.constraint.reasoning_end:
+        problem = (
+            "reasoning_end is not supported by targets on vLLM: vLLM finds the end of reasoning by a parser of its own"
+        )
+        raise InvalidArgument(problem, "constraint")
     if speculates and parameters.min_p > 0:
         raise InvalidArgument("min_p is not supported by vLLM while it verifies proposals", "min_p")
     if speculates and parameters.logit_bias:
@@ -34,10 +41,47 @@ def check_parameters(command: Open, *, speculates: bool) -> None:
 
 
 def needs_output(request: VllmRequest) -> bool:
-    """Return whether the request's penalties depend on which of its tokens are output, and it has output already."""
+    """Return whether penalties or a constraint depend on which of its tokens are output, and it has output already."""
     parameters = request.parameters
     counts_output = parameters.presence_penalty != 0 or parameters.frequency_penalty != 0
-    return counts_output and request.num_output > 0
+    return (counts_output or parameters.constraint is not None) and request.num_output > 0
+
+
+def structured_outputs(constraint: Constraint) -> dict[str, Any]:
+    """Return the arguments of vLLM's `StructuredOutputsParams` for a constraint."""
+    options: dict[str, Any] = {"disable_any_whitespace": not constraint.any_whitespace}
+    match constraint.kind:
+        case "json_schema":
+            return {"json": constraint.json_schema, **options}
+        case "json_object":
+            return {"json_object": True, **options}
+        case "choice":
+            return {"choice": list(constraint.choice)}
+        case "structural_tags":
+            assert constraint.structural_tags is not None
+            return {
+                "structural_tag": json.dumps({"type": "structural_tag", "format": _tags(constraint.structural_tags)})
+            }
+    return {constraint.kind: getattr(constraint, constraint.kind)}
+
+
+def _tags(tags: StructuralTags) -> dict[str, Any]:
+    """Return tags in the format that vLLM takes from xgrammar."""
+    found = [
+        {
+            "begin": tag.begin,
+            "content": {"type": "json_schema", "json_schema": json.loads(tag.json_schema or '{"type": "object"}')},
+            "end": tag.end,
+        }
+        for tag in tags.tags
+    ]
+    return {
+        "type": "triggered_tags",
+        "triggers": sorted({tag.trigger or tag.begin for tag in tags.tags}),
+        "tags": found,
+        "at_least_one": tags.at_least_one,
+        "stop_after_first": tags.stop_after_first,
+    }
 
 
 def sampling_arguments(request: VllmRequest, num_given: int, max_len: int) -> dict[str, Any]:
@@ -69,6 +113,8 @@ def sampling_arguments(request: VllmRequest, num_given: int, max_len: int) -> di
     }
     if parameters.logit_bias:
         arguments["logit_bias"] = dict(parameters.logit_bias)
+    if parameters.constraint is not None:
+        arguments["structured_outputs"] = structured_outputs(parameters.constraint)
     return arguments
 
 

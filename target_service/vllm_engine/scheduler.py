@@ -15,10 +15,10 @@ from target_service.vllm_engine.steps import Scheduled, StepSource
 class TargetScheduler(DraftingScheduler):
     """Schedules the requests that the engine lets run, each with the line that it chose.
 
-    vLLM counts the tokens for presence and frequency penalties from the output of its own request, and a request that
-    resumes (after a failover, or a span that truncates) begins with output. Such a request enters with the prompt
-    alone. The token of its first step is dropped, it is preempted, and it gets its output before it is scheduled
-    again: from there on it is as if it had been preempted in the middle of its text.
+    vLLM counts the tokens for presence and frequency penalties, and follows a grammar, from the output of its own
+    request, and a request that resumes (after a failover, or a span that truncates) begins with output. Such a request
+    enters with the prompt alone. The token of its first step is dropped, it is preempted, and it gets its output before
+    it is scheduled again: from there on it is as if it had been preempted in the middle of its text.
 
     Attributes:
         shared: the source of the next scheduler that is made; vLLM makes it, and takes no object for it.
@@ -94,4 +94,7 @@ class TargetScheduler(DraftingScheduler):
         # Else its tokens would not be sent to the workers, as those of a request that they have just run.
         self.prev_step_scheduled_req_ids.discard(request.request_id)
         request.append_output_token_ids(list(token_ids))
+        structured = request.structured_output_request
+        if structured is not None and structured.grammar is not None:
+            structured.grammar.accept_tokens(request.request_id, list(token_ids))
         self.source.resumed[request.request_id] = token_ids

@@ -7,7 +7,7 @@ import torch
 
 from outrider.errors import InvalidArgument
 from outrider.parameters import MAX_LOGIT_BIASES, SamplingParameters
-from outrider.speculation.sampling import TokenHistory, target_distribution
+from outrider.speculation.sampling import SamplingMetadata, TokenHistory, target_distribution
 from tests.orchestrator.scripted import ScriptedTarget
 from tests.orchestrator.stage import asking, orchestrating
 
@@ -46,7 +46,7 @@ def test_attack_03_no_parameters_in_range_make_a_law_that_is_none() -> None:
         parameters = SamplingParameters(**chosen, presence_penalty=penalty, frequency_penalty=penalty)
         seen = TokenHistory(history, history * 100, parameters)
         for logits in rows:
-            distribution = target_distribution(logits, parameters, seen, ())
+            distribution = target_distribution(logits, SamplingMetadata(parameters, seen, ()))
             assert distribution.isfinite().all()
             assert distribution.sum() == pytest.approx(1)
 

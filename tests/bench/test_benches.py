@@ -13,6 +13,7 @@ from bench import (
     drafts,
     engine,
     fleet,
+    grammar,
     load,
     orchestrator,
     outage,
@@ -154,6 +155,24 @@ async def test_agents(tmp_path: Path) -> None:
         assert row["tokens/pass"] == 1 if row["mode"] == "plain" else row["tokens/pass"] > 1.5
     assert result.figures["suffix_over_plain"] > 1
     agents.plot(result, tmp_path / "agents.png")
+
+
+@pytest.mark.embedded
+async def test_grammar(tmp_path: Path) -> None:
+    result = await grammar.measure(grammar.Options(num_rounds=1, num_tokens=12, sessions="1,2", num_prompts=1))
+    assert [(row["what"], row["mode"]) for row in result.rows] == [
+        ("1 sessions", "free"),
+        ("1 sessions", "schema"),
+        ("2 sessions", "free"),
+        ("2 sessions", "schema"),
+        ("extraction 0", "schema, plain"),
+        ("extraction 0", "schema, speculation"),
+        ("grammars", "in this process"),
+    ]
+    # Names of properties are forced, and verified together.
+    assert result.rows[4]["tokens/pass"] == 1 < result.rows[5]["tokens/pass"]
+    assert result.figures["schema_over_free_2"] > 0 and result.figures["mask_us"] < result.figures["mask_p99_us"]
+    grammar.plot(result, tmp_path / "grammar.png")
 
 
 async def test_capacity(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ from outrider.drafters.drafter import OpenProposal
 from outrider.lm.heads.vocabulary import DraftVocabulary
 from outrider.parameters import AcceptanceRule, SamplingParameters
 from outrider.speculation.randomness import KeyedSource
-from outrider.speculation.sampling import TokenHistory, target_distribution
+from outrider.speculation.sampling import SamplingMetadata, TokenHistory, target_distribution
 from outrider.speculation.verification import draft_coupled
 from tests.draft_service.conftest import terms
 
@@ -42,7 +42,7 @@ def test_the_first_choice_is_the_targets(num_levels: int, parameters: SamplingPa
     for row, path, found in zip(logits, paths, choices, strict=True):
         token_ids, likelihoods = [item.token_id for item in found], [item.likelihood for item in found]
         history = TokenHistory(TEXT, path, parameters)
-        distribution = target_distribution(row, parameters, history, frozenset())
+        distribution = target_distribution(row, SamplingMetadata(parameters, history, frozenset()))
         assert token_ids[0] == draft_coupled(distribution, len(TEXT) + len(path), KeyedSource(parameters.seed or 0))
         assert len(set(token_ids)) == len(token_ids) <= num and likelihoods == sorted(likelihoods, reverse=True)
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from outrider.parameters import AcceptanceRule, SamplingParameters
 from outrider.speculation.randomness import Counter, KeyedSource, Purpose
-from outrider.speculation.sampling import TokenHistory, target_distribution
+from outrider.speculation.sampling import SamplingMetadata, TokenHistory, target_distribution
 from outrider.speculation.verification import draft_coupled
 from outrider.tokens import ROOT, NodeKind, ProposalNode, ProposalTree
 from target_service.engine.results import RoundResult
@@ -94,7 +94,7 @@ def plain_decoding(model: AnyLogits, parameters: SamplingParameters) -> Text:
     while len(text) <= len(PREFIX) + MAX_NODES:
         prefix = text[len(PREFIX) :]
         history = TokenHistory(PREFIX, prefix, parameters)
-        distribution = target_distribution(model.logits[model.row(prefix)], parameters, history, ())
+        distribution = target_distribution(model.logits[model.row(prefix)], SamplingMetadata(parameters, history, ()))
         text = (*text, KeyedSource(parameters.seed or 0).pick(distribution, Counter(Purpose.TARGET, len(text))))
     return text[len(PREFIX) :]
 

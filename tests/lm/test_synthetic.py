@@ -11,7 +11,7 @@ from outrider.lm.model import SessionStep
 from outrider.lm.synthetic import NEXT_CHOICES, SyntheticDistributions, SyntheticModel, SyntheticOptions
 from outrider.parameters import SamplingParameters
 from outrider.speculation.randomness import Counter, KeyedSource, Purpose
-from outrider.speculation.sampling import TokenHistory, target_distribution
+from outrider.speculation.sampling import SamplingMetadata, TokenHistory, target_distribution
 from outrider.speculation.verification import draft_coupled
 from outrider.tokens import NodeKind, ProposalNode, ProposalTree, TokenSpan
 from tests.lm.models import CONFIGS, save_model
@@ -25,7 +25,7 @@ _TOLERANCE = 0.03
 def _distribution(scores: dict[int, float], parameters: SamplingParameters) -> torch.Tensor:
     logits = torch.full((_VOCABULARY,), -40.0)
     logits[list(scores)] = torch.tensor(list(scores.values()))
-    return target_distribution(logits, parameters, TokenHistory((), (), parameters), ())
+    return target_distribution(logits, SamplingMetadata(parameters, TokenHistory((), (), parameters), ()))
 
 
 def _ranked(distribution: torch.Tensor, position: int, source: KeyedSource) -> list[int]:

@@ -70,3 +70,4 @@ def give_answers(target: ScriptedTarget, files: dict[str, bytes], answer: Callab
     target.info.vocabulary_size = tokenizer.backend.get_vocab_size()
     target.info.max_session_len = 16384
     target.info.eos_token_ids[:] = [EOS_TOKEN_ID]
+    target.info.grammar_library = "llguidance"

@@ -14,6 +14,7 @@ from outrider.parameters import SamplingParameters
 from outrider.speculation.draws import Draw, target_draws
 from outrider.speculation.randomness import Counter, KeyedSource, Purpose, vocabulary_exponential
 from outrider.speculation.sampling import SamplingMetadata, TokenHistory, target_distribution
+from tests.masks import allowed_by, random_mask
 from tests.oracle import reference_distribution
 from tests.repetition import seeds
 
@@ -51,12 +52,13 @@ def random_draws(size: int, num: int = NUM, seed: int = 0) -> list[Draw]:
 def _random_draw(draw: random.Random, row: int, size: int) -> Draw:
     parameters = SamplingParameters(**draw.choice(PARAMETERS))
     prompt, output = ([draw.randrange(size) for _ in range(draw.randrange(30))] for _ in range(2))
-    metadata = SamplingMetadata(parameters, TokenHistory(prompt, output, parameters), (size - 1,))
+    allowed = random_mask(draw, size, must=1) if draw.random() < 0.3 else None
+    metadata = SamplingMetadata(parameters, TokenHistory(prompt, output, parameters), (size - 1,), allowed)
     return Draw(row, metadata, KeyedSource(draw.getrandbits(64)).key, draw.randrange(2**31))
 
 
 def distribution_of(logits: Tensor, draw: Draw) -> Tensor:
-    return target_distribution(logits, draw.metadata.parameters, draw.metadata.history, draw.metadata.stop_token_ids)
+    return target_distribution(logits, draw.metadata)
 
 
 def source_of(draw: Draw) -> KeyedSource:
@@ -123,7 +125,9 @@ def _reference(logits: Sequence[float], draw: Draw) -> list[float]:
     output = [token_id for token_id, count in zip(*history.output_counts(), strict=True) for _ in range(count)]
     output = output or [0] * history.num_output  # stored only with penalties
     prompt = [] if not parameters.needs_history else history.seen()
-    distribution = reference_distribution(logits, parameters, prompt, output, draw.metadata.stop_token_ids)
+    stops, mask = draw.metadata.stop_token_ids, draw.metadata.allowed
+    allowed = None if mask is None else allowed_by(mask)
+    distribution = reference_distribution(logits, parameters, prompt, output, stops, allowed)
     return [float(weight) for weight in torch.tensor(distribution, dtype=torch.float64)]
 
 

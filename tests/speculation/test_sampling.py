@@ -18,7 +18,8 @@ from transformers import (
 )
 
 from outrider.parameters import SamplingParameters
-from outrider.speculation.sampling import TokenHistory, target_distribution
+from outrider.speculation.sampling import SamplingMetadata, TokenHistory, changed_logits, target_distribution
+from tests.masks import allowed_by, mask_of, random_mask
 from tests.oracle import reference_distribution
 
 V = 40
@@ -33,7 +34,7 @@ def distribution_of(
     logits: Tensor, prompt: Sequence[int] = (), output: Sequence[int] = (), stop: Sequence[int] = (), **values: Any
 ) -> Tensor:
     parameters = SamplingParameters(**values)
-    return target_distribution(logits, parameters, TokenHistory(prompt, output, parameters), stop)
+    return target_distribution(logits, SamplingMetadata(parameters, TokenHistory(prompt, output, parameters), stop))
 
 
 def random_parameters(draw: random.Random) -> SamplingParameters:
@@ -60,8 +61,11 @@ def test_any_parameters_give_the_oracles_distribution(seed: int) -> None:
     output = [draw.randrange(V) for _ in range(draw.randrange(10))]
     logits = random_logits(seed).to(draw.choice([torch.float32, torch.bfloat16, torch.float64]))
     before = logits.clone()
-    distribution = target_distribution(logits, parameters, TokenHistory(prompt, output, parameters), STOP)
-    expected = reference_distribution(logits.tolist(), parameters, prompt, output, STOP)
+    mask = random_mask(draw, V, must=0) if draw.random() < 0.3 else None
+    history = TokenHistory(prompt, output, parameters)
+    distribution = target_distribution(logits, SamplingMetadata(parameters, history, STOP, mask))
+    allowed = None if mask is None else allowed_by(mask)
+    expected = reference_distribution(logits.tolist(), parameters, prompt, output, STOP, allowed)
     assert torch.equal(logits, before)
     assert distribution.dtype == torch.float64
     assert float(distribution.sum()) == pytest.approx(1, abs=1e-14)
@@ -172,10 +176,14 @@ def test_a_history_along_a_branch_is_that_of_the_longer_output(values: dict[str,
     base = TokenHistory([1, 2], [3, 4], parameters)
     longer = base.extended([5]).extended([]).extended([4, 1])
     logits = random_logits(0)
-    expected = target_distribution(logits, parameters, TokenHistory([1, 2], [3, 4, 5, 4, 1], parameters), STOP)
-    assert torch.equal(target_distribution(logits, parameters, longer, STOP), expected)
-    unchanged = target_distribution(logits, parameters, TokenHistory([1, 2], [3, 4], parameters), STOP)
-    assert torch.equal(target_distribution(logits, parameters, base, STOP), unchanged)
+    expected = target_distribution(
+        logits, SamplingMetadata(parameters, TokenHistory([1, 2], [3, 4, 5, 4, 1], parameters), STOP)
+    )
+    assert torch.equal(target_distribution(logits, SamplingMetadata(parameters, longer, STOP)), expected)
+    unchanged = target_distribution(
+        logits, SamplingMetadata(parameters, TokenHistory([1, 2], [3, 4], parameters), STOP)
+    )
+    assert torch.equal(target_distribution(logits, SamplingMetadata(parameters, base, STOP)), unchanged)
     assert (base.num_output, longer.num_output) == (2, 5)
 
 
@@ -191,3 +199,23 @@ def test_a_law_does_not_depend_on_what_else_is_in_memory() -> None:
     for row in rows:
         for values in ({}, {"top_k": 5}, {"top_p": 0.9}, {"temperature": 0}):
             assert torch.equal(distribution_of(row, **values), distribution_of(row.clone(), **values))
+
+
+def test_where_a_constraint_must_end_min_tokens_does_not_hold_it_up() -> None:
+    parameters, logits = SamplingParameters(min_tokens=5), random_logits(1)
+    history = TokenHistory((), (), parameters)
+    ends = SamplingMetadata(parameters, history, STOP, mask_of(STOP, V), must_end=True)
+    assert target_distribution(logits, ends).nonzero().squeeze(1).tolist() == list(STOP)
+    free = SamplingMetadata(parameters, history, STOP, mask_of((*STOP, 5), V))
+    assert target_distribution(logits, free).nonzero().squeeze(1).tolist() == [5]
+
+
+def test_rows_without_a_constraint_keep_their_bits_beside_others() -> None:
+    parameters = SamplingParameters()
+    history = TokenHistory((), (), parameters)
+    logits = torch.stack([random_logits(seed) for seed in range(4)]).bfloat16()
+    masked = [SamplingMetadata(parameters, history, (), mask_of((1, 2), V) if row % 2 else None) for row in range(4)]
+    found = changed_logits(logits, masked)
+    assert torch.equal(found[::2], logits[::2].float())
+    assert found[1].isfinite().nonzero().squeeze(1).tolist() == [1, 2]
+    assert torch.equal(found[1::2, 1:3], logits[1::2, 1:3].float())

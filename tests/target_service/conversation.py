@@ -18,7 +18,7 @@ from outrider.v1 import target_pb2_grpc, tokens_pb2
 from target_service.engine.colocated import ColocatedDraft
 from target_service.engine.engine import Engine
 from target_service.frontend import Frontend
-from target_service.own_engine import remote_blocks
+from target_service.own_engine import grammar_compiler, remote_blocks
 from target_service.servicer import TargetServicer
 from target_service.settings import TargetSettings
 
@@ -88,6 +88,7 @@ class Caller:
         cache_salt: bytes = b"",
         lookahead: int = 0,
         own_draft: bool = False,
+        forced_tokens: bool = False,
     ) -> pb.VerifyResponseFrame:
         message = pb.VerifyOpen(
             session_id=session or f"session-{handle}",
@@ -103,6 +104,7 @@ class Caller:
                 max_wait_s=max_wait_s,
                 lookahead=lookahead,
                 own_draft=own_draft,
+                forced_tokens=forced_tokens,
             ),
             cache_salt=cache_salt,
         )
@@ -161,9 +163,10 @@ async def target(
     """
     chosen = TargetSettings(**settings)  # type: ignore[arg-type]
     budget = chosen.kv_budget_bytes
-    served = load_model(folder, LoadOptions(kv_budget_bytes=budget)).model if folder else model(budget)
-    blocks = remote_blocks(served, chosen)
-    engine = Engine(served, chosen, blocks, draft)
+    loaded = load_model(folder or MODEL, LoadOptions(kv_budget_bytes=budget))
+    blocks = remote_blocks(loaded.model, chosen)
+    compiler = grammar_compiler(loaded)
+    engine = Engine(loaded.model, chosen, blocks, draft, compiler)
     frontend = Frontend(engine, chosen.max_sessions)
     frontend.start()
     server = grpc.aio.server(interceptors=[CallInterceptor(CallsInFlight())])
@@ -176,5 +179,7 @@ async def target(
         await caller.end()
     await server.stop(0)
     frontend.loop.stop()
+    if compiler is not None:
+        compiler.close()
     if blocks is not None:
         blocks.close(5)

@@ -13,6 +13,7 @@ from transformers.utils.hub import cached_file
 from outrider.errors import ModelUnsupported
 from outrider.lm import embedded
 from outrider.lm.hub import check_available
+from outrider.lm.tokenizer import TOKENIZER_NAME
 
 _EMBEDDINGS: Final = ("embed_tokens.weight", "wte.weight", "embed_in.weight", "word_embeddings.weight")
 _OUTPUTS: Final = ("lm_head.weight", "embed_out.weight", "output.weight")
@@ -30,6 +31,7 @@ class SharedWeights:
         num_layers: number of decoder layers.
         max_len: longest text, in tokens; None if unlimited.
         eos_token_ids: end-of-text token ids.
+        tokenizer: tokenizer.json; None where there is none.
     """
 
     embedding: Tensor
@@ -37,6 +39,7 @@ class SharedWeights:
     num_layers: int
     max_len: int | None
     eos_token_ids: tuple[int, ...]
+    tokenizer: str | None = None
 
 
 def read_shared(target: str) -> SharedWeights:
@@ -70,7 +73,13 @@ def read_shared(target: str) -> SharedWeights:
         num_layers=text.num_hidden_layers,
         max_len=getattr(text, "max_position_embeddings", None),
         eos_token_ids=() if eos is None else (eos,) if isinstance(eos, int) else tuple(eos),
+        tokenizer=_tokenizer(source),
     )
+
+
+def _tokenizer(source: str) -> str | None:
+    path = cached_file(source, TOKENIZER_NAME, _raise_exceptions_for_missing_entries=False)
+    return None if path is None else Path(path).read_text()
 
 
 def _files(source: str) -> dict[str, Path]:

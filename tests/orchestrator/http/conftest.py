@@ -28,6 +28,7 @@ def give_text(target: ScriptedTarget) -> None:
     target.info.model = "/models/letters"
     target.info.tokenizer_fingerprint = files.fingerprint
     target.info.vocabulary_size = VOCABULARY_SIZE
+    target.info.grammar_library = "llguidance"
     del target.info.eos_token_ids[:]
     target.info.eos_token_ids.append(EOS)
 

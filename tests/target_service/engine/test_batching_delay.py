@@ -8,6 +8,7 @@ from outrider.parameters import AcceptanceRule, SamplingParameters
 from outrider.speculation.randomness import KeyedSource
 from outrider.tokens import Base, NodeKind, ProposalNode, ProposalPart, ProposalTree, TokenSpan
 from target_service.engine.commands import Handle, SpeculationTerms
+from target_service.engine.constraints import Constraints
 from target_service.engine.pass_budget import PassBudget
 from target_service.engine.request import Request
 from target_service.engine.scheduling import Scheduler
@@ -32,7 +33,7 @@ class _Target:
                 times.observe(PASS_S + 0.0005 * num_rows, num_rows)
         times.num_sessions = 2
         self.model = model()
-        self.scheduler = Scheduler(64, 64, PassBudget(2.0, times), times)
+        self.scheduler = Scheduler(64, 64, PassBudget(2.0, times), times, Constraints(None, 16, ()))
         self.requests: list[Request] = []
 
     def open(self, terms: SpeculationTerms = TERMS) -> Request:

@@ -177,7 +177,13 @@ class FakeLlm:
 
 def sampling_params(**arguments: Any) -> SimpleNamespace:
     """`vllm.SamplingParams` with its defaults."""
-    defaults = {"min_tokens": 0, "stop_token_ids": [], "presence_penalty": 0.0, "logprobs": None}
+    defaults = {
+        "min_tokens": 0,
+        "stop_token_ids": [],
+        "presence_penalty": 0.0,
+        "logprobs": None,
+        "structured_outputs": None,
+    }
     return SimpleNamespace(**{**defaults, **arguments})
 
 

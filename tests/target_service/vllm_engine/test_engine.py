@@ -1,15 +1,18 @@
 """The target's engine on vLLM over a real socket, with a fake of vLLM: rounds, windows, spans, resumption, failures."""
 
 import asyncio
+import json
 from collections.abc import Sequence
 from typing import Any
 
 import pytest
 
+from outrider.constraint import Constraint, StructuralTag, StructuralTags
 from outrider.parameters import AcceptanceRule, FinishReason, SamplingParameters
 from outrider.tokens import Base, NodeKind, ProposalNode
 from outrider.v1 import target_pb2 as pb
 from outrider.v1 import tokens_pb2
+from target_service.vllm_engine.parameters import structured_outputs
 from tests.target_service.conversation import Caller
 from tests.target_service.vllm_engine.fake_vllm import (
     MAX_LEN,
@@ -204,6 +207,68 @@ async def test_a_request_that_resumes_after_a_failover_goes_on_with_its_own_text
         assert verdicts[-1].finish_reason == tokens_pb2.FINISH_REASON_LENGTH
         # All output but the last token, which no target has run.
         assert sum(verdict.num_recomputed_tokens for verdict in verdicts) == at - 1
+
+
+TAG = StructuralTag('<call>{"arguments": ', '{"type": "object"}', "}</call>", "<call>")
+
+
+@pytest.mark.parametrize(
+    ("constraint", "expected"),
+    [
+        (
+            Constraint(json_schema='{"type": "integer"}'),
+            {"json": '{"type": "integer"}', "disable_any_whitespace": True},
+        ),
+        (Constraint(json_object=True, any_whitespace=True), {"json_object": True, "disable_any_whitespace": False}),
+        (Constraint(regex="a+"), {"regex": "a+"}),
+        (Constraint(choice=["a", "b"]), {"choice": ["a", "b"]}),
+        (Constraint(grammar="start: /a/"), {"grammar": "start: /a/"}),
+    ],
+)
+async def test_a_constraint_is_handed_through(constraint: Constraint, expected: dict[str, Any]) -> None:
+    assert structured_outputs(constraint) == expected
+    async with served() as now:
+        await now.caller.plain(1, PROMPT, GREEDY.replace(constraint=constraint), **TERMS)
+        entered = now.llm.seen[-1]
+        assert entered.params.structured_outputs == expected
+
+
+def test_tags_are_handed_through_in_the_format_of_xgrammar() -> None:
+    tags = StructuralTags([TAG, StructuralTag("<x>")], at_least_one=True)
+    given = json.loads(structured_outputs(Constraint(structural_tags=tags))["structural_tag"])
+    assert given["type"] == "structural_tag"
+    assert {**given["format"], "tags": len(given["format"]["tags"])} == {
+        "type": "triggered_tags",
+        "triggers": ["<call>", "<x>"],
+        "tags": 2,
+        "at_least_one": True,
+        "stop_after_first": False,
+    }
+    assert given["format"]["tags"][0] == {
+        "begin": TAG.begin,
+        "content": {"type": "json_schema", "json_schema": {"type": "object"}},
+        "end": TAG.end,
+    }
+
+
+async def test_a_constrained_request_resumes_with_its_output_as_output() -> None:
+    """vLLM's matcher follows the output of its own request, so that the text so far is no part of the prompt."""
+    parameters = GREEDY.replace(constraint=Constraint(regex="a+"))
+    async with served() as now:
+        text = [*PROMPT, *WHOLE[:7]]
+        await now.caller.open(1, text, parameters, rule=ENGINE, prompt_len=len(PROMPT), stop_token_ids=())
+        await now.caller.span(1, 0, text)
+        output = [token_id async for verdict in now.caller.verdicts(1) for token_id in verdict.token_ids]
+        assert output == WHOLE[7:]
+        entered = now.llm.seen[-1]
+        assert entered.prompt == PROMPT
+
+
+async def test_the_end_of_reasoning_is_vllms_own_to_find() -> None:
+    parameters = GREEDY.replace(constraint=Constraint(regex="a", reasoning_end="</think>"))
+    async with served() as now:
+        refused = await now.caller.open(1, PROMPT, parameters, rule=ENGINE, stop_token_ids=())
+        assert "reasoning_end is not supported" in refused.refusal.message
 
 
 async def test_a_request_that_has_all_its_tokens_ends_at_once() -> None:

@@ -1,0 +1,59 @@
+"""A process that compiles constraints to check them: `python -m outrider.grammar.checking`.
+
+Some schemas take llguidance minutes and gigabytes to compile, and a thread cannot be ended. This process can: it has a
+bound on its memory, and the system ends it where a constraint takes too much of the CPU's time. It reads lines of JSON
+from standard input, the first with the tokenizer, each other with a constraint, and writes a line for each: null, or
+what is wrong with it. It ends with its input.
+"""
+
+import json
+import resource
+import signal
+import sys
+from pathlib import Path
+from typing import Any, Final
+
+from outrider.constraint import Constraint
+from outrider.errors import OutriderError
+from outrider.grammar.compiler import compiled, load_tokenizer
+
+MAX_COMPILE_S: Final = 2.0
+"""Seconds of the CPU that a constraint may take; a large legitimate schema takes 0.2."""
+_MAX_MORE_BYTES: Final = 256 << 20
+"""Of memory that compiling takes beside the tokenizer; schemas of thousands of properties take 20 MB."""
+_MAX_WALL_S: Final = 20.0
+
+
+def main() -> None:
+    """Check constraints until standard input ends."""
+    first: dict[str, Any] = json.loads(sys.stdin.readline())
+    tokenizer = load_tokenizer(first["tokenizer"], first["vocabulary_size"], first["eos_token_ids"])
+    most = _address_space() + _MAX_MORE_BYTES
+    resource.setrlimit(resource.RLIMIT_AS, (most, most))
+    _answer(None)
+    for line in sys.stdin:
+        # By default these signals end a process, whatever it is doing.
+        signal.setitimer(signal.ITIMER_PROF, MAX_COMPILE_S)
+        signal.setitimer(signal.ITIMER_REAL, _MAX_WALL_S)
+        try:
+            compiled(Constraint.from_dict(json.loads(line)), tokenizer)
+            problem = None
+        except OutriderError as error:
+            problem = error.message
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        _answer(problem)
+
+
+def _address_space() -> int:
+    """Return the bytes of this process's address space."""
+    return int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+
+
+def _answer(problem: str | None) -> None:
+    sys.stdout.write(json.dumps(problem) + "\n")
+    sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,152 @@
+"""The tokens that constraints allow after the nodes of many proposals, computed in native calls on all cores."""
+
+import os
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import Final, NamedTuple
+
+import torch
+from llguidance import LLExecutor, LLMatcher
+from torch import Tensor
+
+from outrider.errors import ConstraintFailed
+from outrider.grammar.matcher import OutputMatcher
+from outrider.grammar.source import one_line
+from outrider.tokens import ROOT, ProposalTree
+
+_MAX_THREADS: Final = 8
+_WORD_BITS: Final = 32
+
+
+class MatchedTree(NamedTuple):
+    """A proposal below the output that a matcher has followed."""
+
+    matcher: OutputMatcher
+    tree: ProposalTree
+
+
+@dataclass(frozen=True, slots=True)
+class NodeMasks:
+    """The tokens allowed after the base of a tree, and after each of its nodes.
+
+    Attributes:
+        words: int32 [1 + len(tree), W]: bit b of word w is token 32 * w + b; row n follows node n. All bits of a row
+            are 0 after a node that is not allowed itself.
+    """
+
+    words: Tensor
+
+    def __getitem__(self, number: int) -> Tensor:
+        """Return the mask after a node, int32 [W]."""
+        return self.words[number]
+
+    def __len__(self) -> int:
+        return len(self.words)
+
+    def allow_any(self) -> list[bool]:
+        """Return for the base and each node whether any token is allowed after it."""
+        return self.words.any(dim=1).tolist()
+
+    def allows(self, numbers: Sequence[int], token_ids: Sequence[int]) -> list[bool]:
+        """Return whether each token is allowed after the node of the same place."""
+        places = torch.tensor(token_ids)
+        words = self.words[torch.tensor(numbers), places // _WORD_BITS]
+        return ((words >> (places % _WORD_BITS)) & 1).bool().tolist()
+
+    def allows_besides(self, number: int, token_ids: Collection[int]) -> bool:
+        """Return whether any token but these is allowed after a node."""
+        words = self.words[number].clone()
+        for token_id in token_ids:
+            words[token_id // _WORD_BITS] &= ~_bit(token_id)
+        return bool(words.any())
+
+    def only(self, numbers: Sequence[int]) -> "NodeMasks":
+        """Return the masks after the base and these nodes, which become nodes 1, 2, ..."""
+        return NodeMasks(self.words[[ROOT, *numbers]])
+
+
+def node_masks(items: Sequence[MatchedTree], vocabulary_size: int) -> list[NodeMasks]:
+    """Return the masks of each tree; the matchers stay where they are.
+
+    Args:
+        items: of different requests.
+        vocabulary_size: V; the masks have V / 32 words, rounded up.
+
+    Raises:
+        ConstraintFailed: a matcher exceeds a bound. It is raised for any of them: ask for each alone then.
+    """
+    if not items:
+        return []
+    jobs: list[tuple[LLMatcher, int, list[int]]] = []
+    rows: list[list[int]] = []
+    num_rows = 0
+    for item in items:
+        found, num_rows = _jobs(item, num_rows, jobs)
+        rows.append(found)
+    words = torch.zeros(num_rows, -(-vocabulary_size // _WORD_BITS), dtype=torch.int32)
+    row_bytes = words.shape[1] * words.element_size()
+    # The library has a call for outputs alone, and one for outputs with proposals.
+    if alone := [(matcher, row) for matcher, row, path in jobs if not path]:
+        _executor().unsafe_compute_mask_ptr(alone, words.data_ptr(), row_bytes, num_rows)
+    if below := [job for job in jobs if job[2]]:
+        _executor().unsafe_compute_mask_ptr_with_draft_token(below, words.data_ptr(), row_bytes, num_rows)
+    for matcher, _, _ in jobs:
+        if matcher.is_error():
+            raise ConstraintFailed(f"the constraint fails: {one_line(matcher.get_error())}")
+    return [NodeMasks(words[found]) for found in rows]
+
+
+def allowed_tree(tree: ProposalTree, masks: NodeMasks, *, keeps_drafted: bool) -> tuple[ProposalTree, list[int]]:
+    """Return a tree without the nodes that are not allowed, nor what follows them, and the numbers of those kept.
+
+    Args:
+        tree: the proposal.
+        masks: after its nodes.
+        keeps_drafted: whether drafted nodes are kept, without what follows them. Under `rejection` a drafted token that
+            the target never outputs is rejected, and its distribution counts: it must not be left out for its value.
+    """
+    nodes = tree.nodes
+    if not nodes:
+        return tree, []
+    allowed = masks.allows([node.parent for node in nodes], [node.token_id for node in nodes])
+    if all(allowed):
+        return tree, list(range(1, 1 + len(nodes)))
+    kept, numbers = ProposalTree(), {ROOT: ROOT}
+    ends: set[int] = set()
+    for number, (node, is_allowed) in enumerate(zip(nodes, allowed, strict=True), start=1):
+        stays = is_allowed or (keeps_drafted and node.draft_distribution is not None)
+        if not stays or node.parent not in numbers or node.parent in ends:
+            continue
+        numbers[number] = kept.append(replace(node, parent=numbers[node.parent]))
+        if not is_allowed:
+            ends.add(number)
+    return kept, [number for number in numbers if number != ROOT]
+
+
+def _jobs(item: MatchedTree, first: int, jobs: list[tuple[LLMatcher, int, list[int]]]) -> tuple[list[int], int]:
+    """Add a job for each path of a tree, from row `first` on; return the row of each node, and the next free row."""
+    nodes = item.tree.nodes
+    parents = {node.parent for node in nodes}
+    leaves = [number for number in range(1 + len(nodes)) if number not in parents]
+    rows = [first] * (1 + len(nodes))
+    for leaf in leaves:
+        path = item.tree.path(leaf)
+        for depth, number in enumerate(path, start=1):
+            rows[number] = first + depth
+        # Each path has a copy, which is dropped behind it: see `OutputMatcher` about going back.
+        matcher = item.matcher.native.deep_copy() if path else item.matcher.native
+        jobs.append((matcher, first, [nodes[number - 1].token_id for number in path]))
+        first += 1 + len(path)
+    return rows, first
+
+
+def _bit(token_id: int) -> int:
+    """Return the bit of a token within its word, as a signed number."""
+    place = token_id % _WORD_BITS
+    return 1 << place if place < _WORD_BITS - 1 else -(1 << place)
+
+
+@cache
+def _executor() -> LLExecutor:
+    return LLExecutor(max(1, min(_MAX_THREADS, len(os.sched_getaffinity(0)))))

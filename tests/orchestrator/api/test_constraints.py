@@ -1,0 +1,172 @@
+"""Constraints are checked before the lease: in processes that end with what takes too long, and once each."""
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from dataclasses import replace
+
+import pytest
+
+from orchestrator.api import constraints
+from orchestrator.api.constraints import ConstraintChecks
+from orchestrator.text.tokenizer import Tokenizer
+from orchestrator.workers.model import Model
+from outrider import wire
+from outrider.constraint import Constraint
+from outrider.errors import ConstraintFailed, DuplicateRequest, InvalidArgument, Overloaded, SessionNotFound
+from outrider.lm.byte_tokenizer import EOS, VOCABULARY_SIZE, byte_tokenizer
+from outrider.parameters import SamplingParameters
+from outrider.v1 import generation_pb2 as pb
+from outrider.v1 import tokens_pb2
+from tests.orchestrator.scripted import ScriptedTarget
+from tests.orchestrator.stage import asking, orchestrating
+
+ENDLESS = Constraint(json_schema='{"type": "integer", "multipleOf": 99999989}')
+
+
+def model(fingerprint: str = "bytes", *, takes_constraints: bool = True) -> Model:
+    definition = byte_tokenizer().files["tokenizer.json"].decode()
+    return Model(
+        name="m",
+        fingerprint="m",
+        tokenizer_fingerprint=fingerprint,
+        tokenizer=Tokenizer(definition, None, {}),
+        vocabulary_size=VOCABULARY_SIZE,
+        max_session_len=100,
+        eos_token_ids=(EOS,),
+        defaults=tokens_pb2.SamplingParameters(),
+        takes_constraints=takes_constraints,
+    )
+
+
+@pytest.fixture
+async def checks() -> AsyncIterator[ConstraintChecks]:
+    made = ConstraintChecks()
+    yield made
+    made.close()
+    await asyncio.gather(*(checker.ended() for checker in made.started))
+
+
+async def test_a_constraint_is_checked_once(checks: ConstraintChecks) -> None:
+    await checks.check(None, model())
+    assert not checks.started
+    await checks.check(Constraint(regex="a+"), model())
+    with pytest.raises(InvalidArgument, match=r"regex: at 1\(8\).*unclosed group") as refused:
+        await checks.check(Constraint(regex="a("), model())
+    assert refused.value.field == "constraint"
+    [checker] = checks.started
+    assert not checker.has_ended
+    checker.kill()
+    await checker.ended()
+    # What was found is known without a process.
+    await checks.check(Constraint(regex="a+"), model())
+    with pytest.raises(InvalidArgument, match="unclosed group"):
+        await checks.check(Constraint(regex="a("), model())
+    assert len(checks.started) == 1
+    # One that has ended is replaced.
+    await checks.check(Constraint(regex="b+"), model())
+    assert len(checks.started) == 2
+
+
+async def test_what_takes_too_long_is_refused_and_holds_nothing_up(checks: ConstraintChecks) -> None:
+    await checks.check(Constraint(regex="a"), model())
+    slow = asyncio.create_task(checks.check(ENDLESS, model()))
+    async with asyncio.timeout(20):
+        for number in range(5):
+            await checks.check(Constraint(regex=f"a{number}"), model())
+        assert not slow.done()
+        with pytest.raises(InvalidArgument, match="takes more than 2 s or too much memory to compile"):
+            await slow
+        await checks.check(Constraint(regex="b"), model())
+
+
+async def test_another_tokenizer_has_a_process_of_its_own(checks: ConstraintChecks) -> None:
+    await checks.check(Constraint(regex="a"), model())
+    await checks.check(Constraint(regex="a"), model("other"))
+    assert [checker.fingerprint for checker in checks.started] == ["bytes", "other"]
+    await checks.started[0].ended()
+
+
+async def test_targets_that_take_none_are_named(checks: ConstraintChecks) -> None:
+    for unfit in (model(takes_constraints=False), replace(model(), tokenizer=None)):
+        with pytest.raises(InvalidArgument, match="the targets take no constraints"):
+            await checks.check(Constraint(regex="a"), unfit)
+
+
+async def test_the_queue_and_the_wait_are_bounded(checks: ConstraintChecks, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(constraints, "_MAX_QUEUED", 1)
+    monkeypatch.setattr(constraints, "_MAX_WAIT_S", 0.2)
+    endless = [
+        Constraint(json_schema=json.dumps({"multipleOf": 99999989 + 2 * n, "type": "integer"})) for n in range(4)
+    ]
+    running = [asyncio.create_task(checks.check(item, model())) for item in endless[:2]]
+    await asyncio.sleep(0)
+    waiting = asyncio.create_task(checks.check(endless[2], model()))
+    await asyncio.sleep(0)
+    with pytest.raises(Overloaded, match="1 constraints wait"):
+        await checks.check(endless[3], model())
+    with pytest.raises(Overloaded, match="no process"):
+        await waiting
+    for task in running:
+        task.cancel()
+    await asyncio.gather(*running, return_exceptions=True)
+    # What a caller that left was having checked is ended with it.
+    assert all(checker.is_killed for checker in checks.started)
+
+
+def constrained(constraint: Constraint, **more: object) -> pb.GenerateRequest:
+    request = asking(**more)  # type: ignore[arg-type]
+    request.parameters.MergeFrom(wire.given_to_message(SamplingParameters(constraint=constraint)))
+    return request
+
+
+def with_text(target: ScriptedTarget) -> None:
+    """Give the scripted target a tokenizer, whose end-of-text token is not one that it writes."""
+    target.files = dict(byte_tokenizer().files)
+    target.info.grammar_library = "llguidance 1"
+
+
+async def test_a_wrong_constraint_leaves_nothing_behind(session_store_url: str, target: ScriptedTarget) -> None:
+    with_text(target)
+    async with orchestrating(session_store_url, (target,)) as running:
+        with pytest.raises(InvalidArgument, match="unclosed group"):
+            await running.events(constrained(Constraint(regex="a("), session_id="wrong-constraint"))
+        with pytest.raises(SessionNotFound):
+            await running.session("wrong-constraint")
+        await running.events(constrained(Constraint(regex="a+"), session_id="right-constraint"))
+        [opened] = [frame.open for frame in target.frames if frame.HasField("open")]
+        assert opened.parameters.constraint.regex == "a+" and opened.speculation.forced_tokens
+        events = await running.events(constrained(Constraint(regex="b+"), plain=True))
+        assert events[-1].HasField("finished") and not target.frames[-1].open.speculation.forced_tokens
+
+
+async def test_targets_without_the_library_refuse_by_name(session_store_url: str, target: ScriptedTarget) -> None:
+    with_text(target)
+    target.info.grammar_library = ""
+    async with orchestrating(session_store_url, (target,)) as running:
+        with pytest.raises(InvalidArgument, match="the targets take no constraints"):
+            await running.events(constrained(Constraint(regex="a")))
+
+
+async def test_a_constraint_that_fails_is_told_the_client_at_once(
+    session_store_url: str, target: ScriptedTarget
+) -> None:
+    with_text(target)
+    target.refusals.append(ConstraintFailed("no token that the constraint allows can follow the output"))
+    async with orchestrating(session_store_url, (target,)) as running:
+        with pytest.raises(ConstraintFailed, match="no token"):
+            await running.events(constrained(Constraint(regex="a")))
+        assert sum(frame.HasField("open") for frame in target.frames) == 1
+
+
+async def test_a_request_is_the_same_only_with_the_same_constraint(
+    session_store_url: str, target: ScriptedTarget
+) -> None:
+    with_text(target)
+    async with orchestrating(session_store_url, (target,)) as running:
+        first = await running.events(constrained(Constraint(regex="a+"), request_id="same-constraint"))
+        again = await running.events(constrained(Constraint(regex="a+"), request_id="same-constraint"))
+        assert [event.delta.token_ids for event in again if event.HasField("delta")]
+        assert first[-1].finished.num_output_tokens == again[-1].finished.num_output_tokens
+        with pytest.raises(DuplicateRequest):
+            await running.events(constrained(Constraint(regex="b+"), request_id="same-constraint"))

@@ -1,0 +1,303 @@
+"""Constraints at the target: the output follows them whatever is proposed, and is plain decoding's under `coupled`."""
+
+import random
+import re
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+
+from outrider import wire
+from outrider.constraint import Constraint
+from outrider.errors import ConstraintFailed, InvalidArgument
+from outrider.lm.byte_tokenizer import EOS
+from outrider.parameters import REPLAYABLE_RULES, AcceptanceRule, SamplingParameters
+from outrider.tokens import ROOT, Base, NodeKind, ProposalNode, ProposalTree, SparseDistribution
+from outrider.v1 import target_pb2 as pb
+from outrider.v1 import tokens_pb2
+from target_service.engine import constraints
+from target_service.engine.constraints import with_forced
+from tests.proposals import chain
+from tests.target_service.conversation import Caller, target
+
+MODEL = "markov:text=1,seed=5,scale=2"
+PROMPT = [40, 41, 42]
+REGEX = "(ab|cd?|[x-z]{2}){2,9}-[0-9]{1,3}"
+SCHEMA = """{"type": "object", "properties": {"n": {"type": "integer"}, "s": {"type": "string", "maxLength": 6}},
+"required": ["n"]}"""
+
+
+def ids_of(text: str) -> list[int]:
+    """Return the tokens of printable text: byte-level tokenizers number these bytes in their order."""
+    order = sorted(range(33, 127))
+    known = {chr(byte): place for place, byte in enumerate(order)}
+    return [known[char] for char in text]
+
+
+def text_of(token_ids: Sequence[int]) -> str:
+    return "".join(chr(33 + token_id) if token_id < 94 else "?" for token_id in token_ids)
+
+
+Propose = Callable[[list[int]], list[ProposalNode]]
+
+
+async def constrained(
+    caller: Caller, handle: int, parameters: SamplingParameters, propose: Propose | None = None, **more: Any
+) -> tuple[list[int], int]:
+    """Return the output of a request, and how many rounds it took; `propose` gives nodes after an output."""
+    num = 6 if propose else 0
+    prompt = more.pop("prompt", PROMPT)
+    prompt_len = more.get("prompt_len", len(prompt))
+    opened = await caller.open(
+        handle, prompt, parameters, num_speculative_tokens=num, stop_token_ids=(EOS, *parameters.stop_token_ids), **more
+    )
+    assert opened.WhichOneof("frame") == "opened", opened
+    cached_len = opened.opened.cached_len
+    await caller.span(handle, cached_len, prompt[cached_len:])
+    output, num_rounds = list(prompt[prompt_len:]), 0
+    if propose:
+        await caller.propose(handle, Base(len(prompt), 1), propose(output))
+    async for verdict in caller.verdicts(handle):
+        output += verdict.token_ids
+        num_rounds += 1
+        if propose and not verdict.finish_reason:
+            await caller.propose(handle, Base(prompt_len + len(output), 1), propose(output))
+    await caller.send(handle, close=pb.VerifyClose(committed_len=prompt_len + len(output)))
+    return output, num_rounds
+
+
+def any_tree(draw: random.Random, right: Sequence[int]) -> Propose:
+    """Return what proposes the right tokens often, others as often, and some that are not allowed."""
+
+    def propose(output: list[int]) -> list[ProposalNode]:
+        tree, number = ProposalTree(), ROOT
+        for token_id in right[len(output) : len(output) + draw.randrange(5)]:
+            number = tree.append(ProposalNode(number, token_id, NodeKind.GUESSED))
+        for _ in range(draw.randrange(6)):
+            parent, token_id = draw.randrange(len(tree) + 1), draw.choice([*ids_of("abcdxyz-019"), EOS])
+            if tree.child(parent, token_id) is None:
+                tree.append(ProposalNode(parent, token_id, NodeKind.GUESSED))
+        return tree.nodes
+
+    return propose
+
+
+def drafted(draw: random.Random) -> Propose:
+    """Return what samples a chain from a distribution of its own, whatever is allowed."""
+
+    def propose(output: list[int]) -> list[ProposalNode]:
+        nodes = []
+        for parent in range(4):
+            token_ids = tuple(draw.sample(ids_of("abcdxyz-019"), 4))
+            sparse = SparseDistribution(token_ids, (0.4, 0.3, 0.2, 0.1))
+            token_id = draw.choices(token_ids, sparse.probabilities)[0]
+            nodes.append(ProposalNode(parent, token_id, NodeKind.DRAFTED, sparse))
+        return nodes
+
+    return propose
+
+
+PARAMETERS: list[dict[str, Any]] = [
+    {"temperature": 0.0},
+    {},
+    {"temperature": 1.5, "top_k": 4},
+    {"top_p": 0.7, "repetition_penalty": 1.3, "logprobs": 2},
+    {"temperature": 0.7, "min_p": 0.1, "min_tokens": 7, "presence_penalty": 0.5},
+    {"logit_bias": {ids_of("a")[0]: -50.0, ids_of("-")[0]: 5.0}},
+]
+
+
+@pytest.mark.parametrize("given", PARAMETERS)
+async def test_the_output_follows_the_constraint_and_no_proposal_changes_it(given: dict[str, Any]) -> None:
+    async with target(MODEL) as (_, caller):
+        for seed in range(6):
+            draw = random.Random(seed)
+            parameters = SamplingParameters(**given, seed=seed, max_tokens=40, constraint=Constraint(regex=REGEX))
+            plain, _ = await constrained(caller, 4 * seed + 1, parameters)
+            assert plain[-1] == EOS and re.fullmatch(REGEX, text_of(plain[:-1]))
+            assert len(plain) >= parameters.min_tokens
+            rounds = [await constrained(caller, 4 * seed + 2 + k, parameters, any_tree(draw, plain)) for k in range(2)]
+            assert [output for output, _ in rounds] == [plain, plain]
+            assert min(num for _, num in rounds) < len(plain)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+async def test_under_rejection_drafts_that_do_not_know_the_constraint_are_judged_too(temperature: float) -> None:
+    async with target(MODEL) as (_, caller):
+        draw = random.Random(3)
+        for handle in range(1, 12):
+            parameters = SamplingParameters(
+                temperature=temperature, seed=handle, max_tokens=40, constraint=Constraint(regex=REGEX)
+            )
+            output, _ = await constrained(caller, handle, parameters, drafted(draw), rule=AcceptanceRule.REJECTION)
+            assert output[-1] == EOS and re.fullmatch(REGEX, text_of(output[:-1]))
+
+
+@pytest.mark.parametrize("rule", REPLAYABLE_RULES)
+async def test_another_target_goes_on_within_the_constraint(rule: AcceptanceRule) -> None:
+    """After a failover the output so far comes with the span; the constraint begins where the output does."""
+    parameters = SamplingParameters(seed=8, max_tokens=40, constraint=Constraint(regex=REGEX))
+    async with target(MODEL) as (_, caller):
+        plain, _ = await constrained(caller, 1, parameters, rule=rule)
+    for num in range(1, len(plain)):
+        async with target(MODEL) as (_, caller):
+            prompt = [*PROMPT, *plain[:num]]
+            output, _ = await constrained(caller, 1, parameters, rule=rule, prompt=prompt, prompt_len=len(PROMPT))
+            assert output[-1] == EOS and re.fullmatch(REGEX, text_of(output[:-1]))
+            if rule is AcceptanceRule.COUPLED:
+                assert output == plain
+
+
+async def test_sessions_beside_each_other_have_their_own_constraints() -> None:
+    """A session goes back to an earlier text, others have another constraint or none; all share passes."""
+    constraints_of = [Constraint(regex=REGEX), Constraint(json_schema=SCHEMA), Constraint(choice=["yes", "no"]), None]
+    async with target(MODEL) as (_, caller):
+        wanted = [SamplingParameters(seed=4, max_tokens=30, constraint=item) for item in constraints_of]
+        alone = [(await constrained(caller, 1 + k, item))[0] for k, item in enumerate(wanted)]
+        for handle, parameters in enumerate(wanted, start=11):
+            await caller.open(handle, PROMPT, parameters, stop_token_ids=(EOS,))
+        for handle in range(11, 15):
+            await caller.span(handle, 0, PROMPT)
+        for handle, expected in enumerate(alone, start=11):
+            found = [token_id async for verdict in caller.verdicts(handle) for token_id in verdict.token_ids]
+            assert found == expected
+
+
+async def test_what_is_forced_is_proposed_without_a_draft() -> None:
+    text = "abcdefghijklmnopqrstuvwxyz"
+    parameters = SamplingParameters(seed=1, max_tokens=60, constraint=Constraint(choice=[text]))
+    async with target(MODEL) as (_, caller):
+        plain, num_plain = await constrained(caller, 1, parameters)
+        output, num_rounds = await constrained(caller, 2, parameters, forced_tokens=True)
+        assert text_of(output[:-1]) == text and output == plain
+        assert num_plain == len(text) + 1 and num_rounds <= 3
+        # No further than the request may go.
+        short = parameters.replace(max_tokens=5)
+        assert (await constrained(caller, 3, short, forced_tokens=True))[0] == plain[:5]
+        assert (await constrained(caller, 4, parameters, forced_tokens=True, rule=AcceptanceRule.REJECTION))[0] == plain
+
+
+async def test_forced_tokens_and_a_draft_go_together() -> None:
+    parameters = SamplingParameters(seed=2, max_tokens=40, constraint=Constraint(json_schema=SCHEMA))
+    async with target(MODEL) as (_, caller):
+        plain, _ = await constrained(caller, 1, parameters)
+        for handle in range(2, 8):
+            propose = any_tree(random.Random(handle), plain)
+            output, num = await constrained(caller, handle, parameters, propose, forced_tokens=True)
+            assert output == plain and num < len(plain)
+
+
+async def test_where_only_the_end_is_allowed_it_comes_before_min_tokens() -> None:
+    async with target(MODEL) as (_, caller):
+        for handle, rule in enumerate(REPLAYABLE_RULES, start=1):
+            parameters = SamplingParameters(seed=1, min_tokens=9, max_tokens=20, constraint=Constraint(regex="a|bcd"))
+            output, _ = await constrained(caller, handle, parameters, rule=rule)
+            assert text_of(output[:-1]) in ("a", "bcd") and output[-1] == EOS
+        # Where something else is allowed too, the end waits.
+        parameters = SamplingParameters(seed=1, min_tokens=9, max_tokens=20, constraint=Constraint(regex="a*"))
+        assert len((await constrained(caller, 9, parameters))[0]) >= 9
+
+
+async def refusal(caller: Caller, handle: int, parameters: SamplingParameters, **more: Any) -> Exception:
+    """Return the error that ends a request, at its opening or later."""
+    frame = await caller.open(handle, PROMPT, parameters, stop_token_ids=(EOS, *parameters.stop_token_ids), **more)
+    if frame.WhichOneof("frame") == "opened":
+        await caller.span(handle, 0, PROMPT)
+        while frame.WhichOneof("frame") != "refusal":
+            frame = await caller.receive(handle)
+    return wire.refusal_from_message(frame.refusal)
+
+
+@pytest.mark.parametrize("rule", REPLAYABLE_RULES)
+async def test_where_nothing_is_allowed_the_request_ends_with_a_named_error(rule: AcceptanceRule) -> None:
+    async with target(MODEL) as (_, caller):
+        stops = SamplingParameters(
+            seed=1, min_tokens=5, max_tokens=9, stop_token_ids=ids_of("b"), constraint=Constraint(regex="aab")
+        )
+        error = await refusal(caller, 1, stops, rule=rule)
+        assert isinstance(error, ConstraintFailed) and "no token" in error.message
+        # The session goes on, and others do.
+        free = SamplingParameters(seed=1, max_tokens=5, constraint=Constraint(regex="aab"))
+        assert text_of((await constrained(caller, 2, free))[0][:-1]) == "aab"
+
+
+async def test_where_the_model_finds_nothing_possible_the_request_ends_with_a_named_error() -> None:
+    """The model writes ASCII only: every other token has a logit of minus infinity."""
+    async with target(MODEL) as (_, caller):
+        error = await refusal(caller, 1, SamplingParameters(seed=1, constraint=Constraint(regex="a\u00e9")))
+        assert isinstance(error, ConstraintFailed) and "no token possible" in error.message
+
+
+async def test_wrong_constraints_are_refused_with_the_reason() -> None:
+    async with target(MODEL) as (engine, caller):
+        error = await refusal(caller, 1, SamplingParameters(seed=1, constraint=Constraint(regex="a(")))
+        assert isinstance(error, InvalidArgument) and "unclosed group" in error.message
+        assert engine.load.num_active_sessions == 0
+        output, _ = await constrained(caller, 2, SamplingParameters(seed=1, constraint=Constraint(regex="a")))
+        assert text_of(output[:-1]) == "a"
+
+
+async def test_a_proposal_that_leads_beyond_a_bound_costs_itself_only() -> None:
+    parameters = SamplingParameters(
+        temperature=0,
+        seed=1,
+        max_tokens=9,
+        constraint=Constraint(regex="b{3}|a{1000000}"),
+        logit_bias={ids_of("b")[0]: 100},
+    )
+    async with target(MODEL) as (_, caller):
+        beyond = chain((*ids_of("aa"),)).nodes
+        output, _ = await constrained(caller, 1, parameters, lambda _: beyond)
+        assert text_of(output[:-1]) == "bbb"
+        error = await refusal(caller, 2, parameters.replace(logit_bias={ids_of("a")[0]: 100}))
+        assert isinstance(error, ConstraintFailed) and "lexer error" in error.message
+
+
+async def test_models_without_text_take_no_constraint() -> None:
+    async with target() as (_, caller):
+        parameters = SamplingParameters(seed=1, constraint=Constraint(regex="a"))
+        frame = await caller.open(1, [1, 2], parameters)
+        error = wire.refusal_from_message(frame.refusal)
+        assert isinstance(error, InvalidArgument) and "no tokenizer" in error.message
+
+
+async def test_a_request_waits_for_its_grammar_for_a_bounded_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(constraints, "_MAX_COMPILE_S", 0.3)
+    hold = threading.Event()
+    async with target(MODEL) as (engine, caller):
+        compiler = engine._scheduler._constraints._compiler
+        assert compiler is not None
+        compiler._thread.submit(hold.wait, 20)
+        error = await refusal(caller, 1, SamplingParameters(seed=1, constraint=Constraint(regex="late")))
+        assert isinstance(error, ConstraintFailed) and "not compiled within" in error.message
+        # Without a constraint nothing waits.
+        output, _ = await constrained(caller, 2, SamplingParameters(seed=1, max_tokens=4))
+        assert len(output) == 4
+        hold.set()
+        assert (
+            text_of((await constrained(caller, 3, SamplingParameters(constraint=Constraint(regex="late"))))[0])
+            == "late?"
+        )
+
+
+async def test_a_speculate_frame_before_the_grammar_is_there_is_no_problem() -> None:
+    parameters = SamplingParameters(seed=1, max_tokens=9, constraint=Constraint(choice=["abcdefg", "x"]))
+    async with target(MODEL) as (_, caller):
+        await caller.open(1, PROMPT, parameters, stop_token_ids=(EOS,))
+        await caller.send(1, speculation=pb.SpeculationSettings(forced_tokens=True))
+        await caller.send(1, span=tokens_pb2.TokenSpan(start=0, token_ids=PROMPT))
+        output = [token_id async for verdict in caller.verdicts(1) for token_id in verdict.token_ids]
+        assert text_of(output[:-1]) in ("abcdefg", "x")
+
+
+def test_forced_tokens_join_a_tree() -> None:
+    tree = chain((5, 6))
+    assert with_forced(tree, ()) is tree
+    longer = with_forced(tree, (5, 7, 8))
+    assert [(node.parent, node.token_id, node.kind) for node in longer.nodes][2:] == [
+        (1, 7, NodeKind.GUESSED),
+        (3, 8, NodeKind.GUESSED),
+    ]
+    empty = ProposalTree()
+    assert len(with_forced(empty, (1, 2))) == 2 and not empty
