@@ -6,6 +6,7 @@ the lease, so a request that is refused before it leaves nothing behind.
 
 import asyncio
 import contextlib
+import dataclasses
 import functools
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -24,9 +25,11 @@ from orchestrator.api.prompts import (
 from orchestrator.api.requests import CheckedRequest
 from orchestrator.store.sessions import Begun, NewRequest, SessionEnd
 from orchestrator.store.store import SessionStore
+from orchestrator.text.reasoning import expected_reasoning_end
 from orchestrator.workers.model import Model
 from orchestrator.workers.replicas import Replicas
 from outrider.errors import OutriderError
+from outrider.parameters import SamplingParameters
 from outrider.speculation.prediction import Prediction
 from outrider.v1 import generation_pb2
 
@@ -92,8 +95,17 @@ class Leasing:
         checked: CheckedRequest,
         tenant: str,
         reading: asyncio.Task[SessionEnd],
+        *,
+        awaits_reasoning: bool = False,
     ) -> Leased:
         """Check a request against the model and its session, encode its prompt, and lease the session.
+
+        Args:
+            message: the request.
+            checked: the same.
+            tenant: its owner.
+            reading: of its session.
+            awaits_reasoning: see `GenerationService.generate`.
 
         Returns:
             The request that has begun, its model and its prediction.
@@ -112,9 +124,12 @@ class Leasing:
         is_resumed = checked.resume_offset is not None
         is_known = session.has_request(checked.request_id)
         is_new = not (is_known or is_resumed)
+        prompt: tuple[int, ...] = ()
         if is_new:
+            prompt = await self.encode(message, model, session)
+            if awaits_reasoning and message.HasField("chat"):
+                parameters = _behind_reasoning(parameters, model, prompt)
             await self._constraints.check(parameters.constraint, model)
-        prompt = await self.encode(message, model, session) if is_new else ()
         request = NewRequest(
             tenant=tenant,
             session_id=checked.session_id,
@@ -183,3 +198,11 @@ class Leasing:
         with contextlib.suppress(OutriderError):
             if (lease := (await beginning).lease) is not None:
                 await self._store.release(lease)
+
+
+def _behind_reasoning(parameters: SamplingParameters, model: Model, prompt: tuple[int, ...]) -> SamplingParameters:
+    """Return parameters whose constraint holds from behind the reasoning on that the answer is expected to have."""
+    if parameters.constraint is None or model.tokenizer is None:
+        return parameters
+    end = expected_reasoning_end(model.tokenizer, prompt)
+    return parameters.replace(constraint=dataclasses.replace(parameters.constraint, reasoning_end=end))

@@ -6,7 +6,7 @@ gRPC (`servicer`) and HTTP (`orchestrator.http`) turn their messages into those 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 
 from opentelemetry.trace import Span, SpanKind
@@ -64,9 +64,15 @@ class GenerationService:
         await self._quotas.settle()
 
     async def generate(
-        self, message: generation_pb2.GenerateRequest, metadata: Metadata
+        self, message: generation_pb2.GenerateRequest, metadata: Metadata, *, awaits_reasoning: bool = False
     ) -> AsyncGenerator[generation_pb2.GenerateResponse, None]:
         """Yield the events of a request, as generation.proto orders them; close the iterator to leave it resumable.
+
+        Args:
+            message: the request.
+            metadata: of the call.
+            awaits_reasoning: whether a chat's constraint holds from behind the reasoning on that its answer is expected
+                to begin with; else from where the constraint itself says.
 
         Raises:
             OutriderError: the request is refused, or fails.
@@ -86,7 +92,9 @@ class GenerationService:
                 self._quotas.stream(tenant, checked.counted_session) as usage,
             ):
                 times.record_admitted(is_resumed=checked.resume_offset is not None)
-                leased = await self._leasing.begin(message, checked, tenant.name, reading)
+                leased = await self._leasing.begin(
+                    message, checked, tenant.name, reading, awaits_reasoning=awaits_reasoning
+                )
                 begun = leased.begun
                 if begun.outcome is BeginOutcome.NEW:
                     times.record_begun(begun.record.prompt_len - begun.record.prompt_start)
@@ -155,6 +163,18 @@ class GenerationService:
         if with_token_ids:
             response.token_ids[:] = await self._store.read_tokens(tenant, record.session_id, 0, record.committed_len)
         return response
+
+    async def prompt_end(
+        self, message: generation_pb2.GenerateRequest, metadata: Metadata, num_tokens: int
+    ) -> Sequence[int]:
+        """Return the last tokens of a request's prompt; none where it is not the latest of its session."""
+        tenant = self._tenants.of(metadata).name
+        checked = check_request(message, tenant, self._services.settings)
+        record = await self._store.get(tenant, checked.session_id)
+        if record is None or record.request_id != checked.request_id:
+            return ()
+        start = max(record.prompt_start, record.prompt_len - num_tokens)
+        return await self._store.read_tokens(tenant, record.session_id, start, record.prompt_len)
 
     async def delete_session(self, session_id: str, metadata: Metadata) -> None:
         """Delete a session, its log and its KV caches; raise `SessionNotFound`."""

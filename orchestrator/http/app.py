@@ -69,7 +69,7 @@ class Api(OllamaRoutes, ResponsesRoutes):
         model = await self._model(body.model)
         terms = chat.chat_terms(body, model)
 
-        def form(response_id: str, name: str, messages: list[generation_pb2.GenerateRequest]) -> Form:
+        async def form(response_id: str, name: str, messages: list[generation_pb2.GenerateRequest]) -> Form:
             return chat.ChatForm(
                 response_id,
                 name,
@@ -81,7 +81,7 @@ class Api(OllamaRoutes, ResponsesRoutes):
                 with_reasoning=body.include_reasoning is not False,
             )
 
-        return self._answer(request, body, terms.prompts, model, chat.PREFIX, terms.names, form)
+        return await self._answer(request, body, terms.prompts, model, chat.PREFIX, terms.names, form)
 
     async def completions(self, request: Request) -> Response:
         """Complete prompts."""
@@ -90,7 +90,7 @@ class Api(OllamaRoutes, ResponsesRoutes):
         structure = structure_of(body)
         prompts = completions.prompts(body, structure)
 
-        def form(response_id: str, name: str, messages: list[generation_pb2.GenerateRequest]) -> Form:
+        async def form(response_id: str, name: str, messages: list[generation_pb2.GenerateRequest]) -> Form:
             return completions.CompletionForm(
                 response_id,
                 name,
@@ -102,7 +102,7 @@ class Api(OllamaRoutes, ResponsesRoutes):
             )
 
         names = names_with(completions.NAMES, structure)
-        return self._answer(request, body, prompts, model, completions.PREFIX, names, form)
+        return await self._answer(request, body, prompts, model, completions.PREFIX, names, form)
 
     async def models(self, request: Request) -> Response:
         """List the names of the model."""

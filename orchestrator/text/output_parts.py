@@ -3,15 +3,12 @@
 from collections import deque
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from typing import Final
 
 from orchestrator.text.messages import Tool
 from orchestrator.text.parts import Part
+from orchestrator.text.reasoning import MAX_PROMPT_TOKENS
 from orchestrator.text.response_parser import ResponseParser
 from orchestrator.text.tokenizer import Tokenizer
-
-_MAX_PROMPT_TOKENS: Final = 512
-"""Tokens at the prompt's end in which an answer that the chat template began is looked for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +49,7 @@ class OutputParts:
             calls=parsing.calls,
             needs_tool=form.needs_tool,
         )
-        self._parser.prime(tokenizer.decode(prompt[-_MAX_PROMPT_TOKENS:]))
+        self._parser.prime(tokenizer.decode(prompt[-MAX_PROMPT_TOKENS:]))
         self._markers = {
             token_id: text for token_id, text in tokenizer.marker_tokens.items() if token_id not in end_token_ids
         }

@@ -58,17 +58,22 @@ class ResponseParser:
         self._opened: set[str] = set()
         self._gives_up = False
 
-    def prime(self, prompt: str) -> None:
-        """Take the end of the prompt, where the chat template may have begun the answer, such as with `<think>`."""
+    def prime(self, prompt: str) -> str:
+        """Take the end of the prompt, where the chat template may have begun the answer, such as with `<think>`.
+
+        Returns:
+            The text with which the template began the answer.
+        """
         try:
             ends = [found.end() for found in self._start.pattern.finditer(prompt, timeout=self._start.timeout_s)]
         except TimeoutError:
-            return
-        if ends:
-            self._feed(prompt[ends[-1] :], at_end=False)
+            return ""
+        begun = prompt[ends[-1] :] if ends else ""
+        self._feed(begun, at_end=False)
         if self._reader is not None:
             self._reader.forget()
         self._opened.clear()
+        return begun
 
     @property
     def num_calls(self) -> int:

@@ -54,6 +54,7 @@ class Tokenizer:
         special_tokens: their texts.
         knows_tools: whether the chat template has a place for tools.
         output_format: how the model writes reasoning and calls of tools.
+        closes_reasoning: whether the chat template writes an empty reasoning where `enable_thinking` is false.
         marker_tokens: special tokens, by their id, that the output format looks for.
     """
 
@@ -78,6 +79,7 @@ class Tokenizer:
         self.knows_tools = self._has_system = True
         self.knows_tools, self._has_system = self._renders_tools(), self._renders_system()
         self.output_format = output_format(response_template, chat_template, knows_tools=self.knows_tools)
+        self.closes_reasoning = self._writes_empty_reasoning()
         self.marker_tokens: Mapping[int, str] = {
             token_id: token.content
             for token_id, token in added.items()
@@ -163,12 +165,6 @@ class Tokenizer:
         answer = Message("assistant", _SENTINEL)
         return self._behind_sentinel(self._render([*messages, answer], tools, variables, prompts=False))
 
-    def answer_prefix(self, variables: Mapping[str, Any]) -> str:
-        """Return the text with which the template begins an answer; errors as for `encode_chat`."""
-        question = [Message("user", "?")]
-        without, whole = (self._render(question, (), variables, prompts=prompts) for prompts in (False, True))
-        return whole.removeprefix(without)
-
     @staticmethod
     def _behind_sentinel(rendered: str) -> str:
         _, sentinel, behind = rendered.partition(_SENTINEL)
@@ -241,6 +237,14 @@ class Tokenizer:
         except (InvalidArgument, *_FAILURES):
             return False
         return True
+
+    def _writes_empty_reasoning(self) -> bool:
+        end, question = self.output_format.reasoning_end, [Message("user", "?")]
+        try:
+            prompt = self._render(question, (), {"enable_thinking": False}, prompts=True)
+        except (InvalidArgument, *_FAILURES):
+            return False
+        return bool(end) and prompt.rstrip().endswith(end)
 
     def _without_special(self, value: Any) -> Any:
         """Return a variable whose texts have no special tokens; its keys are the template's."""
