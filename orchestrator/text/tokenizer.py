@@ -22,6 +22,7 @@ from orchestrator.text.messages import (
     template_messages,
     template_tools,
 )
+from orchestrator.text.template_json import template_json
 from orchestrator.text.tool_formats import output_format
 from orchestrator.text.tool_prompt import plain_messages
 from outrider.errors import InvalidArgument
@@ -263,7 +264,7 @@ def _compiled(source: str) -> jinja2.Template:
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
     )
-    environment.filters["tojson"] = lambda value, **options: json.dumps(value, ensure_ascii=False, **options)
+    environment.filters["tojson"] = template_json
     environment.globals["raise_exception"] = _raise
     environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
     return environment.from_string(source)
