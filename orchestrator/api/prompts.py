@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any, Final, TypeVar
 
 from orchestrator.text.history import messages_behind
-from orchestrator.text.messages import Call, Message, Tool, checked_tool, json_object
+from orchestrator.text.messages import MAX_TOOLS, Call, Message, Tool, checked_tool, json_object
 from orchestrator.text.output_parts import Parsing
 from orchestrator.text.tokenizer import Tokenizer
 from outrider.errors import InvalidArgument, Overloaded
@@ -18,7 +18,6 @@ _MAX_MESSAGES: Final = 2048
 """Chat messages of a request; templates are rendered message by message, and this many take some 30 ms."""
 _MAX_CALLS: Final = 128
 """Calls of tools of a message."""
-_MAX_TOOLS: Final = 128
 _MAX_TOOLS_CHARS: Final = 1 << 18
 """Characters of all tools; their schemas are read beside the requests that run, and this many take some 10 ms."""
 _MAX_VARIABLES_CHARS: Final = 16384
@@ -84,8 +83,8 @@ def _check_chat(chat: generation_pb2.Chat) -> int:
         raise InvalidArgument("chat has no messages", "chat")
     if num_messages > _MAX_MESSAGES:
         raise InvalidArgument(f"chat has {num_messages} messages, may have at most {_MAX_MESSAGES}", "chat")
-    if len(chat.tools) > _MAX_TOOLS:
-        raise InvalidArgument(f"tools has {len(chat.tools)} tools, may have at most {_MAX_TOOLS}", "tools")
+    if len(chat.tools) > MAX_TOOLS:
+        raise InvalidArgument(f"tools has {len(chat.tools)} tools, may have at most {MAX_TOOLS}", "tools")
     if (most := max(len(item.tool_calls) for item in chat.messages)) > _MAX_CALLS:
         raise InvalidArgument(f"tool_calls has {most} calls, may have at most {_MAX_CALLS}", "tool_calls")
     if len(chat.template_variables) > _MAX_VARIABLES_CHARS:

@@ -75,7 +75,7 @@ def prompts(body: ResponsesBody, tools: Tools, structure: Structure | None) -> P
 
 def _tools(body: ResponsesBody) -> Tools:
     choice = body.tool_choice
-    named = choice.name if isinstance(choice, NamedFunctionChoice) else ""
+    named = choice.name if isinstance(choice, NamedFunctionChoice) else None
     kind = "required" if isinstance(choice, NamedFunctionChoice) else choice or "auto"
     return Tools(
         [tool.function for tool in body.tools or ()], kind, named, is_parallel=body.parallel_tool_calls is not False

@@ -120,7 +120,7 @@ def made(field: str, **values: Any) -> Structure:
     try:
         return Structure(Constraint(**values), field)
     except InvalidArgument as error:
-        raise refusal(f"{field}: {error.message.removeprefix(FIELD).strip()}", field) from None
+        raise refusal(f"{field}: {error.message.removeprefix(FIELD).lstrip(': ')}", field) from None
 
 
 def refusal(message: str, parameter: str) -> HttpError:

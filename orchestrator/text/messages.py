@@ -9,6 +9,8 @@ from outrider.errors import InvalidArgument
 
 ROLES: Final = ("system", "user", "assistant", "tool")
 _TOOL_NAME: Final = re.compile(r"[A-Za-z0-9_.-]{1,64}")
+MAX_TOOLS: Final = 128
+"""Tools of a request."""
 _MAX_DEPTH: Final = 64
 """Of values within values, in schemas and arguments."""
 _REASONING_KEYS: Final = ("reasoning_content", "thinking", "reasoning")
@@ -83,7 +85,24 @@ def checked_tool(name: str, description: str, parameters: str) -> Tool:
     if not _TOOL_NAME.fullmatch(name):
         raise InvalidArgument(f"tools has name {name[:80]!r}, must be 1 to 64 of A-Z a-z 0-9 _ . -", "tools")
     schema = json_object(parameters, "tools", f"parameters of {name}") if parameters else {"type": "object"}
+    arguments_schema(name, schema)
     return Tool(name, description, schema)
+
+
+def arguments_schema(name: str, parameters: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the schema that the arguments of a tool follow, which are an object also where it has no type.
+
+    Args:
+        name: of the tool.
+        parameters: the schema that its caller gave.
+
+    Raises:
+        InvalidArgument: the schema is one of another type.
+    """
+    kind = parameters.get("type", "object")
+    if kind != "object":
+        raise InvalidArgument(f"tools: parameters of {name[:80]} has type {kind!r}, must be object", "tools")
+    return {"type": "object", **parameters}
 
 
 def json_object(text: str, field: str, what: str) -> dict[str, Any]:

@@ -1,11 +1,13 @@
 """Outputs taken apart as they come: regions between anchors, as a response template has them."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any, Final, NamedTuple
 
-from orchestrator.text.parts import Part, merged
-from orchestrator.text.region_readers import Calls, RawReader, RegionReader, reader_of
+from orchestrator.text.call_readers import Calls, RegionReader
+from orchestrator.text.joined_text import JoinedText
+from orchestrator.text.parts import CallPiece, Content, Part, Reasoning, merged
+from orchestrator.text.region_readers import RawReader, reader_of
 from orchestrator.text.response_template import Anchor, Region, ResponseTemplate
 
 _MAX_HELD_CHARS: Final = 4096
@@ -55,7 +57,9 @@ class ResponseParser:
         self._buffer, self._position = "", 0
         self._region: Region | None = None
         self._reader: RegionReader | None = None
-        self._opened: set[str] = set()
+        self._content, self._reasoning = JoinedText(), JoinedText()
+        if self._implicit is not None:
+            self._begin_text(self._implicit)
         self._gives_up = False
 
     def prime(self, prompt: str) -> str:
@@ -70,9 +74,8 @@ class ResponseParser:
             return ""
         begun = prompt[ends[-1] :] if ends else ""
         self._feed(begun, at_end=False)
-        if self._reader is not None:
-            self._reader.forget()
-        self._opened.clear()
+        self._content.forget()
+        self._reasoning.forget()
         return begun
 
     @property
@@ -115,12 +118,14 @@ class ResponseParser:
                 break
             self._take(parts, found.match.start())
             self._position = found.match.end()
-            self._close(parts, found.match)
+            self._close(parts, found)
             if found.region is not None:
                 self._open(found.region, found.match)
-        if at_end and self._reader is not None:
-            parts += self._reader.close("")
-            self._reader = None
+        if at_end:
+            if self._reader is not None:
+                self._pass(parts, self._reader.close(""))
+                self._reader = None
+            parts.append(Content(self._content.end()))
         self._forget_done()
         return parts
 
@@ -131,28 +136,50 @@ class ResponseParser:
             return
         if self._reader is None and self._implicit is not None:
             self._reader = self._reader_of(self._implicit, "", {})
+            self._begin_text(self._implicit)
         if self._reader is not None:
-            read = self._reader.push(text)
-            parts += read
-            if read:
-                self._opened.add((self._region or self._implicit or _NOTHING).name)
+            self._pass(parts, self._reader.push(text))
 
     def _open(self, region: Region, match: Any) -> None:
         self._region = region
         captures = {name: value for name, value in match.groupdict().items() if value is not None}
         self._reader = self._reader_of(region, match[0], captures)
+        if region.is_content or region.is_reasoning:
+            (self._content if region.is_content else self._reasoning).part()
+            self._begin_text(region)
 
-    def _close(self, parts: list[Part], match: Any) -> None:
-        """End the open region, or the implicit one; `match` is the anchor that does."""
+    def _begin_text(self, region: Region) -> None:
+        if region.is_content or region.is_reasoning:
+            is_plain = region.content == "text" and region.transform is None
+            text = self._content if region.is_content else self._reasoning
+            text.begin(region.arguments if is_plain else {"strip": False}, region.join)
+
+    def _close(self, parts: list[Part], found: _Found) -> None:
+        """End the open region, or the implicit one, at the anchor that does."""
+        is_implicit = self._region is None
         if self._reader is not None:
-            parts += self._reader.close(match[0] if self._region is not None else "")
+            self._pass(parts, self._reader.close("" if is_implicit else found.match[0]))
+        is_raw = self._reader is not None and self._reader.is_raw
+        if not is_raw and (not is_implicit or found.region is None):
+            self._content.part()
         self._region = self._reader = None
+
+    def _pass(self, parts: list[Part], read: Iterable[Part]) -> None:
+        """Add parts that were read, their texts without the white space between them."""
+        for part in read:
+            match part:
+                case Content(text):
+                    parts.append(Content(self._content.push(text)))
+                case Reasoning(text):
+                    parts.append(Reasoning(self._reasoning.push(text)))
+                case CallPiece():
+                    self._content.part()
+                    parts.append(part)
 
     def _reader_of(self, region: Region, opening: str, captures: Mapping[str, str]) -> RegionReader:
         if region.is_calls and not self._passes_calls:
             return RawReader(opening)
-        joint = region.join if region.name in self._opened else ""
-        return reader_of(region, opening, captures, self._calls, joint=joint, needs_tool=self._needs_tool)
+        return reader_of(region, opening, captures, self._calls, needs_tool=self._needs_tool)
 
     def _scan(self, at_end: bool) -> tuple[_Found | None, int]:
         """Return the first anchor that is certain, if any, and where text that may become an anchor begins."""
@@ -207,6 +234,3 @@ class ResponseParser:
         if self._position > _MAX_DONE_CHARS:
             self._buffer = self._buffer[self._position - _LOOKBEHIND_CHARS :]
             self._position = _LOOKBEHIND_CHARS
-
-
-_NOTHING: Final = Region("", None, None)

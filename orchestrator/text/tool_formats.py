@@ -47,12 +47,14 @@ class OutputFormat:
         template: the regions of its output.
         call: the text of a call; None where arguments are not written as JSON.
         needs_tool: whether only the name of a tool makes a call, because nothing else marks it.
+        no_call: expressions of whole texts that may be taken for calls where nothing marks those, in Rust's syntax.
         is_own: whether it is the checkpoint's own response template.
     """
 
     template: ResponseTemplate
     call: CallText | None
     needs_tool: bool = False
+    no_call: tuple[str, ...] = ()
     is_own: bool = False
 
     @property
@@ -90,12 +92,25 @@ def _family(source: str) -> OutputFormat:
     if "[TOOL_CALLS]" in source:
         return OutputFormat(_template(source, _MISTRAL), _mistral_call(source))
     if "<|python_tag|>" in source:
-        call = CallText('{"name": "{name}", "parameters": ', "}", '{"name": ')
-        return OutputFormat(_template(source, _bare_calls(source)), call, needs_tool=True)
+        return _bare(source, "parameters")
     if "<tool_call>" in source:
         return _hermes(source)
-    call = CallText('{"name": "{name}", "arguments": ', "}", '{"name": ')
-    return OutputFormat(_template(source, _bare_calls(source)), call, needs_tool=True)
+    return _bare(source, "arguments")
+
+
+def _bare(source: str, key: str) -> OutputFormat:
+    """Return the format of calls that begin an answer, marked or not; their arguments are under a key."""
+    ends = [end for end in ("</think>", r"\[/THINK\]") if end.replace("\\", "") in source]
+    behind = "".join(f"|(?<={end})" for end in ends)
+    marked = rf"<\|python_tag\|>{_SPACE}"
+    calls = {
+        "open_pattern": rf"(?:\A{behind}){_BARE_MARK}(?={_BARE_CALL})|{marked}(?=\{{)",
+        "content": "json-calls",
+    }
+    within = (*ends, rf"{marked}\{{")
+    no_call = (rf"{_BARE_MARK}{_BARE_CALL}(.|\n)*", *(rf"(.|\n)*{text}(.|\n)*" for text in within))
+    call = CallText(f'{{"name": "{{name}}", "{key}": ', "}", '{"name": ')
+    return OutputFormat(_template(source, calls), call, needs_tool=True, no_call=no_call)
 
 
 def _hermes(source: str) -> OutputFormat:
@@ -122,13 +137,9 @@ _MISTRAL: Final[Mapping[str, Any]] = {
     "close_pattern": r"(?=\[TOOL_CALLS\])",
     "content": "json-calls",
 }
-
-
-def _bare_calls(source: str) -> Mapping[str, Any]:
-    """Return the region of calls that begin an answer, marked or not."""
-    behind = "".join(f"|(?<={end})" for end in ("</think>", r"\[/THINK\]") if end.replace("\\", "") in source)
-    begin = r"\s*(?:<\|python_tag\|>\s*|```(?:json)?\s*)?(?=(?:\[\s*)?\{\s*\"(?:name|type|function)\")"
-    return {"open_pattern": rf"(?:\A{behind}){begin}|<\|python_tag\|>\s*(?=\{{)", "content": "json-calls"}
+_SPACE: Final = r"[ \t\r\n]*"
+_BARE_MARK: Final = rf"{_SPACE}(?:<\|python_tag\|>{_SPACE}|```(?:json)?{_SPACE})?"
+_BARE_CALL: Final = rf"(?:\[{_SPACE})?\{{{_SPACE}\"(?:name|type|function)\""
 
 
 def _template(source: str, calls: Mapping[str, Any]) -> ResponseTemplate:
