@@ -66,9 +66,7 @@ class CallsReader(RegionReader):
     def __init__(self, shape: CallShape, opening: str, calls: Calls, *, needs_tool: bool) -> None:
         self._index = -1
         ends = _FENCE[0] if _FENCE in opening else ""
-        self._scanner = CallScanner(
-            shape, lambda name: not needs_tool or self._index >= 0 or name in calls.tools, ends=ends
-        )
+        self._scanner = CallScanner(shape, lambda name: not needs_tool or name in calls.tools, ends=ends)
         self._opening = opening
         self._calls = calls
         self._is_content = False

@@ -85,7 +85,7 @@ class CallScanner:
 
     Args:
         shape: of the calls.
-        is_tool: whether a name is one of a tool; another fails.
+        is_tool: whether the first call may have a name; another fails.
         ends: characters that may follow the last call besides brackets and separators.
 
     Attributes:
@@ -101,6 +101,7 @@ class CallScanner:
         self._events: list[Begun | Arguments] = []
         self._pieces: list[str] = []
         self._num_calls = 0
+        self._has_call = False
         self.has_failed = False
         self._unread: list[str] = []
         self._start_call()
@@ -224,10 +225,10 @@ class CallScanner:
     # What they share.
 
     def _begin(self, name: str) -> None:
-        if not name or not self._is_tool(name):
+        if not name or not (self._has_call or self._is_tool(name)):
             self.has_failed = True
             return
-        self._has_begun = True
+        self._has_begun = self._has_call = True
         self._unread = []
         self._events.append(Begun(name))
 

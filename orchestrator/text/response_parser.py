@@ -1,5 +1,6 @@
 """Outputs taken apart as they come: regions between anchors, as a response template has them."""
 
+import time
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any, Final, NamedTuple
@@ -7,12 +8,15 @@ from typing import Any, Final, NamedTuple
 from orchestrator.text.call_readers import Calls, RegionReader
 from orchestrator.text.joined_text import JoinedText
 from orchestrator.text.parts import CallPiece, Content, Part, Reasoning, merged
+from orchestrator.text.region_contents import SEARCH_TIMEOUT_S
 from orchestrator.text.region_readers import RawReader, reader_of
 from orchestrator.text.response_template import Anchor, Region, ResponseTemplate
 
 _MAX_HELD_CHARS: Final = 4096
 """Longest text that waits for the rest of an anchor."""
 _MAX_DONE_CHARS: Final = 4096
+_FREE_S: Final = 0.01
+"""Of a search: far more than any sensible one takes, and so not counted."""
 _LOOKBEHIND_CHARS: Final = 256
 """Text ahead of the position that stays, for expressions that look behind."""
 
@@ -61,6 +65,7 @@ class ResponseParser:
         if self._implicit is not None:
             self._begin_text(self._implicit)
         self._gives_up = False
+        self._left_s = SEARCH_TIMEOUT_S
 
     def prime(self, prompt: str) -> str:
         """Take the end of the prompt, where the chat template may have begun the answer, such as with `<think>`.
@@ -69,7 +74,8 @@ class ResponseParser:
             The text with which the template began the answer.
         """
         try:
-            ends = [found.end() for found in self._start.pattern.finditer(prompt, timeout=self._start.timeout_s)]
+            timeout = self._timeout(self._start)
+            ends = [found.end() for found in self._start.pattern.finditer(prompt, timeout=timeout)]
         except TimeoutError:
             return ""
         begun = prompt[ends[-1] :] if ends else ""
@@ -189,15 +195,13 @@ class ResponseParser:
         best: tuple[tuple[int, int, bool, str], _Found] | None = None
         for region, anchor in self._watched():
             try:
-                match = anchor.pattern.search(
-                    self._buffer, self._position, partial=not at_end, timeout=anchor.timeout_s
-                )
+                match, grows = self._searched(anchor, at_end=at_end)
             except TimeoutError:
                 self._gives_up = True
                 return None, len(self._buffer)
             if match is None:
                 continue
-            if not at_end and (match.partial or self._may_grow(anchor, match)):
+            if grows:
                 hold = min(hold, match.start())
                 continue
             # The first, of these the longest, of these one that opens.
@@ -219,7 +223,29 @@ class ResponseParser:
             watched.append((None, self._implicit.closes))
         return watched
 
-    def _may_grow(self, anchor: Anchor, match: Any) -> bool:
+    def _searched(self, anchor: Anchor, *, at_end: bool) -> tuple[Any, bool]:
+        """Return the first match of an anchor, if any, and whether it may become another one with more text.
+
+        Raises:
+            TimeoutError: the output has used up its time for a checkpoint's expressions.
+        """
+        began = time.monotonic()
+        timeout = self._timeout(anchor)
+        match = anchor.pattern.search(self._buffer, self._position, partial=not at_end, timeout=timeout)
+        grows = match is not None and not at_end and (match.partial or self._may_grow(anchor, match, timeout))
+        if not anchor.is_linear:
+            self._left_s -= max(0.0, time.monotonic() - began - _FREE_S)
+        return match, grows
+
+    def _timeout(self, anchor: Anchor) -> float | None:
+        """Return the bound on a search; None where it takes no longer than the text is long."""
+        if anchor.is_linear:
+            return None
+        if self._left_s <= 0:
+            raise TimeoutError
+        return self._left_s
+
+    def _may_grow(self, anchor: Anchor, match: Any, timeout: float | None) -> bool:
         """Return whether a complete match could become another one with more text."""
         if anchor.literals is not None:
             rest = self._buffer[match.start() :]
@@ -227,7 +253,7 @@ class ResponseParser:
         if match.end() == len(self._buffer):
             return True
         # More text that is no line break and no end: what depends on either of them is not certain.
-        longer = anchor.pattern.match(self._buffer + "\x00", match.start())
+        longer = anchor.pattern.match(self._buffer + "\x00", match.start(), timeout=timeout)
         return longer is None or longer.span() != match.span() or longer.groupdict() != match.groupdict()
 
     def _forget_done(self) -> None:

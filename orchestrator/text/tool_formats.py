@@ -58,6 +58,16 @@ class OutputFormat:
     is_own: bool = False
 
     @property
+    def reasoning_begin(self) -> str:
+        """The text that begins the reasoning; empty where there is none, or none of one text."""
+        region = self.template.reasoning
+        anchor = region.opens if region else None
+        if anchor is not None and anchor.literals:
+            return anchor.literals[0]
+        # Those of the families differ from their ends by the stroke.
+        return "" if self.is_own else self.reasoning_end.replace("/", "")
+
+    @property
     def reasoning_end(self) -> str:
         """The text that ends the reasoning; empty where there is none, or none of one text."""
         region = self.template.reasoning
@@ -89,6 +99,8 @@ def _family(source: str) -> OutputFormat:
     """Return the format of the family that a chat template belongs to."""
     if "<function=" in source and "<tool_call>" in source:
         return OutputFormat(_template(source, _QWEN_XML), None)
+    if "<arg_key>" in source and "<tool_call>" in source:
+        return OutputFormat(_template(source, _GLM_XML), None)
     if "[TOOL_CALLS]" in source:
         return OutputFormat(_template(source, _MISTRAL), _mistral_call(source))
     if "<|python_tag|>" in source:
@@ -127,8 +139,15 @@ _HERMES: Final[Mapping[str, Any]] = {
 _QWEN_XML: Final[Mapping[str, Any]] = {
     "open_pattern": rf"<tool_call>\s*<function=(?P<name>{_NAME})>",
     "close_pattern": r"</function>\s*</tool_call>",
-    "content": "xml-inline",
-    "content_args": {"tag_pattern": r"<parameter=(?P<key>[^>\n]+)>\n?(?P<value>.*?)\n?</parameter>"},
+    "content": "tagged-values",
+    "content_args": {"begin": r"<parameter=([^>\n]{1,256})>", "end": "</parameter>"},
+    "transform": {"function": {"name": "{name}", "arguments": "{content}"}},
+}
+_GLM_XML: Final[Mapping[str, Any]] = {
+    "open_pattern": rf"<tool_call>\s*(?P<name>{_NAME})\s*(?=<arg_key>|</tool_call>)",
+    "close": "</tool_call>",
+    "content": "tagged-values",
+    "content_args": {"begin": r"<arg_key>([^<\n]{1,256})</arg_key>\s{0,64}<arg_value>", "end": "</arg_value>"},
     "transform": {"function": {"name": "{name}", "arguments": "{content}"}},
 }
 _MISTRAL: Final[Mapping[str, Any]] = {
@@ -144,18 +163,24 @@ _BARE_CALL: Final = rf"(?:\[{_SPACE})?\{{{_SPACE}\"(?:name|type|function)\""
 
 def _template(source: str, calls: Mapping[str, Any]) -> ResponseTemplate:
     """Return the template of a family, with the reasoning that the chat template mentions."""
-    fields: dict[str, Any] = {"content": {"repeats": True, "join": "\n"}, "tool_calls": calls}
+    content = {"repeats": True, "join": "\n", "content_args": {"strip_ends": False}}
+    fields: dict[str, Any] = {"content": content, "tool_calls": calls}
     pairs = (("<think>", "</think>"), ("[THINK]", "[/THINK]"))
     begin, end = next((pair for pair in pairs if pair[0] in source or pair[1] in source), ("", ""))
-    if begin:
-        fields["reasoning"] = {"open": begin, "close": end}
-        return load_response_template({"fields": fields, "start_anchor_pattern": _prefilled(begin)})
-    return load_response_template({"fields": fields, "start_anchor_pattern": r"(?!)"})
+    if not begin:
+        return load_response_template({"fields": fields, "start_anchor_pattern": r"(?!)"}, is_own=True)
+    # An answer may be about the marker, so only its beginning is reasoning.
+    fields["reasoning"] = {"open_pattern": rf"\A\s*{_escaped(begin)}", "close": end}
+    return load_response_template({"fields": fields, "start_anchor_pattern": _prefilled(begin)}, is_own=True)
+
+
+def _escaped(marker: str) -> str:
+    return marker.replace("[", r"\[").replace("]", r"\]")
 
 
 def _prefilled(begin: str) -> str:
     """Return the expression of the place ahead of a marker that ends the prompt."""
-    return rf"(?={begin.replace('[', chr(92) + '[').replace(']', chr(92) + ']')}\s*\Z)"
+    return rf"(?={_escaped(begin)}\s*\Z)"
 
 
 def _mistral_call(source: str) -> CallText:
