@@ -184,11 +184,14 @@ def parsing_of(chat: generation_pb2.Chat) -> Parsing | None:
 def _chat_tokens(chat: generation_pb2.Chat, tokenizer: Tokenizer, terms: PromptTerms) -> list[int]:
     variables, tools = variables_of(chat), _tools(chat)
     messages: Sequence[Message | tuple[str, str]] = [_message(item) for item in chat.messages]
+    answer: Message | None = None
     if terms.held:
-        most = terms.max_tokens + len(terms.held)
-        messages = messages_behind(tokenizer, messages, terms.held, variables, most, tools)
+        most, given = terms.max_tokens + len(terms.held), messages
+        messages = messages_behind(tokenizer, given, terms.held, variables, most, tools)
         if not messages:
             raise InvalidArgument("the session holds all messages already", "messages")
+        if num_known := len(given) - len(messages):
+            answer = Message(*given[num_known - 1])
     return tokenizer.encode_chat(
         messages,
         continues=terms.continues,
@@ -197,6 +200,7 @@ def _chat_tokens(chat: generation_pb2.Chat, tokenizer: Tokenizer, terms: PromptT
         variables=variables,
         prompts=chat.add_generation_prompt if chat.HasField("add_generation_prompt") else True,
         tools=tools,
+        answer=answer,
     )
 
 

@@ -80,6 +80,18 @@ def checked_messages(messages: Messages) -> list[Message]:
     return whole
 
 
+def answer_to(messages: Messages) -> Message | None:
+    """Return an answer with the calls that messages begin with results of, by their names; None without such."""
+    calls: list[Call] = []
+    for message in (Message(*item) for item in messages):
+        if message.role != "tool":
+            break
+        if not message.name:
+            return None
+        calls.append(Call(message.tool_call_id, message.name, ""))
+    return Message("assistant", "", tool_calls=calls) if calls else None
+
+
 def checked_tool(name: str, description: str, parameters: str) -> Tool:
     """Return a tool; raise `InvalidArgument` where its name or its schema is wrong."""
     if not _TOOL_NAME.fullmatch(name):

@@ -5,29 +5,29 @@ Prompts may be long: call `encode` and `encode_chat` in a thread (see `orchestra
 
 import json
 from collections.abc import Mapping, Sequence
-from datetime import datetime
 from types import MappingProxyType
-from typing import Any, Final, NoReturn
+from typing import Any, Final
 
 import jinja2
 import tokenizers
-from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+from orchestrator.text.chat_template import compiled_template
 from orchestrator.text.content import ContentGuard, encoded
 from orchestrator.text.messages import (
     Message,
     Messages,
     Tool,
+    answer_to,
     checked_messages,
     template_messages,
     template_tools,
 )
-from orchestrator.text.template_json import template_json
 from orchestrator.text.tool_formats import output_format
 from orchestrator.text.tool_prompt import plain_messages
 from outrider.errors import InvalidArgument
 
 _SENTINEL: Final = "\uf8ffprevious answer\uf8ff"
+_QUESTION: Final = Message("user", "?")
 _PROBE: Final = Tool("probe", "?", {"type": "object", "properties": {}})
 _MIN_CHARS_PER_TOKEN: Final = 16
 """Longest text of a token in characters, where the vocabulary has no longer one: a tokenizer may shorten text before it
@@ -69,7 +69,7 @@ class Tokenizer:
         self.backend = tokenizers.Tokenizer.from_str(definition)
         self.chat_template = chat_template
         self._special_variables = {name: token or "" for name, token in special_tokens.items()}
-        self._template = None if chat_template is None else _compiled(chat_template)
+        self._template = None if chat_template is None else compiled_template(chat_template)
         added = self.backend.get_added_tokens_decoder()
         self._special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
         self.special_tokens = tuple(token.content for token in added.values() if token.special and token.content)
@@ -128,6 +128,7 @@ class Tokenizer:
         variables: Mapping[str, Any] = MappingProxyType({}),
         prompts: bool = True,
         tools: Sequence[Tool] = (),
+        answer: Message | None = None,
     ) -> list[int]:
         """Return the token ids of a conversation's messages, ready for the assistant's answer.
 
@@ -142,6 +143,7 @@ class Tokenizer:
             variables: further variables of the template; special tokens in them are text.
             prompts: whether the template ends with the beginning of the assistant's answer.
             tools: that the model may call; where the template has no place for them, a system message tells of them.
+            answer: that the session ends with, where it is known: templates look back from results to their calls.
 
         Raises:
             InvalidArgument: the model has no chat template, a message is wrong, the template refuses the messages, or
@@ -149,8 +151,7 @@ class Tokenizer:
         """
         if not continues:
             return self._encode_rendered(self._render(messages, tools, variables, prompts=prompts), max_tokens)
-        before = [Message("user", "?"), Message("assistant", _SENTINEL)]
-        behind = self._behind_sentinel(self._render([*before, *messages], tools, variables, prompts=prompts))
+        behind = self._behind_answer(messages, answer or answer_to(messages), tools, variables, prompts=prompts)
         token_ids = self._encode_rendered(behind, max_tokens)
         is_repeated = token_ids[:1] == [last_token] and last_token in self._special_ids
         return token_ids[1:] if is_repeated else token_ids
@@ -165,6 +166,36 @@ class Tokenizer:
         """Return what the template writes behind an answer to these messages; errors as for `encode_chat`."""
         answer = Message("assistant", _SENTINEL)
         return self._behind_sentinel(self._render([*messages, answer], tools, variables, prompts=False))
+
+    def answer_begin(self, variables: Mapping[str, Any]) -> str:
+        """Return what the template writes ahead of an answer, without reasoning; errors as for `encode_chat`."""
+        without, whole = (self._render([_QUESTION], (), variables, prompts=prompts) for prompts in (False, True))
+        begun = whole.removeprefix(without) if whole.startswith(without) else ""
+        if not begun.strip():
+            # The end of the question is the beginning of the answer.
+            begun = whole[max((whole.rfind(token) for token in self.special_tokens), default=-1) :]
+        reasoning = self.output_format.reasoning_begin
+        return (begun.partition(reasoning)[0] if reasoning else begun).rstrip()
+
+    def _behind_answer(
+        self,
+        messages: Messages,
+        answer: Message | None,
+        tools: Sequence[Tool],
+        variables: Mapping[str, Any],
+        *,
+        prompts: bool,
+    ) -> str:
+        """Return what the template writes behind an answer, of what ends it and of the messages that follow."""
+        if answer is not None and answer.tool_calls:
+            before = [_QUESTION, answer._replace(reasoning="")]
+            known = self._render(before, tools, variables, prompts=False)
+            whole = self._render([*before, *messages], tools, variables, prompts=prompts)
+            if whole.startswith(known):
+                end = self.text_behind_answer([_QUESTION], variables, tools)
+                return (end if known.endswith(end) else "") + whole[len(known) :]
+        before = [_QUESTION, Message("assistant", _SENTINEL)]
+        return self._behind_sentinel(self._render([*before, *messages], tools, variables, prompts=prompts))
 
     @staticmethod
     def _behind_sentinel(rendered: str) -> str:
@@ -225,7 +256,7 @@ class Tokenizer:
         if self._template is None:
             return False
         try:
-            without, whole = (self._render([Message("user", "?")], tools, {}, prompts=True) for tools in ((), [_PROBE]))
+            without, whole = (self._render([_QUESTION], tools, {}, prompts=True) for tools in ((), [_PROBE]))
         except (InvalidArgument, *_FAILURES):
             # One that fails at so plain a conversation has a place for tools where it speaks of them.
             return "tools" in (self.chat_template or "")
@@ -240,9 +271,9 @@ class Tokenizer:
         return True
 
     def _writes_empty_reasoning(self) -> bool:
-        end, question = self.output_format.reasoning_end, [Message("user", "?")]
+        end = self.output_format.reasoning_end
         try:
-            prompt = self._render(question, (), {"enable_thinking": False}, prompts=True)
+            prompt = self._render([_QUESTION], (), {"enable_thinking": False}, prompts=True)
         except (InvalidArgument, *_FAILURES):
             return False
         return bool(end) and prompt.rstrip().endswith(end)
@@ -257,21 +288,6 @@ class Tokenizer:
             case dict():
                 return {name: self._without_special(item) for name, item in value.items()}
         return value
-
-
-def _compiled(source: str) -> jinja2.Template:
-    # As transformers renders templates, so that their white space comes out the same.
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
-    )
-    environment.filters["tojson"] = template_json
-    environment.globals["raise_exception"] = _raise
-    environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
-    return environment.from_string(source)
-
-
-def _raise(message: str) -> NoReturn:
-    raise jinja2.TemplateError(message)
 
 
 def unsettled_tokens_of(tokenizer: tokenizers.Tokenizer) -> frozenset[int]:

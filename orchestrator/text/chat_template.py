@@ -1,12 +1,32 @@
-"""The filter `tojson` of chat templates, as transformers has it; it leaves the marks of contents as they are."""
+"""Chat templates compiled as transformers does it; the filter `tojson` leaves the marks of contents as they are."""
 
 import json
 import re
-from typing import Any, Final
+from datetime import datetime
+from typing import Any, Final, NoReturn
+
+import jinja2
+from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 _MARKS: Final = re.compile("[\U000f0000-\U000ffffd]+")
 """The private characters of `content`, and of nobody else."""
 _ESCAPED: Final = re.compile("[^\x00-\x7f\U000f0000-\U000ffffd]")
+
+
+def compiled_template(source: str) -> jinja2.Template:
+    """Return a chat template; raise `jinja2.TemplateError` where its source is wrong."""
+    # As transformers renders templates, so that their white space comes out the same.
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
+    )
+    environment.filters["tojson"] = template_json
+    environment.globals["raise_exception"] = _raise
+    environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
+    return environment.from_string(source)
+
+
+def _raise(message: str) -> NoReturn:
+    raise jinja2.TemplateError(message)
 
 
 def template_json(
