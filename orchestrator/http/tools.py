@@ -97,8 +97,10 @@ class Tools:
             model: the model.
 
         Raises:
-            HttpError: the model writes calls in a form that no constraint can follow.
+            HttpError: the model writes calls, or answers, in a form that the constraint cannot follow.
         """
+        if structure is not None:
+            _check_answers(structure, model)
         if not self.are_called:
             return structure
         is_strict = any(item.strict for item in self._callable)
@@ -150,6 +152,16 @@ class Tools:
             except InvalidArgument as error:
                 raise refusal(error.message, "tools") from None
         return tags
+
+
+def _check_answers(structure: Structure, model: Model) -> None:
+    """Raise `HttpError` where answers have a beginning of their own, which only a grammar could tell of."""
+    if model.tokenizer is None or structure.constraint.kind == "grammar":
+        return
+    if model.tokenizer.output_format.template.marks_content:
+        raise refusal(
+            f"{structure.field} is not supported: this model writes a marker ahead of its answers", structure.field
+        )
 
 
 def tools_of(tools: Sequence[ToolBody] | None, choice: ChoiceOfTool | None, parallel: bool | None) -> Tools:

@@ -113,6 +113,12 @@ class ResponseTemplate:
         return next((region for region in self._all if region.is_reasoning), None)
 
     @property
+    def marks_content(self) -> bool:
+        """Whether text is content only behind a beginning of its own."""
+        is_implicit = self.implicit is not None and self.implicit.is_content
+        return not is_implicit and any(region.is_content for region in self.regions)
+
+    @property
     def _all(self) -> tuple[Region, ...]:
         return (*self.regions, *(() if self.implicit is None else (self.implicit,)))
 

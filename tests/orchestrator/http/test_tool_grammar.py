@@ -3,6 +3,7 @@
 Outputs are drawn from what each constraint allows, token by token, in every format of this project's own.
 """
 
+import dataclasses
 import json
 import random
 from typing import Any
@@ -12,6 +13,7 @@ import numpy as np
 import pytest
 from llguidance import LLMatcher
 
+from orchestrator.http.errors import HttpError
 from orchestrator.http.structure import Structure, made
 from orchestrator.http.tools import FunctionBody, Tools
 from orchestrator.text.messages import checked_tool
@@ -25,6 +27,7 @@ from outrider.grammar.compiler import compiled, load_tokenizer
 from outrider.parameters import SamplingParameters
 from outrider.v1 import tokens_pb2
 from tests.orchestrator.answering import EOS_TOKEN_ID, ROOM, model_files, tokenizer_of
+from tests.orchestrator.text.templates import CHANNELS
 
 CLOSED = {"type": "object", "additionalProperties": False}
 SCHEMAS: dict[str, dict[str, Any]] = {
@@ -170,3 +173,17 @@ def test_where_nothing_marks_calls_text_that_looks_like_one_is_one_or_none(name:
         assert read(model, tokenizer.encode(text, ROOM)) == (text, [])
     for text in ('{"name":"add"', '[{"name"', '\n```json\n{"type"', '{"name": "none"', 'x<|python_tag|> {"name"'):
         assert matcher.deep_copy().validate_tokens(tokenizer.encode(text, ROOM)) < len(text)
+
+
+def test_where_answers_have_a_beginning_of_their_own_only_grammars_can_tell_of_it() -> None:
+    model = model_of(FORMATS["bare"], special=False)
+    tokenizer = tokenizer_of(model_files("{{ messages }}", CHANNELS))
+    marked = dataclasses.replace(model, tokenizer=tokenizer)
+    for choice in ("none", "auto"):
+        tools = Tools(FUNCTIONS, choice, None, is_parallel=True)
+        with pytest.raises(HttpError) as refused:
+            tools.constrained(made("response_format", json_object=True), marked)
+        assert refused.value.parameter == "response_format"
+    free = Tools([], "auto", None, is_parallel=True)
+    grammar = made("guided_grammar", grammar='start: "x"')
+    assert free.constrained(grammar, marked) == grammar

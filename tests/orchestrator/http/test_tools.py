@@ -212,6 +212,10 @@ async def test_an_answer_or_calls(asker: httpx.AsyncClient, target: ScriptedTarg
     assert (constraint_of(target) or constraint).structural_tags is not None
 
 
+def _named(number: int, parameters: Any = None) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": f"f{number}", "parameters": parameters}}
+
+
 WRONG: list[tuple[dict[str, Any], str]] = [
     ({"tools": [{"type": "other"}]}, "tools[0].type"),
     ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools"),
@@ -220,6 +224,11 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"tool_choice": "other"}, "tool_choice"),
     ({"tool_choice": {"type": "function", "function": {"name": "find"}}}, "tool_choice"),
     ({"tool_choice": {"type": "function", "function": {}}}, "tool_choice.function.name"),
+    ({"tool_choice": {"type": "function", "function": {"name": ""}}}, "tool_choice"),
+    ({"tools": [_named(number) for number in range(300)], "tool_choice": "required"}, "tools"),
+    ({"tools": [_named(0, {"type": "string"})]}, "tools"),
+    ({"tools": [_named(0, {"type": "string"})], "tool_choice": "required"}, "tools"),
+    ({"tools": [_named(0, {"description": "x" * 300_000})], "tool_choice": "required"}, "tool_choice"),
     ({"structured_outputs": {"regex": "x"}}, "structured_outputs"),
     ({"messages": [{"role": "tool", "tool_call_id": "x"}]}, "messages[0].content"),
     ({"messages": [{**QUESTION, "tool_calls": [{"function": {"name": "f"}}]}]}, "messages[0].tool_calls"),
@@ -242,6 +251,7 @@ async def test_what_makes_no_sense_is_refused_by_its_name(asker: httpx.AsyncClie
         refused = await asker.post(PATH, json={**ASKED, **changed})
         assert refused.status_code == 400, refused.text
         assert refused.json()["error"]["param"] == parameter
+        assert ": :" not in refused.json()["error"]["message"]
 
 
 async def test_tokenize_takes_tools(asker: httpx.AsyncClient, answering: Orchestrator) -> None:
