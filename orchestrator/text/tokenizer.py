@@ -3,7 +3,6 @@
 Prompts may be long: call `encode` and `encode_chat` in a thread (see `orchestrator.api.prompts`). They release the GIL.
 """
 
-import json
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, Final
@@ -11,6 +10,7 @@ from typing import Any, Final
 import jinja2
 import tokenizers
 
+from orchestrator.text.byte_fallback import unsettled_tokens_of
 from orchestrator.text.chat_template import compiled_template
 from orchestrator.text.content import ContentGuard, encoded
 from orchestrator.text.messages import (
@@ -288,16 +288,3 @@ class Tokenizer:
             case dict():
                 return {name: self._without_special(item) for name, item in value.items()}
         return value
-
-
-def unsettled_tokens_of(tokenizer: tokenizers.Tokenizer) -> frozenset[int]:
-    """Return the ids of the tokens after which text is never certain.
-
-    Where the decoder joins single bytes to characters, they are the tokens that stand for single bytes, and the special
-    tokens, because they are left out before the bytes around them are joined.
-    """
-    if "ByteFallback" not in json.dumps(json.loads(tokenizer.to_str())["decoder"]):
-        return frozenset()
-    found = (tokenizer.token_to_id(f"<0x{byte:02X}>") for byte in range(256))
-    special = (token_id for token_id, token in tokenizer.get_added_tokens_decoder().items() if token.special)
-    return frozenset(token_id for token_id in (*found, *special) if token_id is not None)
