@@ -5,7 +5,7 @@ import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any, Final, TypeVar
+from typing import Any, Final, NamedTuple, TypeVar
 
 from orchestrator.text.history import messages_behind
 from orchestrator.text.messages import MAX_TOOLS, Call, Message, Tool, checked_tool, json_object
@@ -54,6 +54,18 @@ class PromptTerms:
     held: Sequence[int] = ()
 
 
+class EncodedPrompt(NamedTuple):
+    """A prompt as a session has it.
+
+    Attributes:
+        token_ids: that it adds to the session.
+        parsing: how the output is taken apart; None for not at all.
+    """
+
+    token_ids: tuple[int, ...]
+    parsing: Parsing | None = None
+
+
 def check_prompt(message: generation_pb2.GenerateRequest, terms: PromptTerms) -> int:
     """Return about how many characters a prompt has, where so many can fit.
 
@@ -68,7 +80,7 @@ def check_prompt(message: generation_pb2.GenerateRequest, terms: PromptTerms) ->
     if kind == "text":
         num_chars = len(message.text)
     else:
-        num_chars = _check_chat(message.chat)
+        num_chars = check_chat(message.chat)
         if terms.held:
             # They may repeat the whole session.
             terms.tokenizer.check_length(num_chars, terms.max_tokens + len(terms.held))
@@ -77,7 +89,7 @@ def check_prompt(message: generation_pb2.GenerateRequest, terms: PromptTerms) ->
     return num_chars
 
 
-def _check_chat(chat: generation_pb2.Chat) -> int:
+def check_chat(chat: generation_pb2.Chat) -> int:
     """Return about how many characters a chat has; raise `InvalidArgument` where something is too much."""
     if not (num_messages := len(chat.messages)):
         raise InvalidArgument("chat has no messages", "chat")
@@ -100,13 +112,14 @@ def _num_chars(message: generation_pb2.ChatMessage) -> int:
     return len(message.content) + len(message.reasoning) + len(message.tool_call_id) + len(message.name) + calls
 
 
-def prompt_tokens(message: generation_pb2.GenerateRequest, terms: PromptTerms) -> tuple[int, ...]:
-    """Return the token ids that a request adds to its session; it has passed `check_prompt`.
+def encoded_prompt(message: generation_pb2.GenerateRequest, terms: PromptTerms) -> EncodedPrompt:
+    """Return the prompt that a request adds to its session; it has passed `check_prompt`.
 
     Raises:
         InvalidArgument: the prompt is empty, or cannot be encoded.
     """
     kind = message.WhichOneof("prompt")
+    parsing: Parsing | None = None
     if kind == "token_ids":
         token_ids = tuple(message.token_ids.token_ids)
         if (highest := max(token_ids, default=0)) >= terms.vocabulary_size:
@@ -116,10 +129,12 @@ def prompt_tokens(message: generation_pb2.GenerateRequest, terms: PromptTerms) -
     elif kind == "text":
         token_ids = tuple(terms.tokenizer.encode(message.text, terms.max_tokens))
     else:
-        token_ids = tuple(_chat_tokens(message.chat, terms.tokenizer, terms))
+        tools = _tools(message.chat)
+        token_ids = tuple(_chat_tokens(message.chat, tools, terms.tokenizer, terms))
+        parsing = _parsing(message.chat, tools)
     if not token_ids:
         raise InvalidArgument("the prompt is empty", str(kind))
-    return token_ids
+    return EncodedPrompt(token_ids, parsing)
 
 
 def prediction_chars(message: generation_pb2.GenerateRequest, tokenizer: Tokenizer | None, max_tokens: int) -> int:
@@ -174,15 +189,27 @@ def may_repeat_session(message: generation_pb2.GenerateRequest) -> bool:
 
 
 def parsing_of(chat: generation_pb2.Chat) -> Parsing | None:
-    """Return how a chat's output is taken apart; None for not at all; raise `InvalidArgument` for a tool."""
+    """Return how a chat's output is taken apart; None for not at all.
+
+    Tools may be many: call it in a thread, after `check_chat`.
+
+    Raises:
+        InvalidArgument: a tool is wrong.
+    """
+    return _parsing(chat, _tools(chat) if chat.output_parsing.tool_calls else ())
+
+
+def _parsing(chat: generation_pb2.Chat, tools: Sequence[Tool]) -> Parsing | None:
     wanted = chat.output_parsing
     if not (wanted.reasoning or wanted.tool_calls):
         return None
-    return Parsing(wanted.reasoning, wanted.tool_calls, _tools(chat) if wanted.tool_calls else ())
+    return Parsing(wanted.reasoning, wanted.tool_calls, tools if wanted.tool_calls else ())
 
 
-def _chat_tokens(chat: generation_pb2.Chat, tokenizer: Tokenizer, terms: PromptTerms) -> list[int]:
-    variables, tools = variables_of(chat), _tools(chat)
+def _chat_tokens(
+    chat: generation_pb2.Chat, tools: Sequence[Tool], tokenizer: Tokenizer, terms: PromptTerms
+) -> list[int]:
+    variables = _variables(chat)
     messages: Sequence[Message | tuple[str, str]] = [_message(item) for item in chat.messages]
     answer: Message | None = None
     if terms.held:
@@ -216,7 +243,7 @@ def _tools(chat: generation_pb2.Chat) -> list[Tool]:
     return tools
 
 
-def variables_of(chat: generation_pb2.Chat) -> dict[str, Any]:
+def _variables(chat: generation_pb2.Chat) -> dict[str, Any]:
     """Return the variables that a chat gives its template; raise `InvalidArgument` where they are no JSON object."""
     return json_object(chat.template_variables, "template_variables", "it") if chat.template_variables else {}
 

@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 
-from orchestrator.api.prompts import parsing_of
 from orchestrator.api.service import GenerationService
 from orchestrator.generation.parts import PartWriter
 from orchestrator.text.output import OutputText
@@ -73,7 +72,7 @@ async def held_output(
     if not message.resume_offset:
         return None
     num_tokens, message.resume_offset = message.resume_offset, 0
-    parameters, parsing = model.parameters(message.parameters, seed=0), parsing_of(message.chat)
+    parameters, parsing = model.parameters(message.parameters, seed=0), await service.parsing(message)
     parts = None
     if parsing is not None and model.tokenizer is not None:
         prompt = await service.prompt_end(message, call, MAX_PROMPT_TOKENS)

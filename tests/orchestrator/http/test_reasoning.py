@@ -9,12 +9,13 @@ import pytest
 
 from orchestrator.http.parsing import parse
 from orchestrator.http.tools import tools_of
+from orchestrator.text.messages import Tool, checked_tool
 from orchestrator.text.tokenizer import Tokenizer
 from orchestrator.workers.model import Model
 from outrider.v1 import generation_pb2, tokens_pb2
 from tests.orchestrator.answering import give_answers, model_files, tokenizer_of
 from tests.orchestrator.http.events import Stream, read
-from tests.orchestrator.http.test_tools import PATH, QUESTION, constraint_of
+from tests.orchestrator.http.test_tools import ASKED, PATH, QUESTION, constraint_of
 from tests.orchestrator.scripted import ScriptedTarget
 from tests.orchestrator.stage import orchestrating
 
@@ -89,6 +90,24 @@ async def test_templates_are_rendered_beside_the_event_loop(
     assert (refused.status_code, refused.json()["error"]["param"]) == (400, "chat_template_kwargs")
     assert len(rendering) == 1
     assert all(name.startswith("encode-") for name in rendering)
+
+
+async def test_tools_are_read_once_beside_the_event_loop(
+    asker: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reading: list[str] = []
+
+    def watched(*arguments: str) -> Tool:
+        reading.append(threading.current_thread().name)
+        return checked_tool(*arguments)
+
+    monkeypatch.setattr("orchestrator.api.prompts.checked_tool", watched)
+    body = {**ASKED, "request_id": "once-1"}
+    for num in (1, 2):
+        # Also of a request that is repeated.
+        assert (await asker.post(PATH, json=body)).json()["choices"][0]["finish_reason"] == "tool_calls"
+        assert len(reading) == num
+    assert all(name.startswith("encode-") for name in reading)
 
 
 def test_a_chat_without_parts_is_the_message_that_it_was() -> None:
