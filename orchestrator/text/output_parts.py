@@ -36,6 +36,9 @@ class OutputParts:
         parsing: what is taken apart.
         prompt: token ids of the prompt, or its end.
         end_token_ids: tokens that end an output, which mark nothing.
+
+    Attributes:
+        num_reasoning_tokens: tokens of the reasoning so far, its end included.
     """
 
     def __init__(
@@ -53,6 +56,8 @@ class OutputParts:
         self._markers = {
             token_id: text for token_id, text in tokenizer.marker_tokens.items() if token_id not in end_token_ids
         }
+        self.num_reasoning_tokens = 0
+        self._is_reasoning = self._parser.is_reasoning
         self._waiting: deque[tuple[int, str]] = deque()
         self._num_chars = 0
 
@@ -81,6 +86,11 @@ class OutputParts:
             text, self._num_chars = text[cut:], self._num_chars + cut
         self._num_chars = end
         return parts + self._parser.push(text)
+
+    def end_token(self) -> None:
+        """Take note that all text of a token was pushed."""
+        was_reasoning, self._is_reasoning = self._is_reasoning, self._parser.is_reasoning
+        self.num_reasoning_tokens += was_reasoning or self._is_reasoning
 
     def finish(self) -> list[Part]:
         """Return the parts that become certain with the end; markers behind it mark nothing."""

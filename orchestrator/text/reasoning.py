@@ -27,7 +27,7 @@ def expected_reasoning_end(tokenizer: Tokenizer, prompt: Sequence[int]) -> str:
     text = tokenizer.decode(prompt[-MAX_PROMPT_TOKENS:])
     parser = ResponseParser(form.template, {}, reasoning=True, calls=False)
     begun = parser.prime(text)
-    if parser.region is not None and parser.region.is_reasoning:
+    if parser.is_reasoning:
         return end
     if end in begun or (not form.is_own and text.rstrip().endswith(end)):
         return ""

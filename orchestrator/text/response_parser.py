@@ -90,9 +90,9 @@ class ResponseParser:
         return self._calls.num
 
     @property
-    def region(self) -> Region | None:
-        """The region that the text is in; None outside of all that have a beginning."""
-        return self._region
+    def is_reasoning(self) -> bool:
+        """Whether the text is within the reasoning."""
+        return self._region is not None and self._region.is_reasoning
 
     def push(self, text: str) -> list[Part]:
         """Return the parts that became certain with more text."""

@@ -242,10 +242,12 @@ class Tokenizer:
             raise InvalidArgument("the model has no chat template", "chat")
         try:
             return self._template.render({**variables, **own})
-        except jinja2.TemplateError as error:
-            raise InvalidArgument(f"the chat template refuses the messages: {error}", "chat") from error
-        except _FAILURES as error:
-            if not variables and "tools" not in own:
+        except (jinja2.TemplateError, *_FAILURES) as error:
+            is_told = isinstance(error, jinja2.TemplateError)
+            has_values = bool(variables) or "tools" in own
+            if is_told and not (has_values and isinstance(error, jinja2.UndefinedError)):
+                raise InvalidArgument(f"the chat template refuses the messages: {error}", "chat") from error
+            if not has_values:
                 raise
             # Templates reckon with values as they come.
             field = "template_variables" if variables else "tools"

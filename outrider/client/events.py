@@ -69,6 +69,7 @@ class Finished:
         text: what became certain with the end.
         statistics: tokens, passes and times.
         parts: the parts of the output that became certain with the end, where the request has them.
+        num_reasoning_tokens: output tokens of the reasoning, its end included, where the request has parts.
     """
 
     finish_reason: FinishReason
@@ -76,6 +77,7 @@ class Finished:
     text: str
     statistics: Statistics
     parts: tuple[OutputPart, ...] = ()
+    num_reasoning_tokens: int = 0
 
 
 class NoticeKind(Enum):
@@ -231,4 +233,11 @@ def _finished(message: generation_pb2.Finished) -> Finished:
     if reason is None:
         raise DataLoss(f"the stream ended with unknown finish_reason {message.finish_reason}")
     parts = tuple(part_from_message(part) for part in message.parts)
-    return Finished(reason, message.num_output_tokens, message.text, statistics_from_message(message.statistics), parts)
+    return Finished(
+        reason,
+        message.num_output_tokens,
+        message.text,
+        statistics_from_message(message.statistics),
+        parts,
+        message.num_reasoning_tokens,
+    )

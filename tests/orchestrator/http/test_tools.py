@@ -61,6 +61,16 @@ async def test_calls_and_reasoning_stand_apart_from_the_content(asker: httpx.Asy
     assert again["choices"] == answer["choices"]
 
 
+async def test_the_usage_counts_the_tokens_of_the_reasoning(asker: httpx.AsyncClient) -> None:
+    # A token for each byte, and one for each marker: <think>, the text, </think>.
+    body = {"messages": [QUESTION], "request_id": "counted-1"}
+    for _ in (1, 2):
+        usage = (await asker.post(PATH, json=body)).json()["usage"]
+        assert usage["completion_tokens_details"] == {"reasoning_tokens": 1 + len("\nEasy.\n") + 1}
+    response = (await asker.post("/v1/responses", json={"input": "2 + 2?"})).json()
+    assert response["usage"]["output_tokens_details"] == {"reasoning_tokens": 9}
+
+
 async def test_a_stream_has_the_name_first_and_then_the_arguments(
     asker: httpx.AsyncClient, target: ScriptedTarget
 ) -> None:
