@@ -131,10 +131,7 @@ class Leasing:
         is_known = session.has_request(checked.request_id)
         is_new = not (is_known or is_resumed)
         if is_new:
-            prompt = await self.encode(message, model, session)
-            if awaits_reasoning and message.HasField("chat"):
-                parameters = _behind_reasoning(parameters, model, prompt.token_ids)
-            await self._constraints.check(parameters.constraint, model)
+            prompt, parameters = await self._checked_prompt(message, model, session, parameters, awaits_reasoning)
         else:
             prompt = EncodedPrompt((), await self.parsing(message))
         request = NewRequest(
@@ -191,6 +188,21 @@ class Leasing:
         )
         num_chars = check_prompt(message, terms)
         return await self._encoding.run(num_chars, functools.partial(encoded_prompt, message, terms))
+
+    async def _checked_prompt(
+        self,
+        message: generation_pb2.GenerateRequest,
+        model: Model,
+        session: SessionEnd,
+        parameters: SamplingParameters,
+        awaits_reasoning: bool,
+    ) -> tuple[EncodedPrompt, SamplingParameters]:
+        """Return the prompt of a new request, and its parameters with a constraint that the targets take."""
+        prompt = await self.encode(message, model, session)
+        if awaits_reasoning and message.HasField("chat"):
+            parameters = _behind_reasoning(parameters, model, prompt.token_ids)
+        await self._constraints.check(parameters.constraint, model)
+        return prompt, parameters
 
     async def parsing(self, message: generation_pb2.GenerateRequest) -> Parsing | None:
         """Return how the output of a request is taken apart that has begun before; raise as `encode`."""

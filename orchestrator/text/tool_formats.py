@@ -115,8 +115,10 @@ def _bare(source: str, key: str) -> OutputFormat:
     ends = [end for end in ("</think>", r"\[/THINK\]") if end.replace("\\", "") in source]
     behind = "".join(f"|(?<={end})" for end in ends)
     marked = rf"<\|python_tag\|>{_SPACE}"
+    opens = rf"(?:\A{behind}){_BARE_MARK}(?={_BARE_CALL})|{marked}(?=\{{)"
     calls = {
-        "open_pattern": rf"(?:\A{behind}){_BARE_MARK}(?={_BARE_CALL})|{marked}(?=\{{)",
+        # White space that is matched is not tried again, so that the time does not grow with its square.
+        "open_pattern": opens.replace(_SPACE, f"{_SPACE}+"),
         "content": "json-calls",
     }
     within = (*ends, rf"{marked}\{{")
@@ -170,7 +172,7 @@ def _template(source: str, calls: Mapping[str, Any]) -> ResponseTemplate:
     if not begin:
         return load_response_template({"fields": fields, "start_anchor_pattern": r"(?!)"}, is_own=True)
     # An answer may be about the marker, so only its beginning is reasoning.
-    fields["reasoning"] = {"open_pattern": rf"\A\s*{_escaped(begin)}", "close": end}
+    fields["reasoning"] = {"open_pattern": rf"\A\s*+{_escaped(begin)}", "close": end}
     return load_response_template({"fields": fields, "start_anchor_pattern": _prefilled(begin)}, is_own=True)
 
 
