@@ -160,7 +160,8 @@ class OllamaRoutes(Routes):
         kind: type[OllamaForm],
     ) -> Response:
         is_parsed = prompt.HasField("chat") and parse(prompt, tools, model)
-        structure = tools.constrained(body.structure, model)
+        # A raw prompt is the caller's whole prompt, and its output is text.
+        structure = tools.constrained(body.structure, model) if prompt.HasField("chat") else body.structure
 
         async def form(response_id: str, name: str, messages: list[generation_pb2.GenerateRequest]) -> OllamaForm:
             # A call goes out whole, so one that began before a break is told from its beginning.

@@ -107,6 +107,9 @@ async def test_formats_are_constraints_and_thinking_is_a_variable(
     assert constraint_of(target) == Constraint(json_schema=json.dumps(SCHEMA), reasoning_end="</think>")
     await client.generate("answers", "<|im_start|>assistant\n", format=SCHEMA, raw=True)
     assert constraint_of(target) == Constraint(json_schema=json.dumps(SCHEMA))
+    # An empty schema is one that any JSON follows.
+    await client.generate("answers", "<|im_start|>assistant\n", format={}, raw=True)
+    assert constraint_of(target) == Constraint(json_schema="{}")
     thought = await client.generate("answers", "2 + 2?", think="high")
     assert (thought.response, thought.thinking) == ("Four.", "Easy.")
     shown = await client.show("answers")
