@@ -13,9 +13,9 @@ from contextlib import asynccontextmanager
 from typing import Any, Final, NamedTuple
 
 from orchestrator.api.constraints import ConstraintChecks
+from orchestrator.api.encoding_threads import EncodingThreads
 from orchestrator.api.prompts import (
     EncodedPrompt,
-    EncodingThreads,
     PromptTerms,
     check_chat,
     check_prompt,

@@ -1,6 +1,7 @@
 """Prompts to token ids, with the target's tokenizer and chat template, without a model library.
 
-Prompts may be long: call `encode` and `encode_chat` in a thread (see `orchestrator.api.prompts`). They release the GIL.
+Prompts may be long: call `encode` and `encode_chat` in a thread (see `orchestrator.api.encoding_threads`). They release
+the GIL.
 """
 
 from collections.abc import Mapping, Sequence
