@@ -14,7 +14,7 @@ from bench.remote_draft import remote_draft
 from bench.traffic import Prompts, Trace, follow
 from bench.worker import Worker
 from outrider.client import GenerationRequest, LocalStack, Message, OutriderClient, Speculation, StackOptions
-from outrider.client.events import Statistics
+from outrider.client.statistics import Statistics
 from outrider.parameters import SamplingParameters
 
 PLAIN: Final = "plain"

@@ -9,7 +9,7 @@ from contextlib import aclosing
 from dataclasses import dataclass, field
 
 from outrider.client import Delta, Finished, GenerationRequest, OutriderClient, Speculation
-from outrider.client.events import Statistics
+from outrider.client.statistics import Statistics
 from outrider.parameters import SamplingParameters
 
 

@@ -72,7 +72,7 @@ async def serve(settings: OrchestratorSettings) -> None:
 def main() -> None:
     """Read the settings and serve."""
     settings = load_settings(OrchestratorSettings, program="python -m orchestrator")
-    # The threads of orchestrator.api.prompts encode; the library must not start one for each core in addition.
+    # The threads of orchestrator.api.encoding_threads encode; the library must not start one for each core in addition.
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     configure_logging(service="orchestrator", level=settings.log_level, form=settings.log_format)
     run_process(serve(settings))

@@ -6,27 +6,34 @@ the lease, so a request that is refused before it leaves nothing behind.
 
 import asyncio
 import contextlib
+import dataclasses
 import functools
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any, Final, NamedTuple
 
 from orchestrator.api.constraints import ConstraintChecks
+from orchestrator.api.encoding_threads import EncodingThreads
 from orchestrator.api.prompts import (
-    EncodingThreads,
+    EncodedPrompt,
     PromptTerms,
+    check_chat,
     check_prompt,
+    encoded_prompt,
     may_repeat_session,
+    parsing_of,
     prediction_chars,
     prediction_tokens,
-    prompt_tokens,
 )
 from orchestrator.api.requests import CheckedRequest
 from orchestrator.store.sessions import Begun, NewRequest, SessionEnd
 from orchestrator.store.store import SessionStore
+from orchestrator.text.output_parts import Parsing
+from orchestrator.text.reasoning import expected_reasoning_end
 from orchestrator.workers.model import Model
 from orchestrator.workers.replicas import Replicas
 from outrider.errors import OutriderError
+from outrider.parameters import SamplingParameters
 from outrider.speculation.prediction import Prediction
 from outrider.v1 import generation_pb2
 
@@ -40,11 +47,13 @@ class Leased(NamedTuple):
         begun: its lease and its session.
         model: of the targets.
         prediction: of its output; None without one.
+        parsing: how its output is taken apart; None for not at all.
     """
 
     begun: Begun
     model: Model
     prediction: Prediction | None
+    parsing: Parsing | None
 
 
 class Leasing:
@@ -92,8 +101,17 @@ class Leasing:
         checked: CheckedRequest,
         tenant: str,
         reading: asyncio.Task[SessionEnd],
+        *,
+        awaits_reasoning: bool = False,
     ) -> Leased:
         """Check a request against the model and its session, encode its prompt, and lease the session.
+
+        Args:
+            message: the request.
+            checked: the same.
+            tenant: its owner.
+            reading: of its session.
+            awaits_reasoning: see `GenerationService.generate`.
 
         Returns:
             The request that has begun, its model and its prediction.
@@ -113,8 +131,9 @@ class Leasing:
         is_known = session.has_request(checked.request_id)
         is_new = not (is_known or is_resumed)
         if is_new:
-            await self._constraints.check(parameters.constraint, model)
-        prompt = await self.encode(message, model, session) if is_new else ()
+            prompt, parameters = await self._checked_prompt(message, model, session, parameters, awaits_reasoning)
+        else:
+            prompt = EncodedPrompt((), await self.parsing(message))
         request = NewRequest(
             tenant=tenant,
             session_id=checked.session_id,
@@ -124,14 +143,14 @@ class Leasing:
             tokenizer=model.tokenizer_fingerprint,
             parameters=parameters,
             rule=model.rule(checked.rule, parameters),
-            prompt=prompt,
+            prompt=prompt.token_ids,
             expected_len=session.length,
             takes_over=is_resumed,
             must_exist=not is_new,
             max_len=model.max_session_len,
         )
         prediction = await self._prediction(message, model)
-        return Leased(await self._leased(request), model, prediction)
+        return Leased(await self._leased(request), model, prediction, prompt.parsing)
 
     async def _model(self, checked: CheckedRequest, reading: asyncio.Task[SessionEnd]) -> Model:
         """Return the model for a request; a finished request needs no target."""
@@ -153,8 +172,8 @@ class Leasing:
 
     async def encode(
         self, message: generation_pb2.GenerateRequest, model: Model, session: SessionEnd = _NEW
-    ) -> tuple[int, ...]:
-        """Return the token ids that a prompt adds to its session; raise as `check_prompt` and `EncodingThreads.run`."""
+    ) -> EncodedPrompt:
+        """Return a prompt as it is added to its session; raise as `check_prompt` and `EncodingThreads.run`."""
         held: list[int] = []
         if session.record is not None and may_repeat_session(message):
             held = await self._store.read_tokens(session.record.tenant, session.record.session_id, 0, session.length)
@@ -168,7 +187,28 @@ class Leasing:
             held=held,
         )
         num_chars = check_prompt(message, terms)
-        return await self._encoding.run(num_chars, functools.partial(prompt_tokens, message, terms))
+        return await self._encoding.run(num_chars, functools.partial(encoded_prompt, message, terms))
+
+    async def _checked_prompt(
+        self,
+        message: generation_pb2.GenerateRequest,
+        model: Model,
+        session: SessionEnd,
+        parameters: SamplingParameters,
+        awaits_reasoning: bool,
+    ) -> tuple[EncodedPrompt, SamplingParameters]:
+        """Return the prompt of a new request, and its parameters with a constraint that the targets take."""
+        prompt = await self.encode(message, model, session)
+        if awaits_reasoning and message.HasField("chat"):
+            parameters = _behind_reasoning(parameters, model, prompt.token_ids)
+        await self._constraints.check(parameters.constraint, model)
+        return prompt, parameters
+
+    async def parsing(self, message: generation_pb2.GenerateRequest) -> Parsing | None:
+        """Return how the output of a request is taken apart that has begun before; raise as `encode`."""
+        if not message.chat.HasField("output_parsing"):
+            return None
+        return await self._encoding.run(check_chat(message.chat), functools.partial(parsing_of, message.chat))
 
     async def _leased(self, request: NewRequest) -> Begun:
         """Begin the request; release the lease where the caller is cancelled meanwhile."""
@@ -183,3 +223,11 @@ class Leasing:
         with contextlib.suppress(OutriderError):
             if (lease := (await beginning).lease) is not None:
                 await self._store.release(lease)
+
+
+def _behind_reasoning(parameters: SamplingParameters, model: Model, prompt: tuple[int, ...]) -> SamplingParameters:
+    """Return parameters whose constraint holds from behind the reasoning on that the answer is expected to have."""
+    if parameters.constraint is None or model.tokenizer is None:
+        return parameters
+    end = expected_reasoning_end(model.tokenizer, prompt)
+    return parameters.replace(constraint=dataclasses.replace(parameters.constraint, reasoning_end=end))

@@ -1,37 +1,24 @@
-"""Prompts in their three forms: checked by their size, then encoded to token ids in threads."""
+"""Prompts in their three forms: checked by their size, then encoded to token ids; see `encoding_threads`."""
 
-import asyncio
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Final, TypeVar
+from typing import Any, Final, NamedTuple
 
 from orchestrator.text.history import messages_behind
-from orchestrator.text.messages import Call, Message, Tool, checked_tool, json_object
+from orchestrator.text.messages import MAX_TOOLS, Call, Message, Tool, checked_tool, json_object
 from orchestrator.text.output_parts import Parsing
 from orchestrator.text.tokenizer import Tokenizer
-from outrider.errors import InvalidArgument, Overloaded
+from outrider.errors import InvalidArgument
 from outrider.v1 import generation_pb2
 
 _MAX_MESSAGES: Final = 2048
 """Chat messages of a request; templates are rendered message by message, and this many take some 30 ms."""
 _MAX_CALLS: Final = 128
 """Calls of tools of a message."""
-_MAX_TOOLS: Final = 128
 _MAX_TOOLS_CHARS: Final = 1 << 18
 """Characters of all tools; their schemas are read beside the requests that run, and this many take some 10 ms."""
 _MAX_VARIABLES_CHARS: Final = 16384
-_MAX_SHORT_CHARS: Final = 1 << 15
-"""Characters of a prompt that takes some 30 ms at most, and need not wait for long ones."""
-_NUM_SHORT: Final = 2
-_MAX_SHORT_QUEUED: Final = 256
-# A prompt of 4 MB takes 4 s and 0.6 GB while it is encoded: one at a time, and few that wait with their text.
-_NUM_LONG: Final = 1
-_MAX_LONG_QUEUED: Final = 8
-_MAX_WAIT_S: Final = 10.0
-
-T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +42,18 @@ class PromptTerms:
     held: Sequence[int] = ()
 
 
+class EncodedPrompt(NamedTuple):
+    """A prompt as a session has it.
+
+    Attributes:
+        token_ids: that it adds to the session.
+        parsing: how the output is taken apart; None for not at all.
+    """
+
+    token_ids: tuple[int, ...]
+    parsing: Parsing | None = None
+
+
 def check_prompt(message: generation_pb2.GenerateRequest, terms: PromptTerms) -> int:
     """Return about how many characters a prompt has, where so many can fit.
 
@@ -69,7 +68,7 @@ def check_prompt(message: generation_pb2.GenerateRequest, terms: PromptTerms) ->
     if kind == "text":
         num_chars = len(message.text)
     else:
-        num_chars = _check_chat(message.chat)
+        num_chars = check_chat(message.chat)
         if terms.held:
             # They may repeat the whole session.
             terms.tokenizer.check_length(num_chars, terms.max_tokens + len(terms.held))
@@ -78,14 +77,14 @@ def check_prompt(message: generation_pb2.GenerateRequest, terms: PromptTerms) ->
     return num_chars
 
 
-def _check_chat(chat: generation_pb2.Chat) -> int:
+def check_chat(chat: generation_pb2.Chat) -> int:
     """Return about how many characters a chat has; raise `InvalidArgument` where something is too much."""
     if not (num_messages := len(chat.messages)):
         raise InvalidArgument("chat has no messages", "chat")
     if num_messages > _MAX_MESSAGES:
         raise InvalidArgument(f"chat has {num_messages} messages, may have at most {_MAX_MESSAGES}", "chat")
-    if len(chat.tools) > _MAX_TOOLS:
-        raise InvalidArgument(f"tools has {len(chat.tools)} tools, may have at most {_MAX_TOOLS}", "tools")
+    if len(chat.tools) > MAX_TOOLS:
+        raise InvalidArgument(f"tools has {len(chat.tools)} tools, may have at most {MAX_TOOLS}", "tools")
     if (most := max(len(item.tool_calls) for item in chat.messages)) > _MAX_CALLS:
         raise InvalidArgument(f"tool_calls has {most} calls, may have at most {_MAX_CALLS}", "tool_calls")
     if len(chat.template_variables) > _MAX_VARIABLES_CHARS:
@@ -101,13 +100,14 @@ def _num_chars(message: generation_pb2.ChatMessage) -> int:
     return len(message.content) + len(message.reasoning) + len(message.tool_call_id) + len(message.name) + calls
 
 
-def prompt_tokens(message: generation_pb2.GenerateRequest, terms: PromptTerms) -> tuple[int, ...]:
-    """Return the token ids that a request adds to its session; it has passed `check_prompt`.
+def encoded_prompt(message: generation_pb2.GenerateRequest, terms: PromptTerms) -> EncodedPrompt:
+    """Return the prompt that a request adds to its session; it has passed `check_prompt`.
 
     Raises:
         InvalidArgument: the prompt is empty, or cannot be encoded.
     """
     kind = message.WhichOneof("prompt")
+    parsing: Parsing | None = None
     if kind == "token_ids":
         token_ids = tuple(message.token_ids.token_ids)
         if (highest := max(token_ids, default=0)) >= terms.vocabulary_size:
@@ -117,10 +117,12 @@ def prompt_tokens(message: generation_pb2.GenerateRequest, terms: PromptTerms) -
     elif kind == "text":
         token_ids = tuple(terms.tokenizer.encode(message.text, terms.max_tokens))
     else:
-        token_ids = tuple(_chat_tokens(message.chat, terms.tokenizer, terms))
+        tools = _tools(message.chat)
+        token_ids = tuple(_chat_tokens(message.chat, tools, terms.tokenizer, terms))
+        parsing = _parsing(message.chat, tools)
     if not token_ids:
         raise InvalidArgument("the prompt is empty", str(kind))
-    return token_ids
+    return EncodedPrompt(token_ids, parsing)
 
 
 def prediction_chars(message: generation_pb2.GenerateRequest, tokenizer: Tokenizer | None, max_tokens: int) -> int:
@@ -175,21 +177,36 @@ def may_repeat_session(message: generation_pb2.GenerateRequest) -> bool:
 
 
 def parsing_of(chat: generation_pb2.Chat) -> Parsing | None:
-    """Return how a chat's output is taken apart; None for not at all; raise `InvalidArgument` for a tool."""
+    """Return how a chat's output is taken apart; None for not at all.
+
+    Tools may be many: call it in a thread, after `check_chat`.
+
+    Raises:
+        InvalidArgument: a tool is wrong.
+    """
+    return _parsing(chat, _tools(chat) if chat.output_parsing.tool_calls else ())
+
+
+def _parsing(chat: generation_pb2.Chat, tools: Sequence[Tool]) -> Parsing | None:
     wanted = chat.output_parsing
     if not (wanted.reasoning or wanted.tool_calls):
         return None
-    return Parsing(wanted.reasoning, wanted.tool_calls, _tools(chat) if wanted.tool_calls else ())
+    return Parsing(wanted.reasoning, wanted.tool_calls, tools if wanted.tool_calls else ())
 
 
-def _chat_tokens(chat: generation_pb2.Chat, tokenizer: Tokenizer, terms: PromptTerms) -> list[int]:
-    variables, tools = variables_of(chat), _tools(chat)
+def _chat_tokens(
+    chat: generation_pb2.Chat, tools: Sequence[Tool], tokenizer: Tokenizer, terms: PromptTerms
+) -> list[int]:
+    variables = _variables(chat)
     messages: Sequence[Message | tuple[str, str]] = [_message(item) for item in chat.messages]
+    answer: Message | None = None
     if terms.held:
-        most = terms.max_tokens + len(terms.held)
-        messages = messages_behind(tokenizer, messages, terms.held, variables, most, tools)
+        most, given = terms.max_tokens + len(terms.held), messages
+        messages = messages_behind(tokenizer, given, terms.held, variables, most, tools)
         if not messages:
             raise InvalidArgument("the session holds all messages already", "messages")
+        if num_known := len(given) - len(messages):
+            answer = Message(*given[num_known - 1])
     return tokenizer.encode_chat(
         messages,
         continues=terms.continues,
@@ -198,6 +215,7 @@ def _chat_tokens(chat: generation_pb2.Chat, tokenizer: Tokenizer, terms: PromptT
         variables=variables,
         prompts=chat.add_generation_prompt if chat.HasField("add_generation_prompt") else True,
         tools=tools,
+        answer=answer,
     )
 
 
@@ -213,7 +231,7 @@ def _tools(chat: generation_pb2.Chat) -> list[Tool]:
     return tools
 
 
-def variables_of(chat: generation_pb2.Chat) -> dict[str, Any]:
+def _variables(chat: generation_pb2.Chat) -> dict[str, Any]:
     """Return the variables that a chat gives its template; raise `InvalidArgument` where they are no JSON object."""
     return json_object(chat.template_variables, "template_variables", "it") if chat.template_variables else {}
 
@@ -222,56 +240,3 @@ def _check_num_tokens(num_tokens: int, terms: PromptTerms) -> int:
     if num_tokens > terms.max_tokens:
         raise InvalidArgument(f"prompt has {num_tokens} tokens, the session has room for {terms.max_tokens}", "prompt")
     return num_tokens
-
-
-class EncodingThreads:
-    """Threads that encode prompts beside the event loop: few, and one of its own for long prompts."""
-
-    def __init__(self) -> None:
-        self._short = _Lane("encode-short", _NUM_SHORT, _MAX_SHORT_QUEUED)
-        self._long = _Lane("encode-long", _NUM_LONG, _MAX_LONG_QUEUED)
-
-    async def run(self, num_chars: int, encode: Callable[[], T]) -> T:
-        """Return the result of `encode` for a prompt of so many characters.
-
-        Raises:
-            Overloaded: too many prompts wait already, or no thread became free within 10 s.
-        """
-        lane = self._short if num_chars <= _MAX_SHORT_CHARS else self._long
-        return await lane.run(encode)
-
-    def close(self) -> None:
-        """End the threads: running calls finish, waiting ones do not begin."""
-        self._short.close()
-        self._long.close()
-
-
-class _Lane:
-    def __init__(self, name: str, num_threads: int, max_queued: int) -> None:
-        self._threads = ThreadPoolExecutor(num_threads, thread_name_prefix=name)
-        self._free = asyncio.Semaphore(num_threads)
-        self._num_queued = 0
-        self._max_queued = max_queued
-
-    async def run(self, work: Callable[[], T]) -> T:
-        await self._enter()
-        loop = asyncio.get_running_loop()
-        running = self._threads.submit(work)
-        # By the thread, not by the caller: the thread of a cancelled caller is still busy.
-        running.add_done_callback(lambda _: loop.call_soon_threadsafe(self._free.release))
-        return await asyncio.wrap_future(running)
-
-    def close(self) -> None:
-        self._threads.shutdown(wait=False, cancel_futures=True)
-
-    async def _enter(self) -> None:
-        if self._free.locked() and self._num_queued >= self._max_queued:
-            raise Overloaded(f"{self._num_queued} prompts wait to be encoded, the limit")
-        self._num_queued += 1
-        try:
-            async with asyncio.timeout(_MAX_WAIT_S):
-                await self._free.acquire()
-        except TimeoutError:
-            raise Overloaded(f"no thread to encode the prompt became free within {_MAX_WAIT_S:g} s") from None
-        finally:
-            self._num_queued -= 1

@@ -6,14 +6,13 @@ gRPC (`servicer`) and HTTP (`orchestrator.http`) turn their messages into those 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 
 from opentelemetry.trace import Span, SpanKind
 
 from orchestrator.api.admission import Admission
 from orchestrator.api.leasing import Leased, Leasing
-from orchestrator.api.prompts import parsing_of
 from orchestrator.api.quotas import Quotas
 from orchestrator.api.requests import CheckedRequest, check_id, check_request
 from orchestrator.api.tenants import Tenants
@@ -22,7 +21,7 @@ from orchestrator.generation.parts import PartWriter
 from orchestrator.generation.request import RunningRequest, Services, SessionTokens
 from orchestrator.store.sessions import BeginOutcome, Begun
 from orchestrator.text.output import OutputText
-from orchestrator.text.output_parts import OutputParts
+from orchestrator.text.output_parts import OutputParts, Parsing
 from orchestrator.workers.model import Model
 from outrider import wire
 from outrider.errors import DataLoss, InvalidArgument, SessionNotFound
@@ -64,9 +63,15 @@ class GenerationService:
         await self._quotas.settle()
 
     async def generate(
-        self, message: generation_pb2.GenerateRequest, metadata: Metadata
+        self, message: generation_pb2.GenerateRequest, metadata: Metadata, *, awaits_reasoning: bool = False
     ) -> AsyncGenerator[generation_pb2.GenerateResponse, None]:
         """Yield the events of a request, as generation.proto orders them; close the iterator to leave it resumable.
+
+        Args:
+            message: the request.
+            metadata: of the call.
+            awaits_reasoning: whether a chat's constraint holds from behind the reasoning on that its answer is expected
+                to begin with; else from where the constraint itself says.
 
         Raises:
             OutriderError: the request is refused, or fails.
@@ -86,12 +91,14 @@ class GenerationService:
                 self._quotas.stream(tenant, checked.counted_session) as usage,
             ):
                 times.record_admitted(is_resumed=checked.resume_offset is not None)
-                leased = await self._leasing.begin(message, checked, tenant.name, reading)
+                leased = await self._leasing.begin(
+                    message, checked, tenant.name, reading, awaits_reasoning=awaits_reasoning
+                )
                 begun = leased.begun
                 if begun.outcome is BeginOutcome.NEW:
                     times.record_begun(begun.record.prompt_len - begun.record.prompt_start)
                 # Closed at once, not by the garbage collector: it releases the lease.
-                async with aclosing(self._stream(message, leased, checked, span)) as events:
+                async with aclosing(self._stream(leased, checked, span)) as events:
                     async for event in events:
                         usage.add(len(event.delta.origins))
                         times.record_event(event)
@@ -112,7 +119,7 @@ class GenerationService:
             InvalidArgument: it is empty, cannot be encoded, or fits no session.
             Overloaded: too many prompts wait to be encoded.
         """
-        return await self._leasing.encode(message, model)
+        return (await self._leasing.encode(message, model)).token_ids
 
     async def cancel(self, session_id: str, request_id: str, metadata: Metadata) -> bool:
         """End a running request at its next token; return whether one was running.
@@ -156,6 +163,27 @@ class GenerationService:
             response.token_ids[:] = await self._store.read_tokens(tenant, record.session_id, 0, record.committed_len)
         return response
 
+    async def parsing(self, message: generation_pb2.GenerateRequest) -> Parsing | None:
+        """Return how the output of a request is taken apart; None for not at all.
+
+        Raises:
+            InvalidArgument: a tool is wrong, or there are too many.
+            Overloaded: too many prompts wait to be encoded.
+        """
+        return await self._leasing.parsing(message)
+
+    async def prompt_end(
+        self, message: generation_pb2.GenerateRequest, metadata: Metadata, num_tokens: int
+    ) -> Sequence[int]:
+        """Return the last tokens of a request's prompt; none where it is not the latest of its session."""
+        tenant = self._tenants.of(metadata).name
+        checked = check_request(message, tenant, self._services.settings)
+        record = await self._store.get(tenant, checked.session_id)
+        if record is None or record.request_id != checked.request_id:
+            return ()
+        start = max(record.prompt_start, record.prompt_len - num_tokens)
+        return await self._store.read_tokens(tenant, record.session_id, start, record.prompt_len)
+
     async def delete_session(self, session_id: str, metadata: Metadata) -> None:
         """Delete a session, its log and its KV caches; raise `SessionNotFound`."""
         tenant = self._tenants.of(metadata)
@@ -172,12 +200,12 @@ class GenerationService:
         )
 
     async def _stream(
-        self, message: generation_pb2.GenerateRequest, leased: Leased, checked: CheckedRequest, span: Span
+        self, leased: Leased, checked: CheckedRequest, span: Span
     ) -> AsyncGenerator[generation_pb2.GenerateResponse, None]:
         begun, record = leased.begun, leased.begun.record
         generation: Generation | None = None
         try:
-            output = _output(message, leased)
+            output = _output(leased)
             replay = begun.token_ids[record.prompt_len - record.prompt_start :]
             offset = checked.resume_offset or 0
             if offset > len(replay):
@@ -234,13 +262,13 @@ class GenerationService:
             self._leasing.keep(task)
 
 
-def _output(message: generation_pb2.GenerateRequest, leased: Leased) -> OutputText:
-    """Return the text of a request's output, before any of its tokens; raise `InvalidArgument`."""
+def _output(leased: Leased) -> OutputText:
+    """Return the text of a request's output, before any of its tokens."""
     record, model = leased.begun.record, leased.model
-    parsing, parts = parsing_of(message.chat), None
-    if parsing is not None and model.tokenizer is not None:
+    parts: OutputParts | None = None
+    if leased.parsing is not None and model.tokenizer is not None:
         prompt = leased.begun.token_ids[: record.prompt_len - record.prompt_start]
-        parts = OutputParts(model.tokenizer, parsing, prompt, model.stop_token_ids(record.parameters))
+        parts = OutputParts(model.tokenizer, leased.parsing, prompt, model.stop_token_ids(record.parameters))
     return OutputText(model.tokenizer, record.parameters, parts)
 
 

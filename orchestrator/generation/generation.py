@@ -165,6 +165,7 @@ class Generation:
                 statistics=self._final_statistics(),
                 parts=self._parts.messages(ending.parts),
                 num_tool_calls=ending.num_calls,
+                num_reasoning_tokens=ending.num_reasoning_tokens,
             )
         )
 
@@ -214,5 +215,6 @@ def finished_event(record: SessionRecord, ending: Ending, parts: PartWriter) -> 
             statistics=generation_pb2.GenerationStatistics(),
             parts=parts.messages(ending.parts),
             num_tool_calls=ending.num_calls,
+            num_reasoning_tokens=ending.num_reasoning_tokens,
         )
     )

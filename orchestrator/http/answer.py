@@ -212,7 +212,7 @@ class Answer(Response):
         """Yield the events of a choice; one that is resumed before it ever began begins now."""
         has_events = False
         try:
-            async with aclosing(self._service.generate(message, self._metadata)) as events:
+            async with aclosing(self._service.generate(message, self._metadata, awaits_reasoning=True)) as events:
                 async for event in events:
                     has_events = True
                     yield event
@@ -225,7 +225,7 @@ class Answer(Response):
                 # The client named no session, and cannot know of one.
                 raise RequestNotFound("there is no such request, or it ended more than 300 s ago") from None
         message.ClearField("resume_offset")
-        async with aclosing(self._service.generate(message, self._metadata)) as events:
+        async with aclosing(self._service.generate(message, self._metadata, awaits_reasoning=True)) as events:
             async for event in events:
                 yield event
 

@@ -7,7 +7,7 @@ from orchestrator.http.bodies import ChatBody
 from orchestrator.http.chunks import ChunkedForm
 from orchestrator.http.forms import Choice
 from orchestrator.http.logprobs import TokenTexts
-from orchestrator.http.parsing import CallSoFar, Said, behind_reasoning, names_with, parse
+from orchestrator.http.parsing import CallSoFar, Said, names_with, parse
 from orchestrator.http.requests import Prompts, chat_prompt, prompts_of
 from orchestrator.http.structure import refusal, structure_of
 from orchestrator.http.tools import tools_of
@@ -55,7 +55,7 @@ def chat_terms(body: ChatBody, model: Model) -> ChatTerms:
     is_parsed = parse(message, tools, model)
     if body.prediction is not None:
         message.predicted_text = body.prediction.text
-    structure = behind_reasoning(tools.constrained(structure_of(body), model), model, variables)
+    structure = tools.constrained(structure_of(body), model)
     prompts = prompts_of(body, [message], given.pop() if given else 0, logprobs, structure)
     return ChatTerms(prompts, names_with(NAMES, structure), is_parsed)
 

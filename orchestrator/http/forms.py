@@ -157,6 +157,11 @@ class Form(ABC):
         finished = [choice.finished for choice in self.choices[:: self._num_per_prompt] if choice.finished]
         return sum(item.statistics.num_cached_prompt_tokens for item in finished)
 
+    @property
+    def num_reasoning_tokens(self) -> int:
+        """Tokens of the reasoning of all choices, where outputs have parts."""
+        return sum(choice.finished.num_reasoning_tokens for choice in self.choices if choice.finished)
+
     def usage(self) -> dict[str, Any]:
         """Return the tokens that the request used."""
         num_prompt, num_output = self.num_prompt_tokens, self.num_output_tokens
@@ -166,13 +171,16 @@ class Form(ABC):
             "total_tokens": num_prompt + num_output,
             "prompt_tokens_details": {"cached_tokens": self.num_cached_tokens},
         }
+        details: dict[str, int] = {}
+        if self.num_reasoning_tokens:
+            details["reasoning_tokens"] = self.num_reasoning_tokens
         known = [choice.finished.statistics for choice in self.choices if choice.finished]
         if num_predicted := sum(item.num_prediction_tokens for item in known):
             num_accepted = sum(item.num_accepted_prediction_tokens for item in known)
-            usage["completion_tokens_details"] = {
-                "accepted_prediction_tokens": num_accepted,
-                "rejected_prediction_tokens": max(0, num_predicted - num_accepted),
-            }
+            details["accepted_prediction_tokens"] = num_accepted
+            details["rejected_prediction_tokens"] = max(0, num_predicted - num_accepted)
+        if details:
+            usage["completion_tokens_details"] = details
         return usage
 
     def metrics(self) -> dict[str, Any]:

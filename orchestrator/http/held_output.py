@@ -2,13 +2,15 @@
 
 from collections.abc import Sequence
 
-from orchestrator.api.prompts import parsing_of, variables_of
+from orchestrator.api.service import GenerationService
 from orchestrator.generation.parts import PartWriter
 from orchestrator.text.output import OutputText
 from orchestrator.text.output_parts import OutputParts
 from orchestrator.text.parts import CallPiece, Content, Part, merged
+from orchestrator.text.reasoning import MAX_PROMPT_TOKENS
 from orchestrator.workers.model import Model
 from outrider.errors import InvalidArgument
+from outrider.serving.interceptor import Metadata
 from outrider.v1 import generation_pb2
 
 Parts = Sequence[generation_pb2.OutputPart]
@@ -51,21 +53,30 @@ class HeldOutput:
         return absorbed.parts if self._is_parsed else merged([Content(absorbed.text)])
 
 
-def held_output(message: generation_pb2.GenerateRequest, model: Model) -> HeldOutput | None:
+async def held_output(
+    message: generation_pb2.GenerateRequest, model: Model, service: GenerationService, call: Metadata
+) -> HeldOutput | None:
     """Return the measure of what the client has of a stream that it resumes; None for a new one.
 
     The message is made to replay the output from its start.
+
+    Args:
+        message: the request.
+        model: its model.
+        service: has the request's prompt, the end of which may begin the output.
+        call: metadata of the HTTP request.
+
+    Raises:
+        OutriderError: a parameter is wrong, or the session cannot be read.
     """
     if not message.resume_offset:
         return None
     num_tokens, message.resume_offset = message.resume_offset, 0
-    parameters, parsing = model.parameters(message.parameters, seed=0), parsing_of(message.chat)
+    parameters, parsing = model.parameters(message.parameters, seed=0), await service.parsing(message)
     parts = None
     if parsing is not None and model.tokenizer is not None:
-        # All of the prompt that matters is what the template writes ahead of an answer.
-        begun = model.tokenizer.answer_prefix(variables_of(message.chat))
-        prefix = model.tokenizer.encode(begun, model.max_session_len)
-        parts = OutputParts(model.tokenizer, parsing, prefix, model.stop_token_ids(parameters))
+        prompt = await service.prompt_end(message, call, MAX_PROMPT_TOKENS)
+        parts = OutputParts(model.tokenizer, parsing, prompt, model.stop_token_ids(parameters))
     output = OutputText(model.tokenizer, parameters, parts)
     return HeldOutput(num_tokens, output, PartWriter(message.request_id), is_parsed=parts is not None)
 

@@ -6,7 +6,8 @@ from collections.abc import Callable
 from prometheus_client import CollectorRegistry
 
 from orchestrator.api.service import GenerationService
-from orchestrator.http.app import OPEN_ROUTES, ROUTES, Api, make_app
+from orchestrator.http.api import ROUTES, Api
+from orchestrator.http.app import OPEN_ROUTES, make_app
 from orchestrator.http.guard import Guard, HttpMetrics
 from orchestrator.http.names import ServedNames
 from orchestrator.http.server import HttpServer

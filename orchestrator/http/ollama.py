@@ -22,7 +22,7 @@ from orchestrator.http.ollama_bodies import (
 )
 from orchestrator.http.ollama_forms import OllamaChatForm, OllamaForm, OllamaGenerateForm, rfc3339
 from orchestrator.http.ollama_messages import chat_messages_of
-from orchestrator.http.parsing import Said, behind_reasoning, names_with, parse
+from orchestrator.http.parsing import Said, names_with, parse
 from orchestrator.http.playground import accepts_page, page
 from orchestrator.http.requests import chat_prompt
 from orchestrator.http.routes import Json, Routes, RouteTable
@@ -72,7 +72,7 @@ class OllamaRoutes(Routes):
         tools = tools_of(body.tools, None, None)
         messages = chat_messages_of(body.messages)
         prompt = chat_prompt(messages, body.variables, continues=bool(body.session_id), tools=tools)
-        return self._ollama_answer(request, body, prompt, tools, model, _CHAT_NAMES, OllamaChatForm)
+        return await self._ollama_answer(request, body, prompt, tools, model, _CHAT_NAMES, OllamaChatForm)
 
     async def ollama_generate(self, request: Request) -> Response:
         """Complete a prompt, as Ollama's API does."""
@@ -82,7 +82,7 @@ class OllamaRoutes(Routes):
         if not body.prompt:
             return self._loaded(body, model, OllamaGenerateForm)
         tools = tools_of(None, None, None)
-        return self._ollama_answer(request, body, prompt, tools, model, _GENERATE_NAMES, OllamaGenerateForm)
+        return await self._ollama_answer(request, body, prompt, tools, model, _GENERATE_NAMES, OllamaGenerateForm)
 
     async def ollama_tags(self, request: Request) -> Response:
         """List the names of the model, as Ollama's API does."""
@@ -149,7 +149,7 @@ class OllamaRoutes(Routes):
             raise HttpError(error.status, error.kind, problem, error.parameter, error.code) from None
         return model
 
-    def _ollama_answer(
+    async def _ollama_answer(
         self,
         request: Request,
         body: OllamaBody,
@@ -160,18 +160,18 @@ class OllamaRoutes(Routes):
         kind: type[OllamaForm],
     ) -> Response:
         is_parsed = prompt.HasField("chat") and parse(prompt, tools, model)
-        structure = tools.constrained(body.structure, model)
-        if prompt.HasField("chat"):
-            structure = behind_reasoning(structure, model, body.variables)
+        # A raw prompt is the caller's whole prompt, and its output is text.
+        structure = tools.constrained(body.structure, model) if prompt.HasField("chat") else body.structure
 
-        def form(response_id: str, name: str, messages: list[generation_pb2.GenerateRequest]) -> OllamaForm:
+        async def form(response_id: str, name: str, messages: list[generation_pb2.GenerateRequest]) -> OllamaForm:
             # A call goes out whole, so one that began before a break is told from its beginning.
-            held = held_output(messages[0], model) if tools.are_called else None
+            call = metadata(request.scope)
+            held = await held_output(messages[0], model, self._service, call) if tools.are_called else None
             texts = TokenTexts(model.tokenizer)
             return kind(name, texts, with_logprobs=bool(body.logprobs), is_parsed=is_parsed, held=held)
 
         prompts = body.prompts(prompt, model, structure)
-        return self._answer(request, body, prompts, model, "", names_with(names, structure), form)
+        return await self._answer(request, body, prompts, model, "", names_with(names, structure), form)
 
     def _loaded(self, body: OllamaBody, model: Model, kind: type[OllamaForm]) -> Response:
         """Return the answer to a request without a prompt: the model is loaded."""

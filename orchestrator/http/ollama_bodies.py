@@ -111,7 +111,7 @@ class OllamaBody(GenerationBody):
     @property
     def structure(self) -> Structure | None:
         """What the output must follow; None for free text."""
-        if not self.format:
+        if self.format is None or self.format == "":
             return None
         return made("format", json_object=True) if self.format == "json" else made("format", json_schema=self.format)
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Mapping, Sequence
 from json import dumps, loads
+from math import isfinite
 from typing import Any, ClassVar, Literal
 
 from orchestrator.http.body import Body
@@ -109,10 +110,18 @@ class WholeCalls:
 
 
 def call_of(call: CallSoFar) -> dict[str, Any]:
-    """Return a call in Ollama's form; arguments that are no JSON object, as of an output cut short, are empty."""
+    """Return a call in Ollama's form; arguments that are no JSON object, as of an output cut short, are empty.
+
+    A number that is too large for one, such as 1e999, is the text of it.
+    """
     try:
-        arguments = loads(call.arguments)
+        arguments = loads(call.arguments, parse_float=_finite, parse_constant=str)
     except (ValueError, RecursionError):
         arguments = {}
     arguments = arguments if isinstance(arguments, dict) else {}
     return {"id": call.id, "function": {"index": call.index, "name": call.name, "arguments": arguments}}
+
+
+def _finite(text: str) -> float | str:
+    number = float(text)
+    return number if isfinite(number) else text

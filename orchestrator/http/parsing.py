@@ -1,12 +1,11 @@
 """Outputs with parts: which requests have them, and what their parts add up to."""
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, replace
-from typing import Any, Self
+from dataclasses import dataclass, field
+from typing import Self
 
 from orchestrator.http.structure import Structure
 from orchestrator.http.tools import Tools
-from orchestrator.text.reasoning import expected_reasoning_end
 from orchestrator.workers.model import Model
 from outrider.constraint import FIELD
 from outrider.v1 import generation_pb2
@@ -52,24 +51,13 @@ def parse(message: generation_pb2.GenerateRequest, tools: Tools, model: Model) -
     """Request the parts of a chat's output, where it can have any; return whether it is so."""
     if model.tokenizer is None:
         return False
-    parsing = message.chat.output_parsing
-    parsing.reasoning = model.tokenizer.output_format.template.reasoning is not None
-    parsing.tool_calls = tools.are_called
-    return parsing.reasoning or parsing.tool_calls
-
-
-def behind_reasoning(structure: Structure | None, model: Model, variables: Mapping[str, Any]) -> Structure | None:
-    """Return what an answer must follow, from behind the reasoning on with which it is expected to begin.
-
-    Args:
-        structure: what it must follow; None for free text.
-        model: the model.
-        variables: of the chat template.
-    """
-    if structure is None or model.tokenizer is None:
-        return structure
-    end = expected_reasoning_end(model.tokenizer, variables)
-    return structure._replace(constraint=replace(structure.constraint, reasoning_end=end))
+    has_reasoning = model.tokenizer.output_format.template.reasoning is not None
+    # Only what is true is set: a field that is present changes the request's fingerprint.
+    if has_reasoning:
+        message.chat.output_parsing.reasoning = True
+    if tools.are_called:
+        message.chat.output_parsing.tool_calls = True
+    return has_reasoning or tools.are_called
 
 
 def names_with(names: Mapping[str, str], structure: Structure | None) -> Mapping[str, str]:

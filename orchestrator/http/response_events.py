@@ -118,7 +118,7 @@ class ResponseForm(Form):
             # Tokens that providers bill as written to a cache: here there are none.
             "input_tokens_details": {"cached_tokens": self.num_cached_tokens, "cache_write_tokens": 0},
             "output_tokens": num_output,
-            "output_tokens_details": {"reasoning_tokens": 0},
+            "output_tokens_details": {"reasoning_tokens": self.num_reasoning_tokens},
             "total_tokens": num_input + num_output,
         }
         response["metrics"] = self.metrics()

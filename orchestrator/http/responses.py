@@ -5,9 +5,10 @@ from typing import Any, Final
 from fastapi import Request
 from starlette.responses import Response
 
+from orchestrator.http.asgi import metadata
 from orchestrator.http.held_output import held_output
 from orchestrator.http.messages import ChatMessage
-from orchestrator.http.parsing import behind_reasoning, names_with, parse
+from orchestrator.http.parsing import names_with, parse
 from orchestrator.http.requests import Prompts, chat_prompt, parameters_of, speculation_of
 from orchestrator.http.response_bodies import NamedFunctionChoice, ResponsesBody, ResponseTool, TextFormat
 from orchestrator.http.response_events import PREFIX, ResponseForm
@@ -34,15 +35,15 @@ class ResponsesRoutes(Routes):
         body = ResponsesBody.parse(request.state.body)
         model = await self._model(body.model)
         tools = _tools(body)
-        structure = behind_reasoning(tools.constrained(_structure(body), model), model, {})
+        structure = tools.constrained(_structure(body), model)
         given = prompts(body, tools, structure)
         is_parsed = parse(given.messages[0], tools, model)
 
-        def form(response_id: str, name: str, messages: list[generation_pb2.GenerateRequest]) -> ResponseForm:
-            held = held_output(messages[0], model)
+        async def form(response_id: str, name: str, messages: list[generation_pb2.GenerateRequest]) -> ResponseForm:
+            held = await held_output(messages[0], model, self._service, metadata(request.scope))
             return ResponseForm(response_id, name, _echo(body, model), held, is_parsed=is_parsed)
 
-        return self._answer(request, body, given, model, PREFIX, names_with(NAMES, structure), form)
+        return await self._answer(request, body, given, model, PREFIX, names_with(NAMES, structure), form)
 
 
 def prompts(body: ResponsesBody, tools: Tools, structure: Structure | None) -> Prompts:
@@ -74,7 +75,7 @@ def prompts(body: ResponsesBody, tools: Tools, structure: Structure | None) -> P
 
 def _tools(body: ResponsesBody) -> Tools:
     choice = body.tool_choice
-    named = choice.name if isinstance(choice, NamedFunctionChoice) else ""
+    named = choice.name if isinstance(choice, NamedFunctionChoice) else None
     kind = "required" if isinstance(choice, NamedFunctionChoice) else choice or "auto"
     return Tools(
         [tool.function for tool in body.tools or ()], kind, named, is_parallel=body.parallel_tool_calls is not False

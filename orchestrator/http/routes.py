@@ -21,7 +21,7 @@ from outrider.v1 import generation_pb2
 Handler: TypeAlias = Callable[[Request], Awaitable[Response]]
 RouteTable: TypeAlias = tuple[tuple[str, str, str, type[BaseModel] | None], ...]
 """Method, path, name of the handler and body of each route."""
-MakeForm: TypeAlias = Callable[[str, str, list[generation_pb2.GenerateRequest]], Form]
+MakeForm: TypeAlias = Callable[[str, str, list[generation_pb2.GenerateRequest]], Awaitable[Form]]
 """Returns the form of a response from its id, the model's name and the message of each choice."""
 LAST_EVENT_ID: Final = b"last-event-id"
 
@@ -54,7 +54,7 @@ class Routes:
         self._names.check(name, model)
         return model
 
-    def _answer(
+    async def _answer(
         self,
         request: Request,
         body: GenerationBody,
@@ -81,7 +81,7 @@ class Routes:
         return Answer(
             self._service,
             messages,
-            form(f"{prefix}{resumption.request_id}", body.model or self._names.of(model)[0], messages),
+            await form(f"{prefix}{resumption.request_id}", body.model or self._names.of(model)[0], messages),
             metadata(request.scope),
             names=names,
             streams=body.streams,

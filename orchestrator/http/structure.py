@@ -120,7 +120,7 @@ def made(field: str, **values: Any) -> Structure:
     try:
         return Structure(Constraint(**values), field)
     except InvalidArgument as error:
-        raise refusal(f"{field}: {error.message.removeprefix(FIELD).strip()}", field) from None
+        raise refusal(f"{field}: {error.message.removeprefix(FIELD).lstrip(': ')}", field) from None
 
 
 def refusal(message: str, parameter: str) -> HttpError:
@@ -152,15 +152,31 @@ def _of_outputs(body: Structured) -> Structure | None:
     outputs, field = body.structured_outputs, "structured_outputs"
     if outputs is None:
         return None
-    given = {known: getattr(outputs, name) for name, known in _OUTPUTS.items() if getattr(outputs, name)}
+    values = {known: getattr(outputs, name) for name, known in _OUTPUTS.items()}
+    given = {known: value for known, value in values.items() if _is_given(value)}
     if outputs.structural_tag is not None:
-        tags = TagsText.parse(outputs.structural_tag.encode("utf-8", "replace"))
-        given["structural_tags"] = _tags(tags.structures, tags.triggers, field)
+        given["structural_tags"] = _parsed_tags(outputs.structural_tag, f"{field}.structural_tag")
     return made(field, **given, any_whitespace=outputs.disable_any_whitespace is False)
 
 
 def _of_guided(body: Structured) -> list[Structure]:
-    return [made(name, **{known: value}) for name, known in _GUIDED.items() if (value := getattr(body, name))]
+    given = {name: getattr(body, name) for name in _GUIDED}
+    return [made(name, **{_GUIDED[name]: value}) for name, value in given.items() if _is_given(value)]
+
+
+def _is_given(value: Any) -> bool:
+    """Return whether a field has a value; an empty one is a value too, which may be wrong."""
+    return value is not None and value is not False
+
+
+def _parsed_tags(text: str, field: str) -> StructuralTags:
+    """Return the tags within a text; raise `HttpError` that names the field of the request."""
+    try:
+        tags = TagsText.parse(text.encode("utf-8", "replace"))
+    except HttpError as error:
+        parameter = field if error.parameter in (None, "body") else f"{field}.{error.parameter}"
+        raise refusal(f"{field}: {error.message.replace('the body', 'it', 1)}", parameter) from None
+    return _tags(tags.structures, tags.triggers, field)
 
 
 def _tags(structures: Sequence[TagBody], triggers: Sequence[str], field: str) -> StructuralTags:
@@ -170,7 +186,7 @@ def _tags(structures: Sequence[TagBody], triggers: Sequence[str], field: str) ->
         fitting = [trigger for trigger in triggers if item.begin.startswith(trigger)]
         if not fitting:
             raise refusal(f"{field} has the tag {item.begin[:80]!r}, which begins with no trigger", field)
-        schema = made(field, json_schema=item.schema_).constraint.json_schema if item.schema_ else ""
+        schema = made(field, json_schema=item.schema_).constraint.json_schema if item.schema_ is not None else ""
         tags.append((item.begin, schema or "", item.end, max(fitting, key=len)))
     try:
         return StructuralTags([StructuralTag(*tag) for tag in tags])

@@ -1,11 +1,14 @@
 """The part of a conversation's messages that a session does not hold yet, compared as text."""
 
 import bisect
+import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from orchestrator.text.messages import Message, Messages, Tool
+from orchestrator.text.parts import CallPiece, Content
+from orchestrator.text.response_parser import ResponseParser
 from orchestrator.text.tokenizer import Tokenizer
 from outrider.errors import SessionConflict
 
@@ -22,8 +25,8 @@ def messages_behind(
 
     Messages without an answer of the assistant are new ones, all of them. Others begin with what the session holds,
     up to the answer that ends it, whether or not that answer was complete. White space beside special tokens does not
-    count, because templates strip contents; nor does reasoning, which templates leave out of earlier answers; nor any
-    white space where there are calls of tools, because clients write their JSON anew.
+    count, because templates strip contents; nor does the reasoning of answers, which templates leave out of earlier
+    ones; and calls of tools are compared by their names and values, because clients and templates write them anew.
 
     Args:
         tokenizer: of the model.
@@ -41,7 +44,8 @@ def messages_behind(
     ends = [number for number, message in enumerate(whole, start=1) if message.role == "assistant"]
     if not ends:
         return messages
-    comparable = _Comparable(tokenizer, has_calls=any(message.tool_calls for message in whole))
+    has_calls = any(message.tool_calls for message in whole)
+    comparable = _Comparable(tokenizer, tokenizer.answer_begin(variables), tools, has_calls=has_calls)
 
     def text_until(end: int) -> str:
         return comparable.of(tokenizer.decode(tokenizer.encode_history(whole[:end], variables, max_tokens, tools)))
@@ -61,24 +65,83 @@ def messages_behind(
 
 
 class _Comparable:
-    """Makes texts of one conversation equal where their differences mean nothing."""
+    """Makes texts of one conversation equal where their differences mean nothing.
 
-    def __init__(self, tokenizer: Tokenizer, *, has_calls: bool) -> None:
+    Args:
+        tokenizer: of the model.
+        begin: what the template writes ahead of answers.
+        tools: that answers may call.
+        has_calls: whether any answer does.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, begin: str, tools: Sequence[Tool], *, has_calls: bool) -> None:
         special = "|".join(map(re.escape, tokenizer.special_tokens)) or "(?!)"
         self._edges = re.compile(rf"\s*({special})\s*")
-        region = tokenizer.output_format.template.reasoning
-        opens, closes = (region.opens, region.closes) if region else (None, None)
-        is_plain = opens is not None and closes is not None and opens.literals and closes.literals
-        self._reasoning = (
-            re.compile(f"(?:{opens.pattern.pattern}).*?(?:{closes.pattern.pattern}|\\Z)\\s*", re.DOTALL)
-            if is_plain and opens and closes
-            else None
-        )
+        self._form = tokenizer.output_format
+        # What an answer cannot have within itself ends it.
+        ends = [token for token in tokenizer.special_tokens if not self._form.template.has_anchor(token)]
+        self._ends = re.compile("|".join(map(re.escape, (begin, *ends))))
+        self._begin = begin
+        self._tools = {tool.name: tool.parameters for tool in tools}
         self._has_calls = has_calls
+        self._known: dict[str, str] = {}
 
     def of(self, text: str) -> str:
         """Return the text that is compared."""
-        if self._reasoning is not None:
-            text = self._reasoning.sub("", text)
-        text = self._edges.sub(r"\1", text)
+        text = self._edges.sub(r"\1", "".join(self._pieces(text)))
         return re.sub(r"\s+", "", text) if self._has_calls else text
+
+    def _pieces(self, text: str) -> Iterator[str]:
+        """Yield the text with answers in a form of their own, without those that are empty within one."""
+        position = 0
+        while self._begin and (start := text.find(self._begin, position)) >= 0:
+            yield text[position:start]
+            position = start + len(self._begin)
+            found = self._ends.search(text, position)
+            end = found.start() if found is not None else len(text)
+            answer = self._answer(text[position:end])
+            position = end
+            # Some models write reasoning and content as two answers.
+            if answer or not text.startswith(self._begin, end):
+                yield self._begin + answer
+        yield text[position:]
+
+    def _answer(self, text: str) -> str:
+        """Return an answer without its reasoning, and its calls as JSON of their names and values."""
+        if text not in self._known:
+            form = self._form
+            parser = ResponseParser(form.template, self._tools, reasoning=True, calls=True, needs_tool=form.needs_tool)
+            content: list[str] = []
+            calls: dict[int, list[str]] = {}
+            for part in (*parser.push(text), *parser.finish()):
+                match part:
+                    case Content(said):
+                        content.append(said)
+                    case CallPiece(index, name, arguments):
+                        call = calls.setdefault(index, ["", ""])
+                        call[0] += name
+                        call[1] += arguments
+            told = [f"{name} {_canonical(arguments)}" for name, arguments in calls.values()]
+            self._known[text] = "\n".join(["".join(content).strip(), *told])
+        return self._known[text]
+
+
+def _canonical(arguments: str) -> str:
+    """Return the arguments of a call as they are compared: values in one order, and texts of values as the values."""
+    try:
+        value = json.loads(arguments)
+        if isinstance(value, dict):
+            value = {name: _read(item) for name, item in value.items()}
+        return json.dumps(value, sort_keys=True)
+    except (ValueError, RecursionError):
+        return arguments
+
+
+def _read(value: Any) -> Any:
+    """Return the value that a text stands for, in JSON or in Python, as templates write values that are no texts."""
+    if not isinstance(value, str):
+        return value
+    try:
+        return json.loads(value)
+    except (ValueError, RecursionError):
+        return {"True": True, "False": False, "None": None}.get(value, value)

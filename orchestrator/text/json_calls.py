@@ -37,6 +37,46 @@ class Arguments(NamedTuple):
     text: str
 
 
+class NestedJson:
+    """The extent of a JSON object or list, of which only texts and brackets are followed.
+
+    Attributes:
+        has_ended: whether its last bracket has come.
+    """
+
+    def __init__(self) -> None:
+        self.has_ended = False
+        self._depth = 0
+        self._is_escaped = self._is_in_text = False
+
+    def push(self, text: str) -> int:
+        """Return how many characters of the next text are of it."""
+        if self.has_ended:
+            return 0
+        for position, char in enumerate(text, start=1):
+            if self.take(char):
+                return position
+        return len(text)
+
+    def take(self, char: str) -> bool:
+        """Take one character; return whether it is the last."""
+        if self._is_in_text:
+            if self._is_escaped:
+                self._is_escaped = False
+            elif char == "\\":
+                self._is_escaped = True
+            elif char == '"':
+                self._is_in_text = False
+        elif char == '"':
+            self._is_in_text = True
+        elif char in _OPENING:
+            self._depth += 1
+        elif char in _CLOSING:
+            self._depth -= 1
+        self.has_ended = self._depth == 0
+        return self.has_ended
+
+
 class CallScanner:
     """A scanner of calls written as JSON objects, a character at a time.
 
@@ -45,45 +85,53 @@ class CallScanner:
 
     Args:
         shape: of the calls.
-        is_tool: whether a name is one of a tool; another fails.
+        is_tool: whether the first call may have a name; another fails.
+        ends: characters that may follow the last call besides brackets and separators.
 
     Attributes:
         has_failed: whether what came is no call; nothing is read from there on.
-        unread: the text since the end of the last call, as long as no further call has begun.
+        unread: the text that is of no call: since the end of the last one, or from where it failed.
     """
 
-    def __init__(self, shape: CallShape, is_tool: Callable[[str], bool]) -> None:
+    def __init__(self, shape: CallShape, is_tool: Callable[[str], bool], *, ends: str = "") -> None:
         self._shape = shape
+        self._ends = _CLOSING + ends
         self._is_tool = is_tool
         self._step: Callable[[str], None] = self._between
         self._events: list[Begun | Arguments] = []
         self._pieces: list[str] = []
         self._num_calls = 0
+        self._has_call = False
         self.has_failed = False
         self._unread: list[str] = []
         self._start_call()
 
     @property
     def unread(self) -> str:
-        """The text since the end of the last call, as long as no further call has begun."""
+        """The text that is of no call: since the end of the last one, or from where it failed."""
         return "".join(self._unread)
 
     def push(self, text: str) -> list[Begun | Arguments]:
         """Return what became known with more text."""
         for char in text:
-            if not self._has_begun:
+            is_read = self._has_begun and not self.has_failed
+            if not is_read:
                 self._unread.append(char)
-            if not self.has_failed:
-                self._step(char)
+            if not self.has_failed and self._fails_at(char) and is_read:
+                self._unread.append(char)
         self._pass_arguments()
         events, self._events = self._events, []
         return events
 
+    def _fails_at(self, char: str) -> bool:
+        self._step(char)
+        return self.has_failed
+
     def _start_call(self) -> None:
         self._key = ""
         self._raw: list[str] = []
-        self._depth = 0
-        self._is_escaped = self._is_in_text = False
+        self._nested = NestedJson()
+        self._is_escaped = False
         self._has_begun = self._has_arguments = False
 
     # Between calls, and between the members of one.
@@ -93,6 +141,9 @@ class CallScanner:
         if char == "{" and (self._shape.repeats or not self._num_calls):
             self._num_calls += 1
             self._step = self._member
+        elif self._num_calls and (char in _SPACE or char in separators or char in self._ends):
+            # Behind a call they are of no text.
+            self._unread.clear()
         elif char not in _SPACE and char not in separators:
             self.has_failed = True
 
@@ -125,7 +176,8 @@ class CallScanner:
         if char == '"':
             self._step = self._in_text_arguments if is_arguments else self._in_text_value
         elif char in _OPENING:
-            self._depth = 1
+            self._nested = NestedJson()
+            self._nested.take(char)
             self._step = self._in_arguments if is_arguments else self._in_nested
             self._pieces += [char] if is_arguments else []
         elif char in _CLOSING or char in ",:":
@@ -148,12 +200,12 @@ class CallScanner:
             self._step = self._member
 
     def _in_nested(self, char: str) -> None:
-        if self._ends_nested(char):
+        if self._nested.take(char):
             self._step = self._member
 
     def _in_arguments(self, char: str) -> None:
         self._pieces.append(char)
-        if self._ends_nested(char):
+        if self._nested.take(char):
             self._step = self._member
 
     def _in_plain(self, char: str) -> None:
@@ -173,10 +225,10 @@ class CallScanner:
     # What they share.
 
     def _begin(self, name: str) -> None:
-        if not name or not self._is_tool(name):
+        if not name or not (self._has_call or self._is_tool(name)):
             self.has_failed = True
             return
-        self._has_begun = True
+        self._has_begun = self._has_call = True
         self._unread = []
         self._events.append(Begun(name))
 
@@ -205,22 +257,6 @@ class CallScanner:
         else:
             return char == '"'
         return False
-
-    def _ends_nested(self, char: str) -> bool:
-        if self._is_in_text:
-            if self._is_escaped:
-                self._is_escaped = False
-            elif char == "\\":
-                self._is_escaped = True
-            elif char == '"':
-                self._is_in_text = False
-        elif char == '"':
-            self._is_in_text = True
-        elif char in _OPENING:
-            self._depth += 1
-        elif char in _CLOSING:
-            self._depth -= 1
-        return self._depth == 0
 
     def _text(self) -> str:
         """Return the text whose JSON was read; empty where it is not valid."""

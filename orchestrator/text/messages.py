@@ -9,6 +9,8 @@ from outrider.errors import InvalidArgument
 
 ROLES: Final = ("system", "user", "assistant", "tool")
 _TOOL_NAME: Final = re.compile(r"[A-Za-z0-9_.-]{1,64}")
+MAX_TOOLS: Final = 128
+"""Tools of a request."""
 _MAX_DEPTH: Final = 64
 """Of values within values, in schemas and arguments."""
 _REASONING_KEYS: Final = ("reasoning_content", "thinking", "reasoning")
@@ -78,12 +80,41 @@ def checked_messages(messages: Messages) -> list[Message]:
     return whole
 
 
+def answer_to(messages: Messages) -> Message | None:
+    """Return an answer with the calls that messages begin with results of, by their names; None without such."""
+    calls: list[Call] = []
+    for message in (Message(*item) for item in messages):
+        if message.role != "tool":
+            break
+        if not message.name:
+            return None
+        calls.append(Call(message.tool_call_id, message.name, ""))
+    return Message("assistant", "", tool_calls=calls) if calls else None
+
+
 def checked_tool(name: str, description: str, parameters: str) -> Tool:
     """Return a tool; raise `InvalidArgument` where its name or its schema is wrong."""
     if not _TOOL_NAME.fullmatch(name):
         raise InvalidArgument(f"tools has name {name[:80]!r}, must be 1 to 64 of A-Z a-z 0-9 _ . -", "tools")
     schema = json_object(parameters, "tools", f"parameters of {name}") if parameters else {"type": "object"}
+    arguments_schema(name, schema)
     return Tool(name, description, schema)
+
+
+def arguments_schema(name: str, parameters: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the schema that the arguments of a tool follow, which are an object also where it has no type.
+
+    Args:
+        name: of the tool.
+        parameters: the schema that its caller gave.
+
+    Raises:
+        InvalidArgument: the schema is one of another type.
+    """
+    kind = parameters.get("type", "object")
+    if kind != "object":
+        raise InvalidArgument(f"tools: parameters of {name[:80]} has type {kind!r}, must be object", "tools")
+    return {"type": "object", **parameters}
 
 
 def json_object(text: str, field: str, what: str) -> dict[str, Any]:

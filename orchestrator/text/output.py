@@ -42,11 +42,13 @@ class Ending(NamedTuple):
         text: the rest of the text.
         parts: the rest of the parts.
         num_calls: calls of tools in the whole output.
+        num_reasoning_tokens: tokens of the reasoning in the whole output.
     """
 
     text: str
     parts: Sequence[Part] = ()
     num_calls: int = 0
+    num_reasoning_tokens: int = 0
 
 
 class OutputText:
@@ -82,6 +84,7 @@ class OutputText:
             if self._parts is not None:
                 # Token by token, however many come at once.
                 parts += self._parts.push(passed.text)
+                self._parts.end_token()
             if stopped := passed.stopped:
                 break
         return Absorbed(len(texts), "".join(texts), stopped, texts, merged(parts))
@@ -92,7 +95,7 @@ class OutputText:
         if self._parts is None:
             return Ending(text)
         parts = merged([*self._parts.push(text), *self._parts.finish()])
-        return Ending(text, parts, self._parts.num_calls)
+        return Ending(text, parts, self._parts.num_calls, self._parts.num_reasoning_tokens)
 
     def _pass(self, detokenizer: "Detokenizer", token_id: int) -> "Passed":
         """Return the text that passes with a token."""

@@ -3,15 +3,12 @@
 from collections import deque
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from typing import Final
 
 from orchestrator.text.messages import Tool
 from orchestrator.text.parts import Part
+from orchestrator.text.reasoning import MAX_PROMPT_TOKENS
 from orchestrator.text.response_parser import ResponseParser
 from orchestrator.text.tokenizer import Tokenizer
-
-_MAX_PROMPT_TOKENS: Final = 512
-"""Tokens at the prompt's end in which an answer that the chat template began is looked for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +36,9 @@ class OutputParts:
         parsing: what is taken apart.
         prompt: token ids of the prompt, or its end.
         end_token_ids: tokens that end an output, which mark nothing.
+
+    Attributes:
+        num_reasoning_tokens: tokens of the reasoning so far, its end included.
     """
 
     def __init__(
@@ -52,10 +52,12 @@ class OutputParts:
             calls=parsing.calls,
             needs_tool=form.needs_tool,
         )
-        self._parser.prime(tokenizer.decode(prompt[-_MAX_PROMPT_TOKENS:]))
+        self._parser.prime(tokenizer.decode(prompt[-MAX_PROMPT_TOKENS:]))
         self._markers = {
             token_id: text for token_id, text in tokenizer.marker_tokens.items() if token_id not in end_token_ids
         }
+        self.num_reasoning_tokens = 0
+        self._is_reasoning = self._parser.is_reasoning
         self._waiting: deque[tuple[int, str]] = deque()
         self._num_chars = 0
 
@@ -84,6 +86,11 @@ class OutputParts:
             text, self._num_chars = text[cut:], self._num_chars + cut
         self._num_chars = end
         return parts + self._parser.push(text)
+
+    def end_token(self) -> None:
+        """Take note that all text of a token was pushed."""
+        was_reasoning, self._is_reasoning = self._is_reasoning, self._parser.is_reasoning
+        self.num_reasoning_tokens += was_reasoning or self._is_reasoning
 
     def finish(self) -> list[Part]:
         """Return the parts that become certain with the end; markers behind it mark nothing."""

@@ -1,39 +1,34 @@
-"""Whether an answer begins with reasoning: told by what the chat template writes ahead of it."""
+"""Whether an answer begins with reasoning: told by the end of its prompt, which the chat template wrote."""
 
-from collections.abc import Mapping
-from typing import Any, Final
+from collections.abc import Sequence
+from typing import Final
 
 from orchestrator.text.response_parser import ResponseParser
 from orchestrator.text.tokenizer import Tokenizer
-from outrider.errors import InvalidArgument
 
-_DISABLED: Final = {"enable_thinking": False}
+MAX_PROMPT_TOKENS: Final = 512
+"""Tokens at the prompt's end in which an answer that the chat template began is looked for."""
 
 
-def expected_reasoning_end(tokenizer: Tokenizer, variables: Mapping[str, Any]) -> str:
+def expected_reasoning_end(tokenizer: Tokenizer, prompt: Sequence[int]) -> str:
     """Return the text that ends the reasoning with which an answer is expected to begin; empty for none.
 
-    An answer begins with reasoning where the template has begun it; where it would write an empty one if thinking were
-    disabled, which this request does not do; and where the checkpoint's own response template has reasoning that the
-    template does not close.
+    An answer begins with reasoning where its prompt has begun it. Where its prompt has not ended it either, it does so
+    if the template would write an empty one with thinking disabled, or if the checkpoint's own response template has
+    reasoning.
 
     Args:
         tokenizer: of the model.
-        variables: of the chat template.
+        prompt: token ids of the request's own prompt, or the end of them.
     """
     form = tokenizer.output_format
-    if not form.reasoning_end:
+    if not (end := form.reasoning_end):
         return ""
-    try:
-        prefix = tokenizer.answer_prefix(variables)
-        disabled = tokenizer.answer_prefix({**variables, **_DISABLED})
-    except InvalidArgument:
-        # The request itself will be refused, or its messages are what this template needs.
-        return form.reasoning_end if form.is_own else ""
+    text = tokenizer.decode(prompt[-MAX_PROMPT_TOKENS:])
     parser = ResponseParser(form.template, {}, reasoning=True, calls=False)
-    parser.prime(prefix)
-    if parser.region is not None and parser.region.is_reasoning:
-        return form.reasoning_end
-    if form.reasoning_end in prefix:
+    begun = parser.prime(text)
+    if parser.is_reasoning:
+        return end
+    if end in begun or (not form.is_own and text.rstrip().endswith(end)):
         return ""
-    return form.reasoning_end if form.is_own or form.reasoning_end in disabled else ""
+    return end if form.is_own or tokenizer.closes_reasoning else ""

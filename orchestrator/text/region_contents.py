@@ -9,9 +9,10 @@ import regex
 from orchestrator.text.call_list import parse_call_list
 
 SEARCH_TIMEOUT_S: Final = 1.0
-"""Bound on one search with a checkpoint's expression: the checkpoint is trusted, the text that it meets is not.
+"""Bound on the searches of an output with a checkpoint's expressions, and on each reading of a region with them.
 
-Far more than any search takes, even on a busy machine: one that is given up need not be given up in every replay.
+The checkpoint is trusted, the text that it meets is not. Far more than any search takes, even on a busy machine: one
+that is given up need not be given up in every replay.
 """
 _OPEN, _CLOSE = "\x01", "\x02"
 _PLACEHOLDER: Final = regex.compile(r"\{(\w+(?:\.\w+)*)\}")
@@ -143,6 +144,23 @@ def _xml_inline(text: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
     return values
 
 
+def _tagged_values(text: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the values of a text, each between a beginning that has its key and an end, without a line break beside.
+
+    It takes no longer than the text is long.
+    """
+    begin, end = regex.compile(arguments["begin"]), arguments["end"]
+    values: dict[str, Any] = {}
+    position = 0
+    while (found := begin.search(text, position)) is not None:
+        close = text.find(end, found.end())
+        if close < 0:
+            break
+        position = close + len(end)
+        values[found[1]] = text[found.end() : close].removeprefix("\n").removesuffix("\n")
+    return values
+
+
 def _key_value_lines(text: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
     """Return the lines of a text as keys and values."""
     separator, values = arguments.get("kv_sep", ":"), {}
@@ -167,6 +185,8 @@ CONTENTS: Final[Mapping[str, Callable[[str, Mapping[str, Any]], Any]]] = {
     "xml-inline": _xml_inline,
     "kv-lines": _key_value_lines,
     "python-call-list": lambda text, arguments: parse_call_list(text),
+    # Of our own: values between tags, as several models write arguments.
+    "tagged-values": _tagged_values,
     # Of our own: one call or several, in a list or not; see `json_calls`, which reads them as they come.
     "json-calls": _json,
 }

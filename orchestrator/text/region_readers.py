@@ -1,12 +1,12 @@
 """Readers of the text of one region of an output: each returns parts as they become certain."""
 
 import json
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from typing import Any, Final
 
 from orchestrator.text.argument_types import typed_arguments
-from orchestrator.text.json_calls import Begun, CallScanner, CallShape
+from orchestrator.text.call_readers import ArgumentsReader, Calls, CallsReader, RegionReader
+from orchestrator.text.json_calls import CallShape
 from orchestrator.text.parts import CallPiece, Content, Part, Reasoning
 from orchestrator.text.region_contents import apply_transform, parse_content
 from orchestrator.text.response_template import Region
@@ -14,81 +14,23 @@ from orchestrator.text.response_template import Region
 _OWN_SHAPE: Final = CallShape(("name",), ("arguments", "parameters"), repeats=True)
 
 
-class Calls:
-    """The calls of one output, and the tools that they may name.
-
-    Args:
-        tools: JSON schema of the parameters of each tool, by its name.
-
-    Attributes:
-        num: calls that have begun.
-    """
-
-    def __init__(self, tools: Mapping[str, Mapping[str, Any]]) -> None:
-        self.tools = tools
-        self.num = 0
-
-    def begin(self) -> int:
-        """Return the index of the next call."""
-        self.num += 1
-        return self.num - 1
-
-
-class RegionReader(ABC):
-    """A reader of one region."""
-
-    @abstractmethod
-    def push(self, text: str) -> list[Part]:
-        """Return the parts that became certain with more text."""
-
-    @abstractmethod
-    def close(self, closing: str) -> list[Part]:
-        """Return the parts that became certain with the region's end, or the output's.
-
-        Args:
-            closing: the text of the anchor that ended it; empty at the output's end.
-        """
-
-    def forget(self) -> None:  # noqa: B027
-        """Drop what is held back, where what was read so far is no output."""
-
-
 class TextReader(RegionReader):
     """Text that is passed on as it comes.
 
     Args:
         kind: of its parts.
-        strips: whether white space at its edges belongs to none of them.
-        joint: what precedes its first character.
     """
 
-    def __init__(self, kind: type[Content] | type[Reasoning], *, strips: bool, joint: str = "") -> None:
+    def __init__(self, kind: type[Content] | type[Reasoning]) -> None:
         self._kind = kind
-        self._strips = strips
-        self._joint = joint
-        self._held = ""
-        self._has_begun = False
 
     def push(self, text: str) -> list[Part]:
-        """Return the text, without white space that may be the end's."""
-        if self._strips:
-            whole = self._held + text
-            body = whole.rstrip()
-            self._held = whole[len(body) :]
-            text = body if self._has_begun else body.lstrip()
-        if not text:
-            return []
-        text = text if self._has_begun else self._joint + text
-        self._has_begun = True
+        """Return the text."""
         return [self._kind(text)]
 
     def close(self, closing: str) -> list[Part]:
-        """Return nothing: what is held back is white space."""
+        """Return nothing."""
         return []
-
-    def forget(self) -> None:
-        """Drop the white space that is held back."""
-        self._held = ""
 
 
 class RawReader(RegionReader):
@@ -109,6 +51,11 @@ class RawReader(RegionReader):
     def close(self, closing: str) -> list[Part]:
         """Return the rest."""
         return [Content(self._opening + closing)]
+
+    @property
+    def is_raw(self) -> bool:
+        """Always."""
+        return True
 
 
 class IgnoredReader(RegionReader):
@@ -141,6 +88,12 @@ class ValueReader(RegionReader):
         self._captures = captures
         self._parts_of = parts_of
         self._pieces: list[str] = []
+        self._is_raw = False
+
+    @property
+    def is_raw(self) -> bool:
+        """Whether the text had no value."""
+        return self._is_raw
 
     def push(self, text: str) -> list[Part]:
         """Return nothing before the end."""
@@ -153,6 +106,7 @@ class ValueReader(RegionReader):
         try:
             return self._parts_of(self._value(text))
         except ValueError:
+            self._is_raw = True
             return [Content(self._opening + text + closing)]
 
     def _value(self, text: str) -> Any:
@@ -167,80 +121,8 @@ class ValueReader(RegionReader):
         return [apply_transform(region.transform, {**self._captures, **item}) for item in value]
 
 
-class CallsReader(RegionReader):
-    """Calls written as JSON, whose arguments are passed on as they come; what is no call is content as it stands.
-
-    Args:
-        shape: of the calls.
-        opening: the text of the anchor that began the region.
-        calls: of the output.
-        needs_tool: whether a name that is of no tool is no call.
-    """
-
-    def __init__(self, shape: CallShape, opening: str, calls: Calls, *, needs_tool: bool) -> None:
-        self._scanner = CallScanner(shape, lambda name: not needs_tool or name in calls.tools)
-        self._opening = opening
-        self._calls = calls
-        self._index = -1
-        self._is_content = False
-
-    def push(self, text: str) -> list[Part]:
-        """Return the calls and the pieces of arguments that became known."""
-        if self._is_content:
-            return [Content(text)]
-        parts: list[Part] = []
-        for event in self._scanner.push(text):
-            if isinstance(event, Begun):
-                self._index = self._calls.begin()
-                parts.append(CallPiece(self._index, event.name, ""))
-            else:
-                parts.append(CallPiece(self._index, "", event.text))
-        if self._scanner.has_failed and self._index < 0:
-            self._is_content = True
-            parts.append(Content(self._opening + self._scanner.unread))
-        return parts
-
-    def close(self, closing: str) -> list[Part]:
-        """Return the text that is no call; behind calls, what is none is dropped: brackets and separators."""
-        if self._index >= 0:
-            return []
-        return [Content(closing if self._is_content else self._opening + self._scanner.unread + closing)]
-
-
-class ArgumentsReader(RegionReader):
-    """The arguments of one call, whose name stands in the anchor.
-
-    Args:
-        name: of the tool.
-        calls: of the output.
-    """
-
-    def __init__(self, name: str, calls: Calls) -> None:
-        self._name = name
-        self._index = calls.begin()
-        self._held = ""
-        self._has_begun = False
-
-    def push(self, text: str) -> list[Part]:
-        """Return the next piece of the arguments."""
-        whole = self._held + text
-        body = whole.rstrip()
-        self._held = whole[len(body) :]
-        if not self._has_begun:
-            body = body.lstrip()
-            if not body:
-                return []
-            self._has_begun = True
-            return [CallPiece(self._index, self._name, body)]
-        return [CallPiece(self._index, "", body)]
-
-    def close(self, closing: str) -> list[Part]:
-        """Return a call without arguments, where none came."""
-        return [] if self._has_begun else [CallPiece(self._index, self._name, "{}")]
-
-
 def reader_of(
-    region: Region, opening: str, captures: Mapping[str, str], calls: Calls, *, joint: str, needs_tool: bool
+    region: Region, opening: str, captures: Mapping[str, str], calls: Calls, *, needs_tool: bool
 ) -> RegionReader:
     """Return the reader of a region.
 
@@ -249,14 +131,13 @@ def reader_of(
         opening: the text of the anchor that began it.
         captures: named groups of that anchor.
         calls: of the output.
-        joint: what separates its text from an earlier one of its kind.
         needs_tool: whether calls must name a tool that the request has.
     """
     if region.is_content or region.is_reasoning:
         kind = Content if region.is_content else Reasoning
         if region.content == "text" and region.transform is None:
-            return TextReader(kind, strips=bool(region.arguments.get("strip", True)), joint=joint)
-        return ValueReader(region, opening, captures, lambda value: [kind(joint + _text_of(value))])
+            return TextReader(kind)
+        return ValueReader(region, opening, captures, lambda value: [kind(_text_of(value))])
     if not region.is_calls:
         return IgnoredReader()
     if region.content == "json-calls":

@@ -1,16 +1,22 @@
 """Outputs taken apart as they come: regions between anchors, as a response template has them."""
 
-from collections.abc import Mapping
+import time
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any, Final, NamedTuple
 
-from orchestrator.text.parts import Part, merged
-from orchestrator.text.region_readers import Calls, RawReader, RegionReader, reader_of
+from orchestrator.text.call_readers import Calls, RegionReader
+from orchestrator.text.joined_text import JoinedText
+from orchestrator.text.parts import CallPiece, Content, Part, Reasoning, merged
+from orchestrator.text.region_contents import SEARCH_TIMEOUT_S
+from orchestrator.text.region_readers import RawReader, reader_of
 from orchestrator.text.response_template import Anchor, Region, ResponseTemplate
 
 _MAX_HELD_CHARS: Final = 4096
 """Longest text that waits for the rest of an anchor."""
 _MAX_DONE_CHARS: Final = 4096
+_FREE_S: Final = 0.01
+"""Of a search: far more than any sensible one takes, and so not counted."""
 _LOOKBEHIND_CHARS: Final = 256
 """Text ahead of the position that stays, for expressions that look behind."""
 
@@ -55,20 +61,28 @@ class ResponseParser:
         self._buffer, self._position = "", 0
         self._region: Region | None = None
         self._reader: RegionReader | None = None
-        self._opened: set[str] = set()
+        self._content, self._reasoning = JoinedText(), JoinedText()
+        if self._implicit is not None:
+            self._begin_text(self._implicit)
         self._gives_up = False
+        self._left_s = SEARCH_TIMEOUT_S
 
-    def prime(self, prompt: str) -> None:
-        """Take the end of the prompt, where the chat template may have begun the answer, such as with `<think>`."""
+    def prime(self, prompt: str) -> str:
+        """Take the end of the prompt, where the chat template may have begun the answer, such as with `<think>`.
+
+        Returns:
+            The text with which the template began the answer.
+        """
         try:
-            ends = [found.end() for found in self._start.pattern.finditer(prompt, timeout=self._start.timeout_s)]
+            timeout = self._timeout(self._start)
+            ends = [found.end() for found in self._start.pattern.finditer(prompt, timeout=timeout)]
         except TimeoutError:
-            return
-        if ends:
-            self._feed(prompt[ends[-1] :], at_end=False)
-        if self._reader is not None:
-            self._reader.forget()
-        self._opened.clear()
+            return ""
+        begun = prompt[ends[-1] :] if ends else ""
+        self._feed(begun, at_end=False)
+        self._content.forget()
+        self._reasoning.forget()
+        return begun
 
     @property
     def num_calls(self) -> int:
@@ -76,9 +90,9 @@ class ResponseParser:
         return self._calls.num
 
     @property
-    def region(self) -> Region | None:
-        """The region that the text is in; None outside of all that have a beginning."""
-        return self._region
+    def is_reasoning(self) -> bool:
+        """Whether the text is within the reasoning."""
+        return self._region is not None and self._region.is_reasoning
 
     def push(self, text: str) -> list[Part]:
         """Return the parts that became certain with more text."""
@@ -110,12 +124,14 @@ class ResponseParser:
                 break
             self._take(parts, found.match.start())
             self._position = found.match.end()
-            self._close(parts, found.match)
+            self._close(parts, found)
             if found.region is not None:
                 self._open(found.region, found.match)
-        if at_end and self._reader is not None:
-            parts += self._reader.close("")
-            self._reader = None
+        if at_end:
+            if self._reader is not None:
+                self._pass(parts, self._reader.close(""))
+                self._reader = None
+            parts.append(Content(self._content.end()))
         self._forget_done()
         return parts
 
@@ -126,28 +142,50 @@ class ResponseParser:
             return
         if self._reader is None and self._implicit is not None:
             self._reader = self._reader_of(self._implicit, "", {})
+            self._begin_text(self._implicit)
         if self._reader is not None:
-            read = self._reader.push(text)
-            parts += read
-            if read:
-                self._opened.add((self._region or self._implicit or _NOTHING).name)
+            self._pass(parts, self._reader.push(text))
 
     def _open(self, region: Region, match: Any) -> None:
         self._region = region
         captures = {name: value for name, value in match.groupdict().items() if value is not None}
         self._reader = self._reader_of(region, match[0], captures)
+        if region.is_content or region.is_reasoning:
+            (self._content if region.is_content else self._reasoning).part()
+            self._begin_text(region)
 
-    def _close(self, parts: list[Part], match: Any) -> None:
-        """End the open region, or the implicit one; `match` is the anchor that does."""
+    def _begin_text(self, region: Region) -> None:
+        if region.is_content or region.is_reasoning:
+            is_plain = region.content == "text" and region.transform is None
+            text = self._content if region.is_content else self._reasoning
+            text.begin(region.arguments if is_plain else {"strip": False}, region.join)
+
+    def _close(self, parts: list[Part], found: _Found) -> None:
+        """End the open region, or the implicit one, at the anchor that does."""
+        is_implicit = self._region is None
         if self._reader is not None:
-            parts += self._reader.close(match[0] if self._region is not None else "")
+            self._pass(parts, self._reader.close("" if is_implicit else found.match[0]))
+        is_raw = self._reader is not None and self._reader.is_raw
+        if not is_raw and (not is_implicit or found.region is None):
+            self._content.part()
         self._region = self._reader = None
+
+    def _pass(self, parts: list[Part], read: Iterable[Part]) -> None:
+        """Add parts that were read, their texts without the white space between them."""
+        for part in read:
+            match part:
+                case Content(text):
+                    parts.append(Content(self._content.push(text)))
+                case Reasoning(text):
+                    parts.append(Reasoning(self._reasoning.push(text)))
+                case CallPiece():
+                    self._content.part()
+                    parts.append(part)
 
     def _reader_of(self, region: Region, opening: str, captures: Mapping[str, str]) -> RegionReader:
         if region.is_calls and not self._passes_calls:
             return RawReader(opening)
-        joint = region.join if region.name in self._opened else ""
-        return reader_of(region, opening, captures, self._calls, joint=joint, needs_tool=self._needs_tool)
+        return reader_of(region, opening, captures, self._calls, needs_tool=self._needs_tool)
 
     def _scan(self, at_end: bool) -> tuple[_Found | None, int]:
         """Return the first anchor that is certain, if any, and where text that may become an anchor begins."""
@@ -157,15 +195,13 @@ class ResponseParser:
         best: tuple[tuple[int, int, bool, str], _Found] | None = None
         for region, anchor in self._watched():
             try:
-                match = anchor.pattern.search(
-                    self._buffer, self._position, partial=not at_end, timeout=anchor.timeout_s
-                )
+                match, grows = self._searched(anchor, at_end=at_end)
             except TimeoutError:
                 self._gives_up = True
                 return None, len(self._buffer)
             if match is None:
                 continue
-            if not at_end and (match.partial or self._may_grow(anchor, match)):
+            if grows:
                 hold = min(hold, match.start())
                 continue
             # The first, of these the longest, of these one that opens.
@@ -187,7 +223,29 @@ class ResponseParser:
             watched.append((None, self._implicit.closes))
         return watched
 
-    def _may_grow(self, anchor: Anchor, match: Any) -> bool:
+    def _searched(self, anchor: Anchor, *, at_end: bool) -> tuple[Any, bool]:
+        """Return the first match of an anchor, if any, and whether it may become another one with more text.
+
+        Raises:
+            TimeoutError: the output has used up its time for a checkpoint's expressions.
+        """
+        began = time.monotonic()
+        timeout = self._timeout(anchor)
+        match = anchor.pattern.search(self._buffer, self._position, partial=not at_end, timeout=timeout)
+        grows = match is not None and not at_end and (match.partial or self._may_grow(anchor, match, timeout))
+        if not anchor.is_linear:
+            self._left_s -= max(0.0, time.monotonic() - began - _FREE_S)
+        return match, grows
+
+    def _timeout(self, anchor: Anchor) -> float | None:
+        """Return the bound on a search; None where it takes no longer than the text is long."""
+        if anchor.is_linear:
+            return None
+        if self._left_s <= 0:
+            raise TimeoutError
+        return self._left_s
+
+    def _may_grow(self, anchor: Anchor, match: Any, timeout: float | None) -> bool:
         """Return whether a complete match could become another one with more text."""
         if anchor.literals is not None:
             rest = self._buffer[match.start() :]
@@ -195,13 +253,10 @@ class ResponseParser:
         if match.end() == len(self._buffer):
             return True
         # More text that is no line break and no end: what depends on either of them is not certain.
-        longer = anchor.pattern.match(self._buffer + "\x00", match.start())
+        longer = anchor.pattern.match(self._buffer + "\x00", match.start(), timeout=timeout)
         return longer is None or longer.span() != match.span() or longer.groupdict() != match.groupdict()
 
     def _forget_done(self) -> None:
         if self._position > _MAX_DONE_CHARS:
             self._buffer = self._buffer[self._position - _LOOKBEHIND_CHARS :]
             self._position = _LOOKBEHIND_CHARS
-
-
-_NOTHING: Final = Region("", None, None)

@@ -10,7 +10,7 @@ from typing import Any, Final
 
 import regex
 
-from orchestrator.text.region_contents import CONTENTS, SEARCH_TIMEOUT_S, check_arguments, check_transform
+from orchestrator.text.region_contents import CONTENTS, check_arguments, check_transform
 
 _REGION_KEYS: Final = frozenset(
     {"open", "open_pattern", "close", "close_pattern", "content", "content_args"}
@@ -29,15 +29,12 @@ class Anchor:
     Attributes:
         pattern: matches it.
         literals: its texts, where it is literal; None for a regular expression.
+        is_linear: whether a search takes no longer than the text is long, whatever the text is.
     """
 
     pattern: "regex.Pattern[str]"
     literals: tuple[str, ...] | None
-
-    @property
-    def timeout_s(self) -> float | None:
-        """Bound on one search, in seconds; None for literals, which take no longer than the text is long."""
-        return None if self.literals is not None else SEARCH_TIMEOUT_S
+    is_linear: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,8 +113,25 @@ class ResponseTemplate:
         return next((region for region in self._all if region.is_reasoning), None)
 
     @property
+    def marks_content(self) -> bool:
+        """Whether text is content only behind a beginning of its own."""
+        is_implicit = self.implicit is not None and self.implicit.is_content
+        return not is_implicit and any(region.is_content for region in self.regions)
+
+    @property
     def _all(self) -> tuple[Region, ...]:
         return (*self.regions, *(() if self.implicit is None else (self.implicit,)))
+
+    def has_anchor(self, text: str) -> bool:
+        """Return whether a text occurs in what begins or ends a region."""
+        anchors = [anchor for region in self._all for anchor in (region.opens, region.closes) if anchor is not None]
+        escaped = regex.escape(text, special_only=True)
+        return any(
+            any(text in literal for literal in anchor.literals)
+            if anchor.literals is not None
+            else text in anchor.pattern.pattern or escaped in anchor.pattern.pattern
+            for anchor in anchors
+        )
 
     def mentions(self, text: str) -> bool:
         """Return whether a text occurs in the template, as it is or escaped within a pattern."""
@@ -125,8 +139,12 @@ class ResponseTemplate:
         return any(text in known or escaped in known for known in self.texts)
 
 
-def load_response_template(value: Any) -> ResponseTemplate:
+def load_response_template(value: Any, *, is_own: bool = False) -> ResponseTemplate:
     """Return the template that a checkpoint gives as JSON.
+
+    Args:
+        value: the JSON.
+        is_own: whether it is one of this project's, whose expressions take no longer than the text is long.
 
     Raises:
         ValueError: it is none of version 1.
@@ -143,18 +161,18 @@ def load_response_template(value: Any) -> ResponseTemplate:
     texts = tuple(_texts(value))
     if sum(map(len, texts)) > _MAX_CHARS:
         raise ValueError(f"the response template has more than {_MAX_CHARS} characters")
-    regions = [_region(name, item) for name, item in fields.items()]
+    regions = [_region(name, item, is_own=is_own) for name, item in fields.items()]
     implicit = [region for region in regions if region.opens is None]
     if len(implicit) > 1:
         raise ValueError(f"fields {implicit[0].name} and {implicit[1].name} have no open: one may lack it")
-    start = _anchor("the response template", value, "start_anchor", "start_anchor_pattern")
+    start = _anchor("the response template", value, "start_anchor", "start_anchor_pattern", is_own=is_own)
     if start is None:
         raise ValueError("the response template has no start_anchor")
     explicit = tuple(region for region in regions if region.opens is not None)
     return ResponseTemplate(explicit, implicit[0] if implicit else None, start, texts)
 
 
-def _region(name: str, item: Any) -> Region:
+def _region(name: str, item: Any, *, is_own: bool) -> Region:
     where = f"field {name}"
     if not isinstance(item, dict):
         raise ValueError(f"{where} is no object")
@@ -172,14 +190,14 @@ def _region(name: str, item: Any) -> Region:
     if not isinstance(each, bool) or (each and transform is None):
         raise ValueError(f"{where}: transform_each is true or false, and needs a transform")
     check_transform(where, transform)
-    opens, closes = (_anchor(where, item, key, f"{key}_pattern") for key in ("open", "close"))
+    opens, closes = (_anchor(where, item, key, f"{key}_pattern", is_own=is_own) for key in ("open", "close"))
     named = [name for anchor in (opens, closes) if anchor for name in anchor.pattern.groupindex]
     if named and transform is None and content != "json-calls":
         raise ValueError(f"{where} has the named group {named[0]}, and no transform that uses it")
     return Region(name, opens, closes, content, dict(arguments), join or "", transform, each)
 
 
-def _anchor(where: str, item: Mapping[str, Any], literal: str, pattern: str) -> Anchor | None:
+def _anchor(where: str, item: Mapping[str, Any], literal: str, pattern: str, *, is_own: bool) -> Anchor | None:
     """Return the anchor that is under one of two keys; None without."""
     if literal in item and pattern in item:
         raise ValueError(f"{where} has both {literal} and {pattern}")
@@ -189,11 +207,11 @@ def _anchor(where: str, item: Mapping[str, Any], literal: str, pattern: str) -> 
             raise ValueError(f"{where}: {literal} is a text or a list of texts, none of them empty")
         # The longest first, since the first that matches is taken.
         ordered = sorted(dict.fromkeys(texts), key=len, reverse=True)
-        return Anchor(regex.compile("|".join(map(regex.escape, ordered)), regex.DOTALL), tuple(ordered))
+        return Anchor(regex.compile("|".join(map(regex.escape, ordered)), regex.DOTALL), tuple(ordered), is_linear=True)
     if pattern not in item:
         return None
     try:
-        return Anchor(regex.compile(item[pattern], regex.DOTALL), None)
+        return Anchor(regex.compile(item[pattern], regex.DOTALL), None, is_linear=is_own)
     except (regex.error, TypeError) as error:
         raise ValueError(f"{where}: {pattern} is no regular expression: {error}") from error
 

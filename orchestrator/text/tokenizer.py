@@ -1,23 +1,24 @@
 """Prompts to token ids, with the target's tokenizer and chat template, without a model library.
 
-Prompts may be long: call `encode` and `encode_chat` in a thread (see `orchestrator.api.prompts`). They release the GIL.
+Prompts may be long: call `encode` and `encode_chat` in a thread (see `orchestrator.api.encoding_threads`). They release
+the GIL.
 """
 
-import json
 from collections.abc import Mapping, Sequence
-from datetime import datetime
 from types import MappingProxyType
-from typing import Any, Final, NoReturn
+from typing import Any, Final
 
 import jinja2
 import tokenizers
-from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+from orchestrator.text.byte_fallback import unsettled_tokens_of
+from orchestrator.text.chat_template import compiled_template
 from orchestrator.text.content import ContentGuard, encoded
 from orchestrator.text.messages import (
     Message,
     Messages,
     Tool,
+    answer_to,
     checked_messages,
     template_messages,
     template_tools,
@@ -27,6 +28,7 @@ from orchestrator.text.tool_prompt import plain_messages
 from outrider.errors import InvalidArgument
 
 _SENTINEL: Final = "\uf8ffprevious answer\uf8ff"
+_QUESTION: Final = Message("user", "?")
 _PROBE: Final = Tool("probe", "?", {"type": "object", "properties": {}})
 _MIN_CHARS_PER_TOKEN: Final = 16
 """Longest text of a token in characters, where the vocabulary has no longer one: a tokenizer may shorten text before it
@@ -54,6 +56,7 @@ class Tokenizer:
         special_tokens: their texts.
         knows_tools: whether the chat template has a place for tools.
         output_format: how the model writes reasoning and calls of tools.
+        closes_reasoning: whether the chat template writes an empty reasoning where `enable_thinking` is false.
         marker_tokens: special tokens, by their id, that the output format looks for.
     """
 
@@ -67,7 +70,7 @@ class Tokenizer:
         self.backend = tokenizers.Tokenizer.from_str(definition)
         self.chat_template = chat_template
         self._special_variables = {name: token or "" for name, token in special_tokens.items()}
-        self._template = None if chat_template is None else _compiled(chat_template)
+        self._template = None if chat_template is None else compiled_template(chat_template)
         added = self.backend.get_added_tokens_decoder()
         self._special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
         self.special_tokens = tuple(token.content for token in added.values() if token.special and token.content)
@@ -78,6 +81,7 @@ class Tokenizer:
         self.knows_tools = self._has_system = True
         self.knows_tools, self._has_system = self._renders_tools(), self._renders_system()
         self.output_format = output_format(response_template, chat_template, knows_tools=self.knows_tools)
+        self.closes_reasoning = self._writes_empty_reasoning()
         self.marker_tokens: Mapping[int, str] = {
             token_id: token.content
             for token_id, token in added.items()
@@ -125,6 +129,7 @@ class Tokenizer:
         variables: Mapping[str, Any] = MappingProxyType({}),
         prompts: bool = True,
         tools: Sequence[Tool] = (),
+        answer: Message | None = None,
     ) -> list[int]:
         """Return the token ids of a conversation's messages, ready for the assistant's answer.
 
@@ -139,6 +144,7 @@ class Tokenizer:
             variables: further variables of the template; special tokens in them are text.
             prompts: whether the template ends with the beginning of the assistant's answer.
             tools: that the model may call; where the template has no place for them, a system message tells of them.
+            answer: that the session ends with, where it is known: templates look back from results to their calls.
 
         Raises:
             InvalidArgument: the model has no chat template, a message is wrong, the template refuses the messages, or
@@ -146,8 +152,7 @@ class Tokenizer:
         """
         if not continues:
             return self._encode_rendered(self._render(messages, tools, variables, prompts=prompts), max_tokens)
-        before = [Message("user", "?"), Message("assistant", _SENTINEL)]
-        behind = self._behind_sentinel(self._render([*before, *messages], tools, variables, prompts=prompts))
+        behind = self._behind_answer(messages, answer or answer_to(messages), tools, variables, prompts=prompts)
         token_ids = self._encode_rendered(behind, max_tokens)
         is_repeated = token_ids[:1] == [last_token] and last_token in self._special_ids
         return token_ids[1:] if is_repeated else token_ids
@@ -163,11 +168,35 @@ class Tokenizer:
         answer = Message("assistant", _SENTINEL)
         return self._behind_sentinel(self._render([*messages, answer], tools, variables, prompts=False))
 
-    def answer_prefix(self, variables: Mapping[str, Any]) -> str:
-        """Return the text with which the template begins an answer; errors as for `encode_chat`."""
-        question = [Message("user", "?")]
-        without, whole = (self._render(question, (), variables, prompts=prompts) for prompts in (False, True))
-        return whole.removeprefix(without)
+    def answer_begin(self, variables: Mapping[str, Any]) -> str:
+        """Return what the template writes ahead of an answer, without reasoning; errors as for `encode_chat`."""
+        without, whole = (self._render([_QUESTION], (), variables, prompts=prompts) for prompts in (False, True))
+        begun = whole.removeprefix(without) if whole.startswith(without) else ""
+        if not begun.strip():
+            # The end of the question is the beginning of the answer.
+            begun = whole[max((whole.rfind(token) for token in self.special_tokens), default=-1) :]
+        reasoning = self.output_format.reasoning_begin
+        return (begun.partition(reasoning)[0] if reasoning else begun).rstrip()
+
+    def _behind_answer(
+        self,
+        messages: Messages,
+        answer: Message | None,
+        tools: Sequence[Tool],
+        variables: Mapping[str, Any],
+        *,
+        prompts: bool,
+    ) -> str:
+        """Return what the template writes behind an answer, of what ends it and of the messages that follow."""
+        if answer is not None and answer.tool_calls:
+            before = [_QUESTION, answer._replace(reasoning="")]
+            known = self._render(before, tools, variables, prompts=False)
+            whole = self._render([*before, *messages], tools, variables, prompts=prompts)
+            if whole.startswith(known):
+                end = self.text_behind_answer([_QUESTION], variables, tools)
+                return (end if known.endswith(end) else "") + whole[len(known) :]
+        before = [_QUESTION, Message("assistant", _SENTINEL)]
+        return self._behind_sentinel(self._render([*before, *messages], tools, variables, prompts=prompts))
 
     @staticmethod
     def _behind_sentinel(rendered: str) -> str:
@@ -214,10 +243,12 @@ class Tokenizer:
             raise InvalidArgument("the model has no chat template", "chat")
         try:
             return self._template.render({**variables, **own})
-        except jinja2.TemplateError as error:
-            raise InvalidArgument(f"the chat template refuses the messages: {error}", "chat") from error
-        except _FAILURES as error:
-            if not variables and "tools" not in own:
+        except (jinja2.TemplateError, *_FAILURES) as error:
+            is_told = isinstance(error, jinja2.TemplateError)
+            has_values = bool(variables) or "tools" in own
+            if is_told and not (has_values and isinstance(error, jinja2.UndefinedError)):
+                raise InvalidArgument(f"the chat template refuses the messages: {error}", "chat") from error
+            if not has_values:
                 raise
             # Templates reckon with values as they come.
             field = "template_variables" if variables else "tools"
@@ -228,7 +259,7 @@ class Tokenizer:
         if self._template is None:
             return False
         try:
-            without, whole = (self._render([Message("user", "?")], tools, {}, prompts=True) for tools in ((), [_PROBE]))
+            without, whole = (self._render([_QUESTION], tools, {}, prompts=True) for tools in ((), [_PROBE]))
         except (InvalidArgument, *_FAILURES):
             # One that fails at so plain a conversation has a place for tools where it speaks of them.
             return "tools" in (self.chat_template or "")
@@ -242,6 +273,14 @@ class Tokenizer:
             return False
         return True
 
+    def _writes_empty_reasoning(self) -> bool:
+        end = self.output_format.reasoning_end
+        try:
+            prompt = self._render([_QUESTION], (), {"enable_thinking": False}, prompts=True)
+        except (InvalidArgument, *_FAILURES):
+            return False
+        return bool(end) and prompt.rstrip().endswith(end)
+
     def _without_special(self, value: Any) -> Any:
         """Return a variable whose texts have no special tokens; its keys are the template's."""
         match value:
@@ -252,31 +291,3 @@ class Tokenizer:
             case dict():
                 return {name: self._without_special(item) for name, item in value.items()}
         return value
-
-
-def _compiled(source: str) -> jinja2.Template:
-    # As transformers renders templates, so that their white space comes out the same.
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
-    )
-    environment.filters["tojson"] = lambda value, **options: json.dumps(value, ensure_ascii=False, **options)
-    environment.globals["raise_exception"] = _raise
-    environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
-    return environment.from_string(source)
-
-
-def _raise(message: str) -> NoReturn:
-    raise jinja2.TemplateError(message)
-
-
-def unsettled_tokens_of(tokenizer: tokenizers.Tokenizer) -> frozenset[int]:
-    """Return the ids of the tokens after which text is never certain.
-
-    Where the decoder joins single bytes to characters, they are the tokens that stand for single bytes, and the special
-    tokens, because they are left out before the bytes around them are joined.
-    """
-    if "ByteFallback" not in json.dumps(json.loads(tokenizer.to_str())["decoder"]):
-        return frozenset()
-    found = (tokenizer.token_to_id(f"<0x{byte:02X}>") for byte in range(256))
-    special = (token_id for token_id, token in tokenizer.get_added_tokens_decoder().items() if token.special)
-    return frozenset(token_id for token_id in (*found, *special) if token_id is not None)

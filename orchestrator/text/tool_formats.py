@@ -47,13 +47,25 @@ class OutputFormat:
         template: the regions of its output.
         call: the text of a call; None where arguments are not written as JSON.
         needs_tool: whether only the name of a tool makes a call, because nothing else marks it.
+        no_call: expressions of whole texts that may be taken for calls where nothing marks those, in Rust's syntax.
         is_own: whether it is the checkpoint's own response template.
     """
 
     template: ResponseTemplate
     call: CallText | None
     needs_tool: bool = False
+    no_call: tuple[str, ...] = ()
     is_own: bool = False
+
+    @property
+    def reasoning_begin(self) -> str:
+        """The text that begins the reasoning; empty where there is none, or none of one text."""
+        region = self.template.reasoning
+        anchor = region.opens if region else None
+        if anchor is not None and anchor.literals:
+            return anchor.literals[0]
+        # Those of the families differ from their ends by the stroke.
+        return "" if self.is_own else self.reasoning_end.replace("/", "")
 
     @property
     def reasoning_end(self) -> str:
@@ -87,15 +99,32 @@ def _family(source: str) -> OutputFormat:
     """Return the format of the family that a chat template belongs to."""
     if "<function=" in source and "<tool_call>" in source:
         return OutputFormat(_template(source, _QWEN_XML), None)
+    if "<arg_key>" in source and "<tool_call>" in source:
+        return OutputFormat(_template(source, _GLM_XML), None)
     if "[TOOL_CALLS]" in source:
         return OutputFormat(_template(source, _MISTRAL), _mistral_call(source))
     if "<|python_tag|>" in source:
-        call = CallText('{"name": "{name}", "parameters": ', "}", '{"name": ')
-        return OutputFormat(_template(source, _bare_calls(source)), call, needs_tool=True)
+        return _bare(source, "parameters")
     if "<tool_call>" in source:
         return _hermes(source)
-    call = CallText('{"name": "{name}", "arguments": ', "}", '{"name": ')
-    return OutputFormat(_template(source, _bare_calls(source)), call, needs_tool=True)
+    return _bare(source, "arguments")
+
+
+def _bare(source: str, key: str) -> OutputFormat:
+    """Return the format of calls that begin an answer, marked or not; their arguments are under a key."""
+    ends = [end for end in ("</think>", r"\[/THINK\]") if end.replace("\\", "") in source]
+    behind = "".join(f"|(?<={end})" for end in ends)
+    marked = rf"<\|python_tag\|>{_SPACE}"
+    opens = rf"(?:\A{behind}){_BARE_MARK}(?={_BARE_CALL})|{marked}(?=\{{)"
+    calls = {
+        # White space that is matched is not tried again, so that the time does not grow with its square.
+        "open_pattern": opens.replace(_SPACE, f"{_SPACE}+"),
+        "content": "json-calls",
+    }
+    within = (*ends, rf"{marked}\{{")
+    no_call = (rf"{_BARE_MARK}{_BARE_CALL}(.|\n)*", *(rf"(.|\n)*{text}(.|\n)*" for text in within))
+    call = CallText(f'{{"name": "{{name}}", "{key}": ', "}", '{"name": ')
+    return OutputFormat(_template(source, calls), call, needs_tool=True, no_call=no_call)
 
 
 def _hermes(source: str) -> OutputFormat:
@@ -112,8 +141,15 @@ _HERMES: Final[Mapping[str, Any]] = {
 _QWEN_XML: Final[Mapping[str, Any]] = {
     "open_pattern": rf"<tool_call>\s*<function=(?P<name>{_NAME})>",
     "close_pattern": r"</function>\s*</tool_call>",
-    "content": "xml-inline",
-    "content_args": {"tag_pattern": r"<parameter=(?P<key>[^>\n]+)>\n?(?P<value>.*?)\n?</parameter>"},
+    "content": "tagged-values",
+    "content_args": {"begin": r"<parameter=([^>\n]{1,256})>", "end": "</parameter>"},
+    "transform": {"function": {"name": "{name}", "arguments": "{content}"}},
+}
+_GLM_XML: Final[Mapping[str, Any]] = {
+    "open_pattern": rf"<tool_call>\s*(?P<name>{_NAME})\s*(?=<arg_key>|</tool_call>)",
+    "close": "</tool_call>",
+    "content": "tagged-values",
+    "content_args": {"begin": r"<arg_key>([^<\n]{1,256})</arg_key>\s{0,64}<arg_value>", "end": "</arg_value>"},
     "transform": {"function": {"name": "{name}", "arguments": "{content}"}},
 }
 _MISTRAL: Final[Mapping[str, Any]] = {
@@ -122,29 +158,31 @@ _MISTRAL: Final[Mapping[str, Any]] = {
     "close_pattern": r"(?=\[TOOL_CALLS\])",
     "content": "json-calls",
 }
-
-
-def _bare_calls(source: str) -> Mapping[str, Any]:
-    """Return the region of calls that begin an answer, marked or not."""
-    behind = "".join(f"|(?<={end})" for end in ("</think>", r"\[/THINK\]") if end.replace("\\", "") in source)
-    begin = r"\s*(?:<\|python_tag\|>\s*|```(?:json)?\s*)?(?=(?:\[\s*)?\{\s*\"(?:name|type|function)\")"
-    return {"open_pattern": rf"(?:\A{behind}){begin}|<\|python_tag\|>\s*(?=\{{)", "content": "json-calls"}
+_SPACE: Final = r"[ \t\r\n]*"
+_BARE_MARK: Final = rf"{_SPACE}(?:<\|python_tag\|>{_SPACE}|```(?:json)?{_SPACE})?"
+_BARE_CALL: Final = rf"(?:\[{_SPACE})?\{{{_SPACE}\"(?:name|type|function)\""
 
 
 def _template(source: str, calls: Mapping[str, Any]) -> ResponseTemplate:
     """Return the template of a family, with the reasoning that the chat template mentions."""
-    fields: dict[str, Any] = {"content": {"repeats": True, "join": "\n"}, "tool_calls": calls}
+    content = {"repeats": True, "join": "\n", "content_args": {"strip_ends": False}}
+    fields: dict[str, Any] = {"content": content, "tool_calls": calls}
     pairs = (("<think>", "</think>"), ("[THINK]", "[/THINK]"))
     begin, end = next((pair for pair in pairs if pair[0] in source or pair[1] in source), ("", ""))
-    if begin:
-        fields["reasoning"] = {"open": begin, "close": end}
-        return load_response_template({"fields": fields, "start_anchor_pattern": _prefilled(begin)})
-    return load_response_template({"fields": fields, "start_anchor_pattern": r"(?!)"})
+    if not begin:
+        return load_response_template({"fields": fields, "start_anchor_pattern": r"(?!)"}, is_own=True)
+    # An answer may be about the marker, so only its beginning is reasoning.
+    fields["reasoning"] = {"open_pattern": rf"\A\s*+{_escaped(begin)}", "close": end}
+    return load_response_template({"fields": fields, "start_anchor_pattern": _prefilled(begin)}, is_own=True)
+
+
+def _escaped(marker: str) -> str:
+    return marker.replace("[", r"\[").replace("]", r"\]")
 
 
 def _prefilled(begin: str) -> str:
     """Return the expression of the place ahead of a marker that ends the prompt."""
-    return rf"(?={begin.replace('[', chr(92) + '[').replace(']', chr(92) + ']')}\s*\Z)"
+    return rf"(?={_escaped(begin)}\s*\Z)"
 
 
 def _mistral_call(source: str) -> CallText:

@@ -7,7 +7,8 @@ from typing import Any
 
 import click
 
-from outrider.client.events import Delta, Event, Finished, Generation, Statistics
+from outrider.client.events import Delta, Event, Finished, Generation
+from outrider.client.statistics import Statistics
 from outrider.tokens import TokenOrigin
 
 _COLORS = {TokenOrigin.ACCEPTED: "green", TokenOrigin.RECOVERED: "yellow", TokenOrigin.BONUS: "cyan"}

@@ -12,10 +12,11 @@ from typing import TYPE_CHECKING, Any
 
 from outrider.client.client import AsyncClient, OutriderClient
 from outrider.client.conversation import Conversation
-from outrider.client.events import Accepted, Delta, Event, Finished, Generation, Notice, NoticeKind, Statistics
+from outrider.client.events import Accepted, Delta, Event, Finished, Generation, Notice, NoticeKind
 from outrider.client.parts import ContentPart, OutputPart, ReasoningPart, ToolCallPart
 from outrider.client.request import GenerationRequest, Message, Speculation, Tool, ToolCall
 from outrider.client.retry import ClientClosed, RetryPolicy
+from outrider.client.statistics import Statistics
 from outrider.client.sync import Client, SyncClient, SyncConversation
 from outrider.serving.tls import TlsFiles
 

@@ -11,7 +11,7 @@ import pytest
 import tokenizers
 from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers
 
-from orchestrator.api.prompts import EncodingThreads
+from orchestrator.api.encoding_threads import EncodingThreads
 from orchestrator.text.tokenizer import Tokenizer
 from outrider.errors import InvalidArgument, OutriderError, Overloaded
 from outrider.lm.embedded import ensure_embedded

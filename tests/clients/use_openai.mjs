@@ -79,3 +79,18 @@ await call("responses, whole and streamed", async () => {
   for await (const event of await client.responses.create({ ...asked, stream: true })) said += event.delta ?? "";
   expect(said);
 });
+await call("tools, streamed, and JSON of a schema", async () => {
+  const schema = { type: "object", properties: { sky: { enum: ["clear", "cloudy"] } }, required: ["sky"], additionalProperties: false };
+  const tools = [{ type: "function", function: { name: "weather", parameters: schema } }];
+  let name = "", said = "";
+  for await (const chunk of await chat({ tools, tool_choice: "required", parallel_tool_calls: false, max_tokens: 400, stream: true })) {
+    for (const piece of chunk.choices[0]?.delta.tool_calls ?? []) {
+      name += piece.function.name ?? "";
+      said += piece.function.arguments;
+    }
+  }
+  expect(name === "weather" && ["clear", "cloudy"].includes(JSON.parse(said).sky), said);
+  const response_format = { type: "json_schema", json_schema: { name: "weather", schema } };
+  const answer = await chat({ response_format, max_tokens: 200 });
+  expect("sky" in JSON.parse(answer.choices[0].message.content), answer);
+});

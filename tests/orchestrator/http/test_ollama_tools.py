@@ -8,7 +8,14 @@ import httpx
 import ollama
 import pytest
 
-from orchestrator.http.ollama_messages import OllamaCall, OllamaFunction, OllamaMessage, chat_messages_of
+from orchestrator.http.ollama_messages import (
+    OllamaCall,
+    OllamaFunction,
+    OllamaMessage,
+    call_of,
+    chat_messages_of,
+)
+from orchestrator.http.parsing import CallSoFar
 from outrider.constraint import Constraint
 from tests.orchestrator.http.test_tools import SCHEMA, TOOL, constraint_of
 from tests.orchestrator.scripted import ScriptedTarget
@@ -100,10 +107,18 @@ async def test_formats_are_constraints_and_thinking_is_a_variable(
     assert constraint_of(target) == Constraint(json_schema=json.dumps(SCHEMA), reasoning_end="</think>")
     await client.generate("answers", "<|im_start|>assistant\n", format=SCHEMA, raw=True)
     assert constraint_of(target) == Constraint(json_schema=json.dumps(SCHEMA))
+    # An empty schema is one that any JSON follows.
+    await client.generate("answers", "<|im_start|>assistant\n", format={}, raw=True)
+    assert constraint_of(target) == Constraint(json_schema="{}")
     thought = await client.generate("answers", "2 + 2?", think="high")
     assert (thought.response, thought.thinking) == ("Four.", "Easy.")
     shown = await client.show("answers")
     assert shown.capabilities == ["completion", "tools", "thinking"]
+
+
+def test_arguments_have_no_numbers_that_are_none_in_json() -> None:
+    called = call_of(CallSoFar(0, "c", "add", '{"a": 1e999, "b": NaN, "c": [-Infinity], "d": 1.5}'))
+    assert called["function"]["arguments"] == {"a": "1e999", "b": "NaN", "c": ["-Infinity"], "d": 1.5}
 
 
 def test_results_go_to_the_calls_of_their_names() -> None:

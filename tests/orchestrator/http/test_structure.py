@@ -38,6 +38,9 @@ FIELDS: list[tuple[dict[str, Any], Constraint]] = [
     ({"guided_json": json.dumps(SCHEMA)}, Constraint(json_schema=json.dumps(SCHEMA))),
     ({"guided_json_object": True}, Constraint(json_object=True)),
     ({"guided_regex": "a+", "guided_decoding_backend": "xgrammar"}, Constraint(regex="a+")),
+    # An empty schema is one that any JSON follows.
+    ({"guided_json": {}}, Constraint(json_schema="{}")),
+    ({"structured_outputs": {"json": {}}}, Constraint(json_schema="{}")),
     ({"guided_choice": ["yes"]}, Constraint(choice=["yes"])),
     ({"guided_grammar": 'start: "x"'}, Constraint(grammar='start: "x"')),
 ]
@@ -80,7 +83,9 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"structured_outputs": {"other": 1}}, "structured_outputs.other"),
     ({"structured_outputs": {"whitespace_pattern": " "}}, "structured_outputs.whitespace_pattern"),
     ({"structured_outputs": {"choice": [""]}}, "structured_outputs"),
-    ({"structured_outputs": {"structural_tag": "{"}}, "body"),
+    ({"structured_outputs": {"structural_tag": "{"}}, "structured_outputs.structural_tag"),
+    ({"structured_outputs": {"structural_tag": "{}"}}, "structured_outputs.structural_tag.structures"),
+    ({"guided_choice": []}, "guided_choice"),
     ({"guided_choice": ["x"] * 5000}, "guided_choice"),
     ({"guided_regex": "x" * 300_000}, "guided_regex"),
     ({"guided_regex": "x", "guided_json": SCHEMA}, "guided_regex"),
@@ -95,6 +100,7 @@ async def test_what_makes_no_sense_is_refused_by_its_name(http: httpx.AsyncClien
         refused = await http.post(CHAT, json={"messages": [{"role": "user", "content": "x"}], **fields})
         assert refused.status_code == 400, refused.text
         assert refused.json()["error"]["param"] == parameter
+        assert ": :" not in refused.json()["error"]["message"]
 
 
 async def test_text_is_free(http: httpx.AsyncClient, target: ScriptedTarget) -> None:

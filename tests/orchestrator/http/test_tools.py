@@ -61,6 +61,16 @@ async def test_calls_and_reasoning_stand_apart_from_the_content(asker: httpx.Asy
     assert again["choices"] == answer["choices"]
 
 
+async def test_the_usage_counts_the_tokens_of_the_reasoning(asker: httpx.AsyncClient) -> None:
+    # A token for each byte, and one for each marker: <think>, the text, </think>.
+    body = {"messages": [QUESTION], "request_id": "counted-1"}
+    for _ in (1, 2):
+        usage = (await asker.post(PATH, json=body)).json()["usage"]
+        assert usage["completion_tokens_details"] == {"reasoning_tokens": 1 + len("\nEasy.\n") + 1}
+    response = (await asker.post("/v1/responses", json={"input": "2 + 2?"})).json()
+    assert response["usage"]["output_tokens_details"] == {"reasoning_tokens": 9}
+
+
 async def test_a_stream_has_the_name_first_and_then_the_arguments(
     asker: httpx.AsyncClient, target: ScriptedTarget
 ) -> None:
@@ -212,6 +222,10 @@ async def test_an_answer_or_calls(asker: httpx.AsyncClient, target: ScriptedTarg
     assert (constraint_of(target) or constraint).structural_tags is not None
 
 
+def _named(number: int, parameters: Any = None) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": f"f{number}", "parameters": parameters}}
+
+
 WRONG: list[tuple[dict[str, Any], str]] = [
     ({"tools": [{"type": "other"}]}, "tools[0].type"),
     ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools"),
@@ -220,6 +234,11 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"tool_choice": "other"}, "tool_choice"),
     ({"tool_choice": {"type": "function", "function": {"name": "find"}}}, "tool_choice"),
     ({"tool_choice": {"type": "function", "function": {}}}, "tool_choice.function.name"),
+    ({"tool_choice": {"type": "function", "function": {"name": ""}}}, "tool_choice"),
+    ({"tools": [_named(number) for number in range(300)], "tool_choice": "required"}, "tools"),
+    ({"tools": [_named(0, {"type": "string"})]}, "tools"),
+    ({"tools": [_named(0, {"type": "string"})], "tool_choice": "required"}, "tools"),
+    ({"tools": [_named(0, {"description": "x" * 300_000})], "tool_choice": "required"}, "tool_choice"),
     ({"structured_outputs": {"regex": "x"}}, "structured_outputs"),
     ({"messages": [{"role": "tool", "tool_call_id": "x"}]}, "messages[0].content"),
     ({"messages": [{**QUESTION, "tool_calls": [{"function": {"name": "f"}}]}]}, "messages[0].tool_calls"),
@@ -242,6 +261,7 @@ async def test_what_makes_no_sense_is_refused_by_its_name(asker: httpx.AsyncClie
         refused = await asker.post(PATH, json={**ASKED, **changed})
         assert refused.status_code == 400, refused.text
         assert refused.json()["error"]["param"] == parameter
+        assert ": :" not in refused.json()["error"]["message"]
 
 
 async def test_tokenize_takes_tools(asker: httpx.AsyncClient, answering: Orchestrator) -> None:

@@ -1,12 +1,15 @@
 """Which messages a session does not hold yet."""
 
+from typing import Any
+
 import pytest
 
 from orchestrator.text.history import messages_behind
 from orchestrator.text.messages import Call, Message, Tool
 from orchestrator.text.tokenizer import Tokenizer
 from outrider.errors import SessionConflict
-from tests.orchestrator.text.templates import WITH_TOOLS
+from tests.orchestrator.answering import model_files, tokenizer_of
+from tests.orchestrator.text.templates import CHANNELS, WITH_TOOLS
 from tests.orchestrator.text.test_output import ROOM, byte_tokenizer
 
 TOKENIZER = byte_tokenizer()
@@ -81,3 +84,89 @@ def test_calls_and_results_are_found_however_their_json_and_reasoning_are_writte
     other = CALLED._replace(tool_calls=(Call("c", "add", '{"a": 2, "b": "x y"}'),))
     with pytest.raises(SessionConflict):
         messages_behind(tokenizer, [USER, other, RESULT], tokens, {}, ROOM, tools)
+
+
+def user(content: str) -> str:
+    return f"<|im_start|>user\n{content}<|im_end|>\n"
+
+
+def said(content: str, *, complete: bool = True) -> str:
+    return f"<|im_start|>assistant\n{content}" + ("<|im_end|>\n" if complete else "")
+
+
+def behind(tokenizer: Tokenizer, messages: list[Any], text: str, tools: tuple[Tool, ...] = ()) -> list[Any]:
+    return list(messages_behind(tokenizer, messages, tokenizer.encode(text, 10**5), {}, 10**5, tools))
+
+
+ABOUT = [("user", "What is <think>?"), ("assistant", "A tag."), ("user", "B"), ("assistant", "C"), AGAIN]
+
+
+@pytest.mark.parametrize("reasoning", ["", "<think>\nHm.\n</think>\n\n"])
+def test_reasoning_ends_with_its_answer(reasoning: str) -> None:
+    text = user("What is <think>?") + said(reasoning + "A tag.") + user("B") + said(reasoning + "C", complete=False)
+    assert behind(KNOWING, ABOUT, text) == [AGAIN]
+    for number in (0, 1, 2, 3):
+        other = [*ABOUT[:number], (ABOUT[number][0], "Something else"), *ABOUT[number + 1 :]]
+        with pytest.raises(SessionConflict):
+            behind(KNOWING, other, text)
+
+
+def test_reasoning_that_was_cut_short_is_no_part_of_later_turns() -> None:
+    cut = user("Hi") + said("<think>Long thoughts", complete=False)
+    for reasoning in ("", "Long thoughts"):
+        messages = [USER, Message("assistant", "", reasoning), AGAIN]
+        assert behind(KNOWING, messages, cut) == [AGAIN]
+        for answer in ("Fine", "<think>ok</think>Fine"):
+            later = cut + "<|im_end|>\n" + user(AGAIN[1]) + said(answer, complete=False)
+            assert behind(KNOWING, [*messages, ("assistant", "Fine"), USER], later) == [USER]
+
+
+def test_reasoning_and_content_may_be_two_answers() -> None:
+    template = (
+        "{% for m in messages %}<|im_start|>{{ m.role }}{% if m.role == 'assistant' %}<|channel|>final{% endif %}"
+        "<|message|>{{ m.content }}<|end|>{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant{% endif %}"
+    )
+    marks = ("<|im_start|>", "<|channel|>", "<|message|>", "<|end|>", "<|return|>")
+    channels = {**CHANNELS, "start_anchor": "<|im_start|>assistant"}
+    tokenizer = tokenizer_of(model_files(template, channels, marks))
+    text = (
+        "<|im_start|>user<|message|>Hi<|end|><|im_start|>assistant<|channel|>analysis<|message|>Well.<|end|>"
+        "<|im_start|>assistant<|channel|>final<|message|>Hello!<|return|>"
+    )
+    assert behind(tokenizer, [USER, ANSWER, AGAIN], text) == [AGAIN]
+    with pytest.raises(SessionConflict):
+        behind(tokenizer, [USER, ("assistant", "Ho"), AGAIN], text)
+
+
+def test_calls_are_compared_by_their_values_however_templates_write_them() -> None:
+    template = (
+        "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}{% for c in m.tool_calls %}\n<tool_call>\n"
+        "<function={{ c.function.name }}>\n{% for k, v in c.function.arguments.items() %}<parameter={{ k }}>\n{{ v }}\n"
+        "</parameter>\n{% endfor %}</function>\n</tool_call>{% endfor %}<|im_end|>\n{% endfor %}"
+        "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}{% if tools %}Tools{% endif %}"
+    )
+    tokenizer = byte_tokenizer(template)
+    written = "<parameter=of>\nx\n</parameter>\n<parameter=deep>\ntrue\n</parameter>\n"
+    text = user("Hi") + said(f"<tool_call>\n<function=find>\n{written}</function>\n</tool_call>", complete=False)
+    called = Message("assistant", "", "", (Call("c", "find", '{"deep": true, "of": "x"}'),))
+    assert behind(tokenizer, [USER, called, RESULT], text) == [RESULT]
+    with pytest.raises(SessionConflict):
+        behind(tokenizer, [USER, called._replace(tool_calls=(Call("c", "find", '{"deep": false}'),)), RESULT], text)
+
+
+LOOKING_BACK = byte_tokenizer(
+    "{% for m in messages %}{% if m.role == 'tool' and not messages[loop.index0 - 1].tool_calls %}"
+    "{{ raise_exception('a result without a call') }}{% endif %}<|im_start|>{{ m.role }}\n{{ m.name }}"
+    "{% for c in m.tool_calls %}\n<tool_call>{{ c.function.name }}</tool_call>{% endfor %}{{ m.content }}<|im_end|>\n"
+    "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}{% if tools %}Tools{% endif %}"
+)
+
+
+@pytest.mark.parametrize(("results", "answer"), [([RESULT], CALLED), ([RESULT._replace(name="add")], None)])
+def test_results_follow_the_calls_that_the_session_ends_with(results: list[Message], answer: Message | None) -> None:
+    given: dict[str, Any] = {"continues": True, "max_tokens": ROOM, "answer": answer}
+    eos = LOOKING_BACK.encode("<|im_end|>", ROOM)[0]
+    expected = "\n<|im_start|>tool\nadd3<|im_end|>\n<|im_start|>assistant\n"
+    assert LOOKING_BACK.decode(LOOKING_BACK.encode_chat(results, last_token=eos, **given)) == expected
+    # An answer that was cut short is ended first.
+    assert LOOKING_BACK.decode(LOOKING_BACK.encode_chat(results, last_token=1, **given)) == "<|im_end|>" + expected

@@ -7,8 +7,9 @@ import pytest
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
 
+from orchestrator.text.byte_fallback import unsettled_tokens_of
 from orchestrator.text.output import Detokenizer, OutputText, StopStrings
-from orchestrator.text.tokenizer import Tokenizer, unsettled_tokens_of
+from orchestrator.text.tokenizer import Tokenizer
 from outrider.errors import InvalidArgument
 from outrider.parameters import SamplingParameters
 

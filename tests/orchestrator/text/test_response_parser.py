@@ -274,7 +274,7 @@ def test_what_is_not_wanted_is_content() -> None:
 
 
 def test_an_expression_that_never_ends_stops_the_parser_and_not_the_output(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("orchestrator.text.response_template.SEARCH_TIMEOUT_S", 0.1)
+    monkeypatch.setattr("orchestrator.text.response_parser.SEARCH_TIMEOUT_S", 0.1)
     spec = {"start_anchor": "A", "fields": {"content": {}, "thinking": {"open_pattern": "(?:a|aa)+$b", "close": "c"}}}
     parser = parser_of(spec)
     assert parts_of(parser, ["a" * 60, " and more"]) == [Content("a" * 60 + " and more")]
