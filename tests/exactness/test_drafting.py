@@ -130,7 +130,7 @@ def generate(
 
         news = verify_rejection(tree, distribution_after, len(text), source).token_ids
         text = (*text, *news)
-        speculation.advance(news)
+        speculation.advance(news, len(text))
         if len(text) >= num:
             break
         draft.advance(news)

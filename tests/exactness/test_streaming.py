@@ -108,7 +108,7 @@ def generate(
 
         token_ids = RULES[rule.value](tree, distribution_after, len(text), source).token_ids
         text, unheard = (*text, *token_ids), (*unheard, *token_ids)
-        speculation.advance(token_ids)
+        speculation.advance(token_ids, len(text))
         if stocks is not None:
             line, beside = speculation.offer(9)
             stocks.append(len([*line, *beside]))

@@ -95,14 +95,16 @@ async def test_no_drafter_and_no_tree_changes_a_constrained_text(texts: Outrider
         Speculation(drafter="model", lookahead=0, num_speculative_tokens=3),
         Speculation(drafter="ngram"),
     )
+    num_accepted = 0
     for name, constraint in CONSTRAINTS.items():
         parameters = SamplingParameters(temperature=temperature, seed=7, max_tokens=90, constraint=constraint)
         plain = await output(texts, parameters, PLAIN)
         found = await asyncio.gather(*(output(texts, parameters, item) for item in speculations))
         assert {item.text for item in found} == {plain.text}, name
-        assert sum(item.statistics.num_accepted_tokens for item in found) > 0, name
+        num_accepted += sum(item.statistics.num_accepted_tokens for item in found)
         if plain.finish_reason is FinishReason.STOP and name in ("schema", "spaced"):
             jsonschema.validate(json.loads(plain.text), PERSON)
+    assert num_accepted > 50
 
 
 @pytest.mark.parametrize(

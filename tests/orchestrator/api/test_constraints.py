@@ -113,28 +113,36 @@ async def test_the_queue_and_the_wait_are_bounded(checks: ConstraintChecks, monk
     await asyncio.gather(*running, return_exceptions=True)
     # What a caller that left was having checked is ended with it, or was never begun.
     async with asyncio.timeout(20):
-        while processes_of_this_one():
+        while checkers():
             await asyncio.sleep(0.02)
 
 
-def processes_of_this_one() -> list[int]:
-    """Return the processes that this one has started and that run."""
-    return [int(pid) for path in Path("/proc/self/task").glob("*/children") for pid in path.read_text().split()]
+def checkers() -> list[int]:
+    """Return the processes that check constraints, of those that this one has started."""
+    children = [pid for path in Path("/proc/self/task").glob("*/children") for pid in path.read_text().split()]
+    return [int(pid) for pid in children if is_checker(Path("/proc", pid, "cmdline"))]
+
+
+def is_checker(path: Path) -> bool:
+    try:
+        return b"outrider.grammar.checking" in path.read_bytes()
+    except OSError:
+        return False
 
 
 async def test_a_caller_that_leaves_while_a_process_starts_leaves_none_behind(checks: ConstraintChecks) -> None:
     async with asyncio.timeout(20):
-        while processes_of_this_one():
+        while checkers():
             await asyncio.sleep(0.02)
     for number in range(3):
         check = asyncio.create_task(checks.check(Constraint(regex=f"leave{number}"), model()))
-        while not processes_of_this_one():
+        while not checkers():
             await asyncio.sleep(0.001)
         check.cancel()
         with pytest.raises(asyncio.CancelledError):
             await check
         async with asyncio.timeout(20):
-            while processes_of_this_one():
+            while checkers():
                 await asyncio.sleep(0.02)
     await checks.check(Constraint(regex="stay"), model())
 
