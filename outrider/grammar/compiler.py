@@ -4,7 +4,9 @@ Every request compiles its own, also where another has the same constraint: copi
 lexer, and with them their bound, so that what one request writes, or what is drafted for it, would decide about others.
 """
 
+import contextlib
 import json
+import os
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
@@ -20,6 +22,7 @@ from outrider.grammar.source import grammar_of, one_line
 _NUM_THREADS: Final = 2
 """So that one that takes long does not hold up all others."""
 _MAX_PENDING: Final = 256
+_NICENESS: Final = 10
 _LIMITS: Final = LLParserLimits(
     # Half of the default fuel: a step of 7 ms or so in the worst case, in an engine's thread.
     step_lexer_fuel=100_000,
@@ -83,7 +86,7 @@ class GrammarCompiler:
 
     def __init__(self, tokenizer: str, vocabulary_size: int, eos_token_ids: Sequence[int]) -> None:
         self.vocabulary_size = vocabulary_size
-        self._threads = ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="grammar")
+        self._threads = ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="grammar", initializer=_yield_to_others)
         self._lock = threading.Lock()
         self._num_pending = 0
         # Begun at once: a large vocabulary takes a second.
@@ -110,6 +113,12 @@ class GrammarCompiler:
     def _end(self, future: "Future[LLMatcher]") -> None:
         with self._lock:
             self._num_pending -= 1
+
+
+def _yield_to_others() -> None:
+    """Have this thread run behind those that serve, where cores are few."""
+    with contextlib.suppress(OSError):
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)
 
 
 def load_tokenizer(definition: str, vocabulary_size: int, eos_token_ids: Sequence[int]) -> LLTokenizer:
