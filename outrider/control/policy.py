@@ -34,7 +34,8 @@ from outrider.control.pass_times import PassTimes
 from outrider.speculation.acceptance import AcceptanceRates
 
 _RETRY_ROUNDS: Final = 64
-"""Plain rounds after which one proposal is waited for again, since waits are only measured by waiting."""
+"""Plain rounds, of a session or of all together, after which a proposal is waited for again, since waits are only
+measured by waiting. All together, since requests may be shorter than that."""
 _MAX_RETRY_ROUNDS: Final = 1024
 """The limit of these rounds, which double each time that waiting did not pay."""
 _MARGIN: Final = 1.1
@@ -61,6 +62,21 @@ _PRIOR_WEIGHT: Final = 30.0
 """Of the rates of all sessions: a session's first rounds count in its own values already."""
 
 
+@dataclass(slots=True)
+class _PlainRounds:
+    """Rounds since the last one that waited, and after how many of them one waits again."""
+
+    num: int = 0
+    limit: int = _RETRY_ROUNDS
+
+    @property
+    def is_due(self) -> bool:
+        return self.num >= self.limit
+
+    def wait_in_vain(self) -> None:
+        self.limit = min(2 * self.limit, _MAX_RETRY_ROUNDS)
+
+
 @dataclass(frozen=True, slots=True)
 class WorkerStatistics:
     """Statistics of speculation over all sessions of a target; each session starts from them and adds to them.
@@ -71,6 +87,7 @@ class WorkerStatistics:
         answers: the times of drafts' answers.
         own_answers: those of the draft within the target's process.
         prediction_ratio: accepted tokens for each that a main line was expected to yield.
+        plain_rounds: since any session has waited.
         guard: whether sessions speculate at all.
     """
 
@@ -79,6 +96,7 @@ class WorkerStatistics:
     answers: AnswerTimes = field(default_factory=AnswerTimes)
     own_answers: AnswerTimes = field(default_factory=AnswerTimes)
     prediction_ratio: DecayingMean = field(default_factory=lambda: DecayingMean(0.02, 1.0, 20))
+    plain_rounds: _PlainRounds = field(default_factory=_PlainRounds)
     guard: SpeculationGuard = field(default_factory=SpeculationGuard)
 
 
@@ -156,9 +174,8 @@ class SpeculationPolicy:
         self._prediction_ratio = DecayingMean(0.08, statistics.prediction_ratio.value, _USUAL_ROUNDS)
         self._yield = DecayingMean(0.1)
         self._width = DecayingMean(0.1, 1.0, _USUAL_ROUNDS)
-        self._plain_rounds = 0
-        self._retry_rounds = _RETRY_ROUNDS
-        self._waited = True
+        self._plain_rounds = _PlainRounds()
+        self._counts = (self._plain_rounds, statistics.plain_rounds)
         self._expected_accepted = 0.0
         self._expected_wait_s: float | None = None
 
@@ -193,16 +210,18 @@ class SpeculationPolicy:
             return RoundPlan(expects=self._now(stock))
         shortest = min(max(depth + 1, min_depth), max_depth)
         # While the draft runs whether or not the round waits, a change of plan costs nothing.
-        margin = 1.0 if runs_ahead else _MARGIN if self._plain_rounds == 0 else 1 / _MARGIN
+        margin = 1.0 if runs_ahead else _MARGIN if self._plain_rounds.num == 0 else 1 / _MARGIN
         weight = _RUNNING_WAIT if runs_ahead else 1.0
         goals = range(shortest, max_depth + 1)
         now = self._now(stock)
         goal, pays = self._best(now, depth, goals, margin, weight, is_running=is_running)
         self._expected_accepted = self.rates.expected_accepted(goal)
         if pays:
-            self._retry_rounds = _RETRY_ROUNDS
-        elif self._plain_rounds >= self._retry_rounds:
-            self._retry_rounds = min(2 * self._retry_rounds, _MAX_RETRY_ROUNDS)
+            for count in self._counts:
+                count.limit = _RETRY_ROUNDS
+        elif due := [count for count in self._counts if count.is_due]:
+            for count in due:
+                count.wait_in_vain()
             goal = max_depth
         elif self._drafts_here and self._is_trial:
             goal = shortest
@@ -237,9 +256,10 @@ class SpeculationPolicy:
         """
         self._yield.observe(num_accepted)
         if not waited:
-            self._plain_rounds += 1
+            self._count_plain()
             return
-        self._plain_rounds = 0
+        for count in self._counts:
+            count.num = 0
         if depth:
             self._width.observe(num_nodes / depth)
         self._observe_outcome(num_accepted, self.rates.expected_accepted(depth) if depth else self._expected_accepted)
@@ -249,7 +269,7 @@ class SpeculationPolicy:
     def observe_plain(self) -> None:
         """Record a round that neither waited nor verified nodes."""
         self._yield.observe(0)
-        self._plain_rounds += 1
+        self._count_plain()
 
     def observe_late(self, num_matching: int, num_asked: int) -> None:
         """Record a proposal that arrived too late.
@@ -259,6 +279,10 @@ class SpeculationPolicy:
             num_asked: length of the main line that was requested.
         """
         self._observe_outcome(min(num_matching, num_asked), self.rates.expected_accepted(num_asked))
+
+    def _count_plain(self) -> None:
+        for count in self._counts:
+            count.num += 1
 
     def _observe_outcome(self, num_accepted: int, expected: float) -> None:
         if expected > 0:
@@ -272,12 +296,12 @@ class SpeculationPolicy:
 
     @property
     def _is_trial(self) -> bool:
-        return self._plain_rounds % _TRIAL_STRIDE == 1 or self._plain_rounds in _FIRST_TRIALS
+        return self._plain_rounds.num % _TRIAL_STRIDE == 1 or self._plain_rounds.num in _FIRST_TRIALS
 
     @property
     def _is_worth_drafting(self) -> bool:
         """Whether nodes that no round waits for are accepted often enough; tried out now and then."""
-        return self._plain_rounds % _RUN_CYCLE < _RUN_ROUNDS or self._yield.value >= _LEAST_YIELD
+        return self._plain_rounds.num % _RUN_CYCLE < _RUN_ROUNDS or self._yield.value >= _LEAST_YIELD
 
     def _best(
         self, now: Expectation, depth: int, goals: range, margin: float, weight: float, *, is_running: bool

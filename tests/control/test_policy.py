@@ -326,6 +326,31 @@ def test_a_machine_that_stands_still_for_a_moment_does_not_end_speculation() -> 
     assert session.settle(40).wait_s == 0
 
 
+def test_a_machine_that_stands_still_at_first_does_not_end_speculation_of_short_requests() -> None:
+    statistics = WorkerStatistics(_times())
+    _Session(accepted=0.8, statistics=statistics).round()
+    statistics.times.observe_rest(2.0, speculates=True)
+    statistics.times.observe_rest(0.001, speculates=False)
+    waits = []
+    for _ in range(10):
+        session = _Session(accepted=0.8, statistics=statistics)
+        for _ in range(16):
+            waits.append(session.round().wait_s > 0)
+            statistics.times.observe_rest(0.001, speculates=waits[-1])
+    assert not any(waits[:16])
+    assert all(waits[96:])
+
+
+def test_short_requests_wait_in_vain_no_more_often_than_one_long_one() -> None:
+    statistics = WorkerStatistics(_times())
+    _Session(accepted=0.02, statistics=statistics).settle()
+    waits = []
+    for _ in range(200):
+        session = _Session(accepted=0.02, statistics=statistics)
+        waits += [session.round().wait_s > 0 for _ in range(16)]
+    assert 1 <= sum(waits) <= 8
+
+
 def test_while_no_pass_was_measured_a_wait_is_as_long_as_it_may_be() -> None:
     policy = SpeculationPolicy(0.1, WorkerStatistics())
     policy.draft.record_verdict(1, 0.0)
