@@ -5,6 +5,8 @@ import contextlib
 import functools
 import json
 import logging
+import os
+import signal
 import sys
 from collections import OrderedDict, deque
 from dataclasses import dataclass
@@ -17,13 +19,16 @@ from outrider.grammar.checking import MAX_COMPILE_S
 
 _LOG: Final = logging.getLogger(__name__)
 _MODULE: Final = "outrider.grammar.checking"
-_NUM_PROCESSES: Final = 2
-"""So that one constraint that takes its whole time does not hold up all others."""
+_LONG_S: Final = 1.0
+"""Of a check: from then on it runs behind all else, and the next one beside it, so that it does not hold up all others.
+But for that one runs at a time, since what serves needs the cores."""
+_LAST_NICENESS: Final = 19
 _MAX_QUEUED: Final = 64
 _MAX_WAIT_S: Final = 10.0
 _START_S: Final = 30.0
 """Python, and a tokenizer of a large vocabulary, on a busy machine."""
 _ANSWER_S: Final = 30.0
+_END_S: Final = 1.0
 _MAX_KNOWN: Final = 1024
 _MAX_KNOWN_BYTES: Final = 8 << 20
 
@@ -36,8 +41,9 @@ class ConstraintChecks:
     """
 
     def __init__(self) -> None:
-        self.started: deque[_Checker] = deque(maxlen=2 * _NUM_PROCESSES)
-        self._free = asyncio.Semaphore(_NUM_PROCESSES)
+        self.started: deque[_Checker] = deque(maxlen=4)
+        self._turn = asyncio.Semaphore(1)
+        self._one_takes_long = False
         self._idle: list[_Checker] = []
         self._num_queued = 0
         self._known: OrderedDict[tuple[str, Constraint], str | None] = OrderedDict()
@@ -106,8 +112,19 @@ class ConstraintChecks:
             self._known_bytes -= oldest.num_bytes
 
     async def _checked(self, constraint: Constraint, model: Model) -> str | None:
-        await self._enter()
         checker: _Checker | None = None
+        has_ended = False
+
+        def take_long() -> None:
+            nonlocal has_ended
+            if checker is not None:
+                checker.run_last()
+            if not self._one_takes_long:
+                self._one_takes_long = has_ended = True
+                self._turn.release()
+
+        await self._enter()
+        timer = asyncio.get_running_loop().call_later(_LONG_S, take_long)
         try:
             checker = await self._checker(model)
             problem = await checker.check(constraint)
@@ -117,20 +134,24 @@ class ConstraintChecks:
                 checker.kill()
             raise
         finally:
-            self._free.release()
-        if checker.has_ended or self._is_closed:
-            checker.kill()
-        else:
+            timer.cancel()
+            if has_ended:
+                self._one_takes_long = False
+            else:
+                self._turn.release()
+        if checker.is_usable and not self._is_closed:
             self._idle.append(checker)
+        else:
+            checker.kill()
         return problem
 
     async def _enter(self) -> None:
-        if self._free.locked() and self._num_queued >= _MAX_QUEUED:
+        if self._turn.locked() and self._num_queued >= _MAX_QUEUED:
             raise Overloaded(f"{self._num_queued} constraints wait to be checked, the limit")
         self._num_queued += 1
         try:
             async with asyncio.timeout(_MAX_WAIT_S):
-                await self._free.acquire()
+                await self._turn.acquire()
         except TimeoutError:
             raise Overloaded(f"no process to check the constraint became free within {_MAX_WAIT_S:g} s") from None
         finally:
@@ -140,7 +161,7 @@ class ConstraintChecks:
         """Return a process for a model's tokenizer; end those for others."""
         while self._idle:
             checker = self._idle.pop()
-            if checker.fingerprint == model.tokenizer_fingerprint and not checker.has_ended:
+            if checker.fingerprint == model.tokenizer_fingerprint and checker.is_usable:
                 return checker
             checker.kill()
         if (problem := self._unfit.get(model.tokenizer_fingerprint)) is not None:
@@ -179,6 +200,7 @@ class _Checker:
         self._process = process
         self.fingerprint = fingerprint
         self.is_killed = False
+        self._runs_last = False
 
     @classmethod
     async def start(cls, model: Model) -> "_Checker":
@@ -207,15 +229,29 @@ class _Checker:
         return checker
 
     @property
-    def has_ended(self) -> bool:
-        """Whether the process has ended."""
-        return self._process.returncode is not None or self._process.stdout is None or self._process.stdout.at_eof()
+    def is_usable(self) -> bool:
+        """Whether it takes another constraint: it runs, with the priority that it began with."""
+        has_ended = (
+            self._process.returncode is not None or self._process.stdout is None or self._process.stdout.at_eof()
+        )
+        return not has_ended and not self._runs_last
+
+    def run_last(self) -> None:
+        """Have the process run behind all others of the machine, for good."""
+        self._runs_last = True
+        with contextlib.suppress(OSError):
+            os.setpriority(os.PRIO_PROCESS, self._process.pid, _LAST_NICENESS)
 
     async def check(self, constraint: Constraint) -> str | None:
-        """Return what is wrong with a constraint; None for nothing."""
+        """Return what is wrong with a constraint, None for nothing; raise `Overloaded` where it was given no time."""
         answer = await self._ask(json.dumps(constraint.as_dict()).encode(), _ANSWER_S)
         if not answer:
+            # First, since it may end by itself, and says then why.
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self.ended(), _END_S)
             self.kill()
+            if self._process.returncode == -signal.SIGALRM:
+                raise Overloaded("the machine had no time to check the constraint")
             _LOG.warning("a constraint was not compiled within its bounds", extra={"num_bytes": constraint.num_bytes})
             return f"{constraint.kind} takes more than {MAX_COMPILE_S:g} s or too much memory to compile"
         problem: str | None = json.loads(answer)

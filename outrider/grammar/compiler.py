@@ -19,8 +19,6 @@ from outrider.errors import InvalidArgument, OutriderError, Overloaded
 from outrider.grammar.matcher import OutputMatcher
 from outrider.grammar.source import grammar_of, one_line
 
-_NUM_THREADS: Final = 2
-"""So that one that takes long does not hold up all others."""
 _MAX_PENDING: Final = 256
 _NICENESS: Final = 10
 _LIMITS: Final = LLParserLimits(
@@ -86,7 +84,7 @@ class GrammarCompiler:
 
     def __init__(self, tokenizer: str, vocabulary_size: int, eos_token_ids: Sequence[int]) -> None:
         self.vocabulary_size = vocabulary_size
-        self._threads = ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="grammar", initializer=_yield_to_others)
+        self._threads = ThreadPoolExecutor(num_at_once(), thread_name_prefix="grammar", initializer=_yield_to_others)
         self._lock = threading.Lock()
         self._num_pending = 0
         # Begun at once: a large vocabulary takes a second.
@@ -113,6 +111,14 @@ class GrammarCompiler:
     def _end(self, future: "Future[LLMatcher]") -> None:
         with self._lock:
             self._num_pending -= 1
+
+
+def num_at_once() -> int:
+    """Return how many constraints a service compiles at a time.
+
+    Two, so that one that takes long does not hold up all others; one on two cores, which the services need themselves.
+    """
+    return 2 if len(os.sched_getaffinity(0)) > 2 else 1
 
 
 def _yield_to_others() -> None:

@@ -18,6 +18,7 @@ _INNER: Final = "constrained"
 _DIALECT: Final = re.compile(r"https?://json-schema\.org/draft(-0[467]|/2019-09|/2020-12)/schema#?")
 _NON_VERBOSE: Final = "<non-verbose/>"
 _ANY_OBJECT: Final = '{"type": "object"}'
+_ENCODER: Final = json.JSONEncoder(ensure_ascii=False)
 
 
 def grammar_of(constraint: Constraint, tokenizer: LLTokenizer) -> str:
@@ -197,4 +198,4 @@ def _literal(text: str, tokenizer: LLTokenizer) -> str:
 
 
 def _quoted(text: str) -> str:
-    return json.dumps(text, ensure_ascii=False)
+    return _ENCODER.encode(text)

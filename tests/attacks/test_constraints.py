@@ -3,13 +3,15 @@
 import asyncio
 import itertools
 import json
+import multiprocessing
 import time
 from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
 
 import pytest
 
 from bench.result import quantile
-from outrider.client import LocalStack, OutriderClient, Speculation, StackOptions
+from outrider.client import AsyncClient, LocalStack, OutriderClient, Speculation, StackOptions
 from outrider.constraint import MAX_CONSTRAINT_BYTES, Constraint
 from outrider.errors import ConstraintFailed, InvalidArgument, Overloaded
 from outrider.parameters import SamplingParameters
@@ -42,10 +44,24 @@ def doubled(num: int) -> dict[str, object]:
     return found | {f"d{num}": {"type": "string"}}
 
 
-async def attack(client: OutriderClient, first: int, counts: dict[str, int]) -> None:
-    """Send constraints that explode, one after another, until cancelled."""
+def attack_for(address: str, seconds: float) -> dict[str, int]:
+    """Send constraints that explode, six at a time, for so long; return how many had which outcome."""
+
+    async def all_of_them() -> None:
+        async with AsyncClient(address) as client:
+            await asyncio.gather(*(attack(client, number, counts, time.monotonic() + seconds) for number in range(6)))
+
+    counts: dict[str, int] = {}
+    asyncio.run(all_of_them())
+    return counts
+
+
+async def attack(client: OutriderClient, first: int, counts: dict[str, int], until: float) -> None:
+    """Send constraints that explode, one after another, until a time."""
     for number in itertools.count(first, 1000):
         for constraint in malicious(number):
+            if time.monotonic() > until:
+                return
             parameters = SamplingParameters(seed=1, max_tokens=20, constraint=constraint)
             try:
                 await client.complete("Say", parameters, timeout_s=30)
@@ -65,9 +81,9 @@ async def gaps_of(client: OutriderClient, num_sessions: int, seconds: float) -> 
             parameters = parameters.replace(constraint=HONEST)
         async for event in client.generate("Say", parameters, speculation=Speculation(disabled=True)):
             now = time.monotonic()
-            if last and getattr(event, "token_ids", ()):
-                found.append(now - last)
-            last = now
+            if getattr(event, "token_ids", ()):
+                found += [now - last] if last else []
+                last = now
             if now > until:
                 break
         return found
@@ -82,13 +98,12 @@ async def test_attack_24_constraints_that_explode_hold_no_other_session_up() -> 
         await until_all_in_rotation(stack)
         await gaps_of(client, 4, 2.0)
         alone = await gaps_of(client, 4, 8.0)
-        counts: dict[str, int] = {}
-        attackers = [asyncio.create_task(attack(client, number, counts)) for number in range(6)]
-        beside = await gaps_of(client, 4, 30.0)
-        for attacker in attackers:
-            attacker.cancel()
-        await asyncio.gather(*attackers, return_exceptions=True)
-        assert [attacker.exception() for attacker in attackers if not attacker.cancelled()] == []
+        # In a process of their own: what making them takes is not the services'.
+        with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as elsewhere:
+            attackers = asyncio.wrap_future(elsewhere.submit(attack_for, stack.addresses[0], 34.0))
+            await asyncio.sleep(3.0)
+            beside = await gaps_of(client, 4, 30.0)
+            counts = await attackers
         assert all(process.is_running for process in stack.processes)
         # They still take an honest one.
         answer = await client.complete("Say", SamplingParameters(seed=1, constraint=Constraint(choice=["yes"])))
@@ -98,8 +113,8 @@ async def test_attack_24_constraints_that_explode_hold_no_other_session_up() -> 
         f"p99 gap {1e3 * p99:.1f} ms alone, {1e3 * p99_beside:.1f} ms, {1e3 * max(beside):.0f} at most, beside {counts}"
     )
     assert set(counts) >= {"answered", "INVALID_ARGUMENT"} and sum(counts.values()) > 24
-    # Two cores have the checks, the attackers and the services: 25 and 58 ms were measured, with more cores it is less.
-    assert p99_beside < 5 * p99 and max(beside) < 1
+    # 1.3 to 1.5 were measured on two cores, which the attackers have too.
+    assert p99_beside < 1.75 * p99 and max(beside) < 1
 
 
 async def test_attack_24_a_constraint_of_a_megabyte_is_refused_by_its_size() -> None:

@@ -9,7 +9,7 @@ import pytest
 from outrider.constraint import Constraint
 from outrider.errors import ConstraintFailed, InvalidArgument, Overloaded
 from outrider.grammar import GRAMMAR_LIBRARY
-from outrider.grammar.compiler import GrammarCompiler, compiled, load_tokenizer
+from outrider.grammar.compiler import GrammarCompiler, compiled, load_tokenizer, num_at_once
 from outrider.lm.byte_tokenizer import EOS, VOCABULARY_SIZE
 
 
@@ -63,7 +63,7 @@ def test_the_number_that_waits_is_bounded_and_those_that_are_dropped_wait_no_mor
         held.release()
         hold.wait(20)
 
-    for _ in range(2):
+    for _ in range(num_at_once()):
         compiler._threads.submit(block)
         assert held.acquire(timeout=20)
     waiting = []

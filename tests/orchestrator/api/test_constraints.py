@@ -2,6 +2,8 @@
 
 import asyncio
 import json
+import os
+import signal
 from collections.abc import AsyncIterator
 from dataclasses import replace
 from pathlib import Path
@@ -56,7 +58,7 @@ async def test_a_constraint_is_checked_once(checks: ConstraintChecks) -> None:
         await checks.check(Constraint(regex="a("), model())
     assert refused.value.field == "constraint"
     [checker] = checks.started
-    assert not checker.has_ended
+    assert checker.is_usable
     checker.kill()
     await checker.ended()
     # What was found is known without a process.
@@ -81,6 +83,29 @@ async def test_what_takes_too_long_is_refused_and_holds_nothing_up(checks: Const
         await checks.check(Constraint(regex="b"), model())
 
 
+async def test_one_that_was_given_no_time_is_not_to_blame(checks: ConstraintChecks) -> None:
+    await checks.check(Constraint(regex="a"), model())
+    asked = asyncio.create_task(checks.check(ENDLESS, model()))
+    [pid] = checkers()
+    async with asyncio.timeout(30):
+        while ") R " not in Path(f"/proc/{pid}/stat").read_text():
+            await asyncio.sleep(0.01)
+        os.kill(pid, signal.SIGALRM)
+        with pytest.raises(Overloaded, match="no time"):
+            await asked
+        with pytest.raises(InvalidArgument, match="takes more than 2 s"):
+            await checks.check(ENDLESS, model())
+
+
+async def test_one_that_takes_long_runs_last(checks: ConstraintChecks, monkeypatch: pytest.MonkeyPatch) -> None:
+    await checks.check(Constraint(regex="first"), model())
+    monkeypatch.setattr(constraints, "_LONG_S", 0.0)
+    await checks.check(Constraint(regex="a"), model())
+    await checks.check(Constraint(regex="b"), model())
+    first, second = checks.started
+    assert not first.is_usable and second is not first
+
+
 async def test_another_tokenizer_has_a_process_of_its_own(checks: ConstraintChecks) -> None:
     await checks.check(Constraint(regex="a"), model())
     await checks.check(Constraint(regex="a"), model("other"))
@@ -96,12 +121,16 @@ async def test_targets_that_take_none_are_named(checks: ConstraintChecks) -> Non
 
 async def test_the_queue_and_the_wait_are_bounded(checks: ConstraintChecks, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(constraints, "_MAX_QUEUED", 1)
-    monkeypatch.setattr(constraints, "_MAX_WAIT_S", 0.2)
+    monkeypatch.setattr(constraints, "_MAX_WAIT_S", 0.5)
+    monkeypatch.setattr(constraints, "_LONG_S", 0.1)
     endless = [
         Constraint(json_schema=json.dumps({"multipleOf": 99999989 + 2 * n, "type": "integer"})) for n in range(4)
     ]
     running = [asyncio.create_task(checks.check(item, model())) for item in endless[:2]]
-    await asyncio.sleep(0)
+    # The second one runs beside the first once that takes long.
+    async with asyncio.timeout(20):
+        while len(checks.started) < 2:
+            await asyncio.sleep(0.02)
     waiting = asyncio.create_task(checks.check(endless[2], model()))
     await asyncio.sleep(0)
     with pytest.raises(Overloaded, match="1 constraints wait"):
