@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import re
 import shutil
 from collections.abc import AsyncIterator
 from contextlib import aclosing
@@ -19,6 +20,7 @@ from outrider.client import (
     Speculation,
     StackOptions,
 )
+from outrider.constraint import Constraint
 from outrider.parameters import AcceptanceRule, SamplingParameters
 from outrider.tokens import TokenOrigin
 from outrider.training.distill import DataOptions, distill
@@ -33,6 +35,7 @@ MAX_TOKENS = 4000
 NUM_ACCEPTED = 60
 WINDOW = 64
 """Tokens that a target may run ahead of what is committed."""
+HALF_OF_THE_WORDS = "(user|w[0-9]|w[13][0-9]){100,110}"
 PROMPTS = ([1, 3, 9, 20, 2, 1, 4], [1, 3, 30, 31, 32, 2, 1, 4], [1, 3, 50, 2, 1, 4])
 
 
@@ -51,6 +54,12 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with a target."""
     folder = tmp_path_factory.mktemp("target")
     save_tokenizer(Path(save_target(folder)))
+    # Constraints need a decoder; within one the words stand beside each other.
+    spaced = {"type": "Replace", "pattern": {"Regex": "^"}, "content": " "}
+    cut = {"type": "Strip", "content": " ", "start": 1, "stop": 0}
+    decoder = {"type": "Sequence", "decoders": [{"type": "ByteFallback"}, spaced, {"type": "Fuse"}, cut]}
+    tokenizer = json.loads((folder / "tokenizer.json").read_text())
+    (folder / "tokenizer.json").write_text(json.dumps(tokenizer | {"decoder": decoder}))
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {"max_position_embeddings": MAX_TOKENS + 96}))
     return folder
@@ -174,6 +183,31 @@ async def test_they_change_nothing_and_guess_well(
         assert whole / 2 <= drafted.statistics.feature_bytes <= 1.2 * whole + WINDOW * width
 
 
+@pytest.mark.parametrize("max_nodes", [0, 10], ids=["default", "tree"])
+async def test_they_change_nothing_within_a_constraint(
+    client: OutriderClient, method: MethodKind, max_nodes: int
+) -> None:
+    num_accepted = 0
+    for number, prompt in enumerate(PROMPTS):
+        speculation = Speculation(drafter=DRAFTERS[method], max_nodes=max_nodes)
+        num_accepted += await constrained(client, prompt, speculation, temperature=float(number % 2))
+    assert num_accepted > 10
+
+
+async def constrained(client: OutriderClient, prompt: list[int], speculation: Speculation, temperature: float) -> int:
+    """Check that a constrained output is the same with drafts and without; return how many tokens were accepted."""
+    parameters = SamplingParameters(
+        temperature=temperature, seed=7, max_tokens=120, constraint=Constraint(regex=HALF_OF_THE_WORDS)
+    )
+    plain, drafted = [
+        await client.complete(GenerationRequest(token_ids=prompt, parameters=parameters, speculation=given))
+        for given in (Speculation(disabled=True), speculation)
+    ]
+    assert drafted.token_ids == plain.token_ids
+    assert re.fullmatch(HALF_OF_THE_WORDS, drafted.text.replace(" ", ""))
+    return drafted.statistics.num_accepted_tokens
+
+
 @pytest.mark.parametrize("max_nodes", [0, 8])
 async def test_rejection_is_served_from_the_tokens_that_they_can_say(
     client: OutriderClient, method: MethodKind, max_nodes: int
@@ -208,6 +242,7 @@ async def test_within_the_target_they_change_nothing_and_nothing_crosses_the_net
                     plain = Speculation(disabled=True)
                     alone = _asking(prompt, plain, temperature=temperature, max_tokens=60)
                     assert (await client.complete(alone)).token_ids == generation.token_ids
+        assert sum([await constrained(client, prompt, Speculation(), temperature=1.0) for prompt in PROMPTS]) > 10
         # A conversation goes on with the columns of its first turn.
         first = await client.complete(_asking(PROMPTS[0], Speculation(), max_tokens=30))
         second = await client.complete(_asking(PROMPTS[1], Speculation(), max_tokens=30, session_id=first.session_id))
