@@ -23,7 +23,7 @@ class AnswerTimes:
         depth: of the nodes that arrive first.
     """
 
-    seconds: DecayingMean = field(default_factory=lambda: DecayingMean(0.2, max_ratio=MAX_RATIO))
+    seconds: DecayingMean = field(default_factory=lambda: DecayingMean(0.2, max_ratio=MAX_RATIO, doubts_first=True))
     depth: DecayingMean = field(default_factory=lambda: DecayingMean(0.2))
 
 
@@ -39,7 +39,7 @@ class DraftTimes:
 
     def __init__(self, prior: AnswerTimes | None = None) -> None:
         self._prior = AnswerTimes() if prior is None else prior
-        self._answer_s = DecayingMean(0.3, max_ratio=MAX_RATIO)
+        self._answer_s = DecayingMean(0.3, max_ratio=MAX_RATIO, doubts_first=True)
         self._answer_depth = DecayingMean(0.3)
         self._verdicts: OrderedDict[int, float] = OrderedDict()
         self.step_s = 0.0

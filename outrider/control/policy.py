@@ -34,8 +34,8 @@ from outrider.control.pass_times import PassTimes
 from outrider.speculation.acceptance import AcceptanceRates
 
 _RETRY_ROUNDS: Final = 64
-"""Plain rounds, of a session or of all together, after which a proposal is waited for again, since waits are only
-measured by waiting. All together, since requests may be shorter than that."""
+"""Plain rounds of a session, after which a proposal is waited for again, since waits are only measured by waiting; or so
+many for each session of the target since any has waited, since requests may be shorter than that."""
 _MAX_RETRY_ROUNDS: Final = 1024
 """The limit of these rounds, which double each time that waiting did not pay."""
 _MARGIN: Final = 1.1
@@ -69,11 +69,10 @@ class _PlainRounds:
     num: int = 0
     limit: int = _RETRY_ROUNDS
 
-    @property
-    def is_due(self) -> bool:
-        return self.num >= self.limit
+    def is_due(self, num_sessions: int = 1) -> bool:
+        return self.num >= self.limit * num_sessions
 
-    def wait_in_vain(self) -> None:
+    def double(self) -> None:
         self.limit = min(2 * self.limit, _MAX_RETRY_ROUNDS)
 
 
@@ -175,7 +174,7 @@ class SpeculationPolicy:
         self._yield = DecayingMean(0.1)
         self._width = DecayingMean(0.1, 1.0, _USUAL_ROUNDS)
         self._plain_rounds = _PlainRounds()
-        self._counts = (self._plain_rounds, statistics.plain_rounds)
+        self._waits_again = False
         self._expected_accepted = 0.0
         self._expected_wait_s: float | None = None
 
@@ -217,11 +216,8 @@ class SpeculationPolicy:
         goal, pays = self._best(now, depth, goals, margin, weight, is_running=is_running)
         self._expected_accepted = self.rates.expected_accepted(goal)
         if pays:
-            for count in self._counts:
-                count.limit = _RETRY_ROUNDS
-        elif due := [count for count in self._counts if count.is_due]:
-            for count in due:
-                count.wait_in_vain()
+            self._plain_rounds.limit = self._statistics.plain_rounds.limit = _RETRY_ROUNDS
+        elif self._waits_again or self._is_due():
             goal = max_depth
         elif self._drafts_here and self._is_trial:
             goal = shortest
@@ -258,8 +254,8 @@ class SpeculationPolicy:
         if not waited:
             self._count_plain()
             return
-        for count in self._counts:
-            count.num = 0
+        self._waits_again = False
+        self._plain_rounds.num = self._statistics.plain_rounds.num = 0
         if depth:
             self._width.observe(num_nodes / depth)
         self._observe_outcome(num_accepted, self.rates.expected_accepted(depth) if depth else self._expected_accepted)
@@ -281,8 +277,22 @@ class SpeculationPolicy:
         self._observe_outcome(min(num_matching, num_asked), self.rates.expected_accepted(num_asked))
 
     def _count_plain(self) -> None:
-        for count in self._counts:
-            count.num += 1
+        self._waits_again = False
+        self._plain_rounds.num += 1
+        self._statistics.plain_rounds.num += 1
+
+    def _is_due(self) -> bool:
+        """Return whether this round waits once more, whatever is expected of it, and then does until its end."""
+        own, shared = self._plain_rounds, self._statistics.plain_rounds
+        if own.is_due():
+            own.double()
+            self._waits_again = True
+        if shared.is_due(self._times.num_sessions):
+            # At once, so that no other session does too.
+            shared.double()
+            shared.num = 0
+            self._waits_again = True
+        return self._waits_again
 
     def _observe_outcome(self, num_accepted: int, expected: float) -> None:
         if expected > 0:

@@ -16,7 +16,7 @@ def test_the_first_observations_weigh_alike_and_later_ones_decay() -> None:
 
 @pytest.mark.parametrize("place", [0, 1, 5, 30])
 def test_a_stall_moves_it_little(place: int) -> None:
-    mean = DecayingMean(0.1, max_ratio=2.0)
+    mean = DecayingMean(0.1, max_ratio=2.0, doubts_first=True)
     for number in range(place + 3):
         mean.observe(500.0 if number == place else 1.0)
     assert 1.0 <= mean.value < 2.0

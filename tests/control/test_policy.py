@@ -351,6 +351,25 @@ def test_short_requests_wait_in_vain_no_more_often_than_one_long_one() -> None:
     assert 1 <= sum(waits) <= 8
 
 
+def test_sessions_that_need_no_draft_do_not_wait_all_at_once() -> None:
+    statistics = WorkerStatistics(_times())
+    statistics.times.num_sessions = 32
+    _Session(accepted=0.02, statistics=statistics).settle(60)
+    sessions = [_Session(accepted=0.02, statistics=statistics) for _ in range(32)]
+    num_waits = 0
+    for _ in range(2000):
+        # All begin their rounds before any of them ends.
+        plans = [session.policy.begin([], 0, DEPTH) for session in sessions]
+        for session, plan in zip(sessions, plans, strict=True):
+            if plan.wait_s:
+                num_waits += 1
+                assert session.policy.begin([], 0, DEPTH).wait_s > 0, "it waits to the end of its round"
+                session.policy.observe_round(0, 1, 1, 0.002, waited=True)
+            else:
+                session.policy.observe_plain()
+    assert 32 <= num_waits < 0.01 * 32 * 2000
+
+
 def test_while_no_pass_was_measured_a_wait_is_as_long_as_it_may_be() -> None:
     policy = SpeculationPolicy(0.1, WorkerStatistics())
     policy.draft.record_verdict(1, 0.0)
