@@ -177,7 +177,12 @@ class Engine:
         if self.loop.is_draining:
             raise Draining("the draft is shutting down")
         terms = self._with_grammar(command.terms)
-        session = self._sessions.open(command.handle, command.session_id, command.fencing_token, terms)
+        try:
+            session = self._sessions.open(command.handle, command.session_id, command.fencing_token, terms)
+        except OutriderError:
+            if terms.grammar is not None:
+                terms.grammar.drop()
+            raise
         if (lost := self._end(command.session_id)) is not None:
             error = Fenced("the session was opened again elsewhere")
             self._replies.add(lost.handle, Refused(lost.handle.number, error))

@@ -3,7 +3,7 @@
 import time
 from array import array
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from opentelemetry import trace
 
@@ -58,6 +58,12 @@ class Session:
         del self.token_ids[same_len:]
         self.token_ids.extend(span.token_ids[same_len - span.start :])
         return same_len
+
+    def drop_grammar(self) -> None:
+        """Have the grammar of the request, which has ended, compiled no more, and forget it."""
+        if self.terms.grammar is not None:
+            self.terms.grammar.drop()
+            self.terms = replace(self.terms, grammar=None)
 
     def end_span(self, error: str = "") -> None:
         """End the trace span of the request, unless it has ended; `error` is its reason where it failed."""
@@ -123,6 +129,8 @@ class Sessions:
             raise Overloaded(f"{len(self._handles)} sessions are open, which is the limit")
         if session is None:
             session = Session(session_id, fencing_token, terms)
+        else:
+            session.drop_grammar()
         session.fencing_token, session.terms, session.handle = fencing_token, terms, handle
         session.num_feature_frames = 0
         self._idle.pop(session_id)
@@ -156,6 +164,7 @@ class Sessions:
         if session is None or session.handle != handle:
             return None
         session.handle = None
+        session.drop_grammar()
         del self._open[session.session_id]
         if session.is_gone:
             self._forget(session.session_id)

@@ -98,7 +98,9 @@ class PassTimes:
         self._slope = 0.0
         self._curve: list[tuple[int, float]] = []
         self._prefill = _TwoFactors()
-        self._rests = {which: DecayingMean(_LEARNING, max_ratio=MAX_RATIO, doubts_first=True) for which in (False, True)}
+        self._rests = {
+            which: DecayingMean(_LEARNING, max_ratio=MAX_RATIO, doubts_first=True) for which in (False, True)
+        }
 
     @property
     def known(self) -> bool:

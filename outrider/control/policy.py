@@ -34,8 +34,8 @@ from outrider.control.pass_times import PassTimes
 from outrider.speculation.acceptance import AcceptanceRates
 
 _RETRY_ROUNDS: Final = 64
-"""Plain rounds of a session, after which a proposal is waited for again, since waits are only measured by waiting; or so
-many for each session of the target since any has waited, since requests may be shorter than that."""
+"""Plain rounds of a session, after which a proposal is waited for again, since waits are only measured by waiting; or
+so many for each session of the target since any has waited, since requests may be shorter than that."""
 _MAX_RETRY_ROUNDS: Final = 1024
 """The limit of these rounds, which double each time that waiting did not pay."""
 _MARGIN: Final = 1.1

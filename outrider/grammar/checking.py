@@ -68,7 +68,7 @@ def _walk(matcher: LLMatcher) -> None:
     output: list[int] = []
     for _ in range(_NUM_STEPS):
         own.follow(output)
-        own.forced(1)
+        own.forced()
         own.check()
         mask = int.from_bytes(own.native.compute_bitmask(), "little")
         own.check()

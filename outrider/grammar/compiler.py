@@ -8,17 +8,19 @@ import contextlib
 import json
 import os
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
-from typing import Final
+from typing import Any, Final, TypeVar
 
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
+from tokenizers import Tokenizer
 
 from outrider.constraint import FIELD, Constraint
-from outrider.errors import InvalidArgument, OutriderError, Overloaded
+from outrider.errors import ConstraintFailed, InvalidArgument, OutriderError, Overloaded
 from outrider.grammar.matcher import OutputMatcher
 from outrider.grammar.source import grammar_of, one_line
 
+ResultT = TypeVar("ResultT")
 _MAX_PENDING: Final = 256
 _NICENESS: Final = 10
 _LIMITS: Final = LLParserLimits(
@@ -31,46 +33,91 @@ _LIMITS: Final = LLParserLimits(
 
 
 class CompiledGrammar:
-    """The grammar of one request, which is being compiled, or has been."""
+    """The grammar of one request: it is being compiled, or follows a long output, or is ready.
 
-    def __init__(self, future: "Future[LLMatcher]") -> None:
-        self._future = future
-        self._matcher: OutputMatcher | None = None
+    Args:
+        threads: that do both.
+        compile_grammar: returns a matcher at the beginning of an output.
+    """
+
+    def __init__(self, threads: "_Threads", compile_grammar: Callable[[], LLMatcher]) -> None:
+        self._threads = threads
+        self._compile = compile_grammar
+        self._future = threads.submit(lambda: OutputMatcher(compile_grammar().deep_copy))
 
     @property
     def is_ready(self) -> bool:
-        """Whether compiling has ended."""
+        """Whether the matcher can be used."""
         return self._future.done()
 
     @property
     def has_begun(self) -> bool:
-        """Whether compiling has begun; else others come first."""
+        """Whether its turn has come; else others come first."""
         return self._future.running() or self._future.done()
 
     @property
     def matcher(self) -> OutputMatcher:
-        """The matcher of the request's output, for one thread; waits for the grammar.
+        """The matcher of the request's output, for one thread; waits for it.
 
         Raises:
             OutriderError: the constraint cannot be compiled.
         """
-        if self._matcher is None:
-            try:
-                begin = self._future.result().deep_copy
-            except OutriderError:
-                raise
-            except (Exception, CancelledError) as error:
-                raise InvalidArgument(f"cannot be compiled: {error}", FIELD) from error
-            self._matcher = OutputMatcher(begin)
-        return self._matcher
+        try:
+            return self._future.result()
+        except OutriderError:
+            raise
+        except (Exception, CancelledError) as error:
+            raise InvalidArgument(f"cannot be compiled: {error}", FIELD) from error
 
     def on_ready(self, fn: Callable[[], object]) -> None:
-        """Have a function called, in any thread, once compiling has ended; at once where it has."""
+        """Have a function called, in any thread, once the matcher can be used; at once where it can."""
         self._future.add_done_callback(lambda _: fn())
+
+    def follow(self, output: Sequence[int]) -> None:
+        """Have the matcher, which is ready, come to a long output beside the threads that need it."""
+        matcher, tokens = self.matcher, list(output)
+        self._future = self._threads.submit(lambda: _after(matcher, tokens))
+
+    def begin_anew(self, output: Sequence[int]) -> None:
+        """Compile it once more, and come to an output."""
+        begin, tokens = self._compile, list(output)
+        self._future = self._threads.submit(lambda: _after(OutputMatcher(begin().deep_copy), tokens))
 
     def drop(self) -> None:
         """Compile it no more, where that has not begun: its request has ended."""
         self._future.cancel()
+
+
+def _after(matcher: OutputMatcher, output: Sequence[int]) -> OutputMatcher:
+    """Return a matcher once it has come to an output; where it fails there, it fails for those who need it as well."""
+    with contextlib.suppress(ConstraintFailed):
+        matcher.follow(output)
+    return matcher
+
+
+class _Threads:
+    """Threads that run behind those that serve, and the number of jobs that have not ended."""
+
+    def __init__(self) -> None:
+        self._pool = ThreadPoolExecutor(num_at_once(), thread_name_prefix="grammar", initializer=_yield_to_others)
+        self._lock = threading.Lock()
+        self.num_pending = 0
+
+    def submit(self, fn: Callable[[], ResultT]) -> "Future[ResultT]":
+        """Run a function in one of the threads."""
+        with self._lock:
+            self.num_pending += 1
+        future = self._pool.submit(fn)
+        future.add_done_callback(self._end)
+        return future
+
+    def close(self) -> None:
+        """End the threads: what is running finishes, what waits does not begin."""
+        self._pool.shutdown(wait=False, cancel_futures=True)
+
+    def _end(self, future: "Future[Any]") -> None:
+        with self._lock:
+            self.num_pending -= 1
 
 
 class GrammarCompiler:
@@ -84,11 +131,15 @@ class GrammarCompiler:
 
     def __init__(self, tokenizer: str, vocabulary_size: int, eos_token_ids: Sequence[int]) -> None:
         self.vocabulary_size = vocabulary_size
-        self._threads = ThreadPoolExecutor(num_at_once(), thread_name_prefix="grammar", initializer=_yield_to_others)
-        self._lock = threading.Lock()
-        self._num_pending = 0
+        self._threads = _Threads()
         # Begun at once: a large vocabulary takes a second.
-        self._tokenizer = self._threads.submit(load_tokenizer, tokenizer, vocabulary_size, eos_token_ids)
+        self._tokenizer = self._threads.submit(lambda: load_tokenizer(tokenizer, vocabulary_size, eos_token_ids))
+        self._token_ids = self._threads.submit(lambda: token_ids_of(tokenizer))
+
+    @property
+    def token_ids(self) -> Collection[int]:
+        """The ids that the tokenizer has."""
+        return self._token_ids.result()
 
     def begin(self, constraint: Constraint) -> CompiledGrammar:
         """Begin to compile a constraint for a request.
@@ -96,21 +147,13 @@ class GrammarCompiler:
         Raises:
             Overloaded: 256 wait already.
         """
-        with self._lock:
-            if self._num_pending >= _MAX_PENDING:
-                raise Overloaded(f"{self._num_pending} constraints wait to be compiled, the limit")
-            self._num_pending += 1
-        future = self._threads.submit(lambda: compiled(constraint, self._tokenizer.result()))
-        future.add_done_callback(self._end)
-        return CompiledGrammar(future)
+        if (num := self._threads.num_pending) >= _MAX_PENDING:
+            raise Overloaded(f"{num} constraints wait to be compiled, the limit")
+        return CompiledGrammar(self._threads, lambda: compiled(constraint, self._tokenizer.result()))
 
     def close(self) -> None:
         """End the threads: what is running finishes, what waits does not begin."""
-        self._threads.shutdown(wait=False, cancel_futures=True)
-
-    def _end(self, future: "Future[LLMatcher]") -> None:
-        with self._lock:
-            self._num_pending -= 1
+        self._threads.close()
 
 
 def num_at_once() -> int:
@@ -125,6 +168,15 @@ def _yield_to_others() -> None:
     """Have this thread run behind those that serve, where cores are few."""
     with contextlib.suppress(OSError):
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)
+
+
+def token_ids_of(definition: str) -> frozenset[int]:
+    """Return the ids that a tokenizer has.
+
+    Args:
+        definition: tokenizer.json.
+    """
+    return frozenset(Tokenizer.from_str(definition).get_vocab(with_added_tokens=True).values())
 
 
 def load_tokenizer(definition: str, vocabulary_size: int, eos_token_ids: Sequence[int]) -> LLTokenizer:

@@ -1,7 +1,7 @@
 """The tokens that constraints allow after the nodes of many proposals, computed in native calls on all cores."""
 
 import os
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import Final, NamedTuple
@@ -20,10 +20,19 @@ _WORD_BITS: Final = 32
 
 
 class MatchedTree(NamedTuple):
-    """A proposal below the output that a matcher has followed."""
+    """A proposal below the output that a matcher has followed.
+
+    Attributes:
+        matcher: it.
+        tree: the proposal.
+        forced: tokens that must follow the output, as far as they are known: the one token that is allowed at each of
+            these places, for which the library need not be asked. It takes as long for each as all that is forced is
+            long.
+    """
 
     matcher: OutputMatcher
     tree: ProposalTree
+    forced: Sequence[int] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,24 +63,32 @@ class NodeMasks:
         words = self.words[torch.tensor(numbers), places // _WORD_BITS]
         return ((words >> (places % _WORD_BITS)) & 1).bool().tolist()
 
-    def allows_besides(self, number: int, token_ids: Collection[int]) -> bool:
-        """Return whether any token but these is allowed after a node."""
-        words = self.words[number].clone()
-        for token_id in token_ids:
-            words[token_id // _WORD_BITS] &= ~_bit(token_id)
-        return bool(words.any())
+    def allow_besides(self, words: Tensor) -> list[bool]:
+        """Return for the base and each node whether any token but those of a mask, int32 [W], is allowed after it."""
+        return (self.words & ~words).any(dim=1).tolist()
 
     def only(self, numbers: Sequence[int]) -> "NodeMasks":
         """Return the masks after the base and these nodes, which become nodes 1, 2, ..."""
         return NodeMasks(self.words[[ROOT, *numbers]])
 
 
-def node_masks(items: Sequence[MatchedTree], vocabulary_size: int) -> list[NodeMasks]:
+def token_words(token_ids: Iterable[int], vocabulary_size: int) -> Tensor:
+    """Return the mask of some tokens, int32 [V / 32, rounded up]; ids of V and beyond are left out."""
+    words = [0] * -(-vocabulary_size // _WORD_BITS)
+    for token_id in token_ids:
+        if token_id < vocabulary_size:
+            words[token_id // _WORD_BITS] |= _bit(token_id)
+    return torch.tensor(words, dtype=torch.int32)
+
+
+def node_masks(items: Sequence[MatchedTree], vocabulary_size: int, tokens: Tensor | None = None) -> list[NodeMasks]:
     """Return the masks of each tree; the matchers stay where they are.
 
     Args:
         items: of different requests.
         vocabulary_size: V; the masks have V / 32 words, rounded up.
+        tokens: mask of the tokens that there are; None for all. A grammar that allows all but some tokens allows ids
+            that the tokenizer does not have.
 
     Raises:
         ConstraintFailed: a matcher exceeds a bound. It is raised for any of them: ask for each alone then.
@@ -80,9 +97,10 @@ def node_masks(items: Sequence[MatchedTree], vocabulary_size: int) -> list[NodeM
         return []
     jobs: list[tuple[LLMatcher, int, list[int]]] = []
     rows: list[list[int]] = []
+    forced: list[tuple[int, int]] = []
     num_rows = 0
     for item in items:
-        found, num_rows = _jobs(item, num_rows, jobs)
+        found, num_rows = _jobs(item, num_rows, jobs, forced)
         rows.append(found)
     words = torch.zeros(num_rows, -(-vocabulary_size // _WORD_BITS), dtype=torch.int32)
     row_bytes = words.shape[1] * words.element_size()
@@ -94,6 +112,10 @@ def node_masks(items: Sequence[MatchedTree], vocabulary_size: int) -> list[NodeM
     for matcher, _, _ in jobs:
         if matcher.is_error():
             raise ConstraintFailed(f"the constraint fails: {one_line(matcher.get_error())}")
+    for row, token_id in forced:
+        words[row, token_id // _WORD_BITS] = _bit(token_id)
+    if tokens is not None:
+        words &= tokens
     return [NodeMasks(words[found]) for found in rows]
 
 
@@ -129,21 +151,62 @@ def allowed_tree(
     return kept, [number for number in numbers if number != ROOT]
 
 
-def _jobs(item: MatchedTree, first: int, jobs: list[tuple[LLMatcher, int, list[int]]]) -> tuple[list[int], int]:
-    """Add a job for each path of a tree, from row `first` on; return the row of each node, and the next free row."""
+def _jobs(
+    item: MatchedTree, first: int, jobs: list[tuple[LLMatcher, int, list[int]]], forced: list[tuple[int, int]]
+) -> tuple[list[int], int]:
+    """Return the row of each node of a tree, from row `first` on, and the next free row.
+
+    A job is added for each path whose masks the library computes, and for each place of what is forced its row and
+    token. Row `first` stays empty: it is that of nodes which are not allowed.
+    """
     nodes = item.tree.nodes
-    parents = {node.parent for node in nodes}
-    leaves = [number for number in range(1 + len(nodes)) if number not in parents]
     rows = [first] * (1 + len(nodes))
-    for leaf in leaves:
-        path = item.tree.path(leaf)
-        for depth, number in enumerate(path, start=1):
-            rows[number] = first + depth
+    first += 1
+    line = _forced_line(item)
+    for number, token_id in zip(line, item.forced, strict=False):
+        rows[number] = first
+        forced.append((first, token_id))
+        first += 1
+    if len(line) <= len(item.forced):
+        return rows, first
+    depth, start = len(line) - 1, line[-1]
+    matcher = _ahead(item.matcher.native, item.forced)
+    for path in _paths_below(item.tree, start, depth):
+        for place, number in enumerate((start, *path)):
+            rows[number] = first + place
         # Each path has a copy, which is dropped behind it: see `OutputMatcher` about going back.
-        matcher = item.matcher.native.deep_copy() if path else item.matcher.native
-        jobs.append((matcher, first, [nodes[number - 1].token_id for number in path]))
+        jobs.append((matcher.deep_copy() if path else matcher, first, [nodes[number - 1].token_id for number in path]))
         first += 1 + len(path)
     return rows, first
+
+
+def _paths_below(tree: ProposalTree, start: int, depth: int) -> list[list[int]]:
+    """Return the path to each leaf below a node of some depth; an empty one where nothing is below it."""
+    parents = {node.parent for node in tree.nodes}
+    if start not in parents:
+        return [[]]
+    paths = [tree.path(leaf) for leaf in range(1, 1 + len(tree)) if leaf not in parents]
+    return [list(path[depth:]) for path in paths if start == ROOT or (len(path) > depth and path[depth - 1] == start)]
+
+
+def _forced_line(item: MatchedTree) -> list[int]:
+    """Return the base and the nodes below it that have the forced tokens."""
+    line = [ROOT]
+    for token_id in item.forced:
+        child = item.tree.child(line[-1], token_id)
+        if child is None:
+            break
+        line.append(child)
+    return line
+
+
+def _ahead(matcher: LLMatcher, forced: Sequence[int]) -> LLMatcher:
+    """Return a matcher after tokens that are forced; the one that is given stays where it is."""
+    if not forced:
+        return matcher
+    ahead = matcher.deep_copy()
+    ahead.consume_tokens(list(forced))
+    return ahead
 
 
 def _bit(token_id: int) -> int:

@@ -1,11 +1,16 @@
 """A matcher that follows one request's output."""
 
 from collections.abc import Callable, Sequence
+from typing import Final
 
 from llguidance import LLMatcher
 
 from outrider.errors import ConstraintFailed
 from outrider.grammar.source import one_line
+
+_PIECE: Final = 4
+"""Tokens that are consumed between two masks. Each mask renews the work that the library's lexer may do; in plain
+decoding there is one before each token, and what is replayed must not have less."""
 
 
 class OutputMatcher:
@@ -40,14 +45,22 @@ class OutputMatcher:
         """
         if list(output[: len(self._followed)]) != self._followed:
             self._matcher, self._followed = self._begin(), []
-        if rest := list(output[len(self._followed) :]):
-            self._matcher.consume_tokens(rest)
-            self._followed += rest
+        rest = list(output[len(self._followed) :])
+        for start in range(0, len(rest), _PIECE):
+            if start:
+                self._matcher.compute_bitmask()
+            self._matcher.consume_tokens(rest[start : start + _PIECE])
+        self._followed += rest
         self.check()
 
-    def forced(self, most: int) -> list[int]:
-        """Return the tokens that must follow, whatever the model's logits are: up to `most` of them."""
-        return self._matcher.compute_ff_tokens()[:most] if most > 0 else []
+    def num_missing(self, output: Sequence[int]) -> int:
+        """Return how many tokens `follow` has to consume to come to an output."""
+        is_continued = list(output[: len(self._followed)]) == self._followed
+        return len(output) - len(self._followed) if is_continued else len(output)
+
+    def forced(self) -> list[int]:
+        """Return the tokens that must follow, whatever the model's logits are: it takes as long as they are long."""
+        return self._matcher.compute_ff_tokens()
 
     def check(self) -> None:
         """Raise `ConstraintFailed` where the matcher has failed: it never recovers."""

@@ -11,6 +11,7 @@ from typing import Protocol, TypeAlias
 import torch
 from torch import Tensor
 
+from outrider.errors import ConstraintFailed
 from outrider.speculation.randomness import Counter, Purpose
 from outrider.tokens import ROOT, ProposalTree, SparseDistribution, TokenOrigin
 
@@ -37,7 +38,8 @@ class Outcome:
     Attributes:
         token_ids: the output tokens, at positions base.len, base.len + 1, ...
         origins: of each token: ACCEPTED, and for the last one RECOVERED if other tokens were proposed at its position,
-            else BONUS.
+            else BONUS. Where no token can follow what was accepted, the last accepted one is the last of the output,
+            and the round after this one fails, as it would without a proposal.
         path: numbers of the accepted nodes, from a child of the root downwards.
     """
 
@@ -61,7 +63,12 @@ def follow_draws(tree: ProposalTree, draw: Callable[[int], int]) -> Outcome:
     path: list[int] = []
     while True:
         number = path[-1] if path else ROOT
-        token_id = draw(number)
+        try:
+            token_id = draw(number)
+        except ConstraintFailed:
+            if not path:
+                raise
+            return _ended(tree, path)
         child = tree.child(number, token_id)
         if child is None:
             return _outcome(tree, path, token_id)
@@ -92,10 +99,15 @@ def verify_rejection(
     path: list[int] = []
     start = ROOT
     while True:
-        block = _Block(tree, distribution_after, base_len, start)
-        kept = block.num_kept(source)
-        path += block.chain[:kept]
-        token_id = block.own_token(kept, source)
+        try:
+            block = _Block(tree, distribution_after, base_len, start)
+            kept = block.num_kept(source)
+            path += block.chain[:kept]
+            token_id = block.own_token(kept, source)
+        except ConstraintFailed:
+            if not path:
+                raise
+            return _ended(tree, path)
         child = tree.child(path[-1] if path else ROOT, token_id)
         # The rejected node of the block has residual probability 0, up to rounding; its chain was already verified.
         if child is None or child in block.chain:
@@ -193,11 +205,21 @@ class _Block:
         self._prefixes = self._weigh(tree)
 
     def _weigh(self, tree: ProposalTree) -> list[_Prefix]:
-        """Return the prefixes that can be accepted, shortest first (Sun et al. 2024, Alg. 2)."""
+        """Return the prefixes that can be accepted, shortest first (Sun et al. 2024, Alg. 2).
+
+        A node that no token can follow ends the chain: whether it is accepted must not depend on what was drafted
+        below it.
+        """
         prefixes: list[_Prefix] = []
         scale, number = 1.0, self._start
         for child in self.chain:
-            target = self._distribution_after(number)
+            try:
+                target = self._distribution_after(number)
+            except ConstraintFailed:
+                if number == self._start:
+                    raise
+                self.chain = self.chain[: len(prefixes)]
+                break
             draft = _dense(tree.node(child).draft_distribution, target)
             prefixes.append(_Prefix(scale, target, draft))
             token_id = tree.node(child).token_id
@@ -247,6 +269,12 @@ def _dense(distribution: SparseDistribution | None, like: Tensor) -> Tensor:
     weights = torch.tensor(distribution.probabilities, dtype=torch.float64, device=like.device)
     token_ids = torch.tensor(distribution.token_ids, device=like.device)
     return torch.zeros_like(like).index_put_((token_ids,), weights / weights.sum())
+
+
+def _ended(tree: ProposalTree, path: Sequence[int]) -> Outcome:
+    """Return the outcome of a path that nothing can follow."""
+    token_ids = tuple(tree.node(number).token_id for number in path)
+    return Outcome(token_ids, tuple(TokenOrigin.ACCEPTED for _ in path), tuple(path[:-1]))
 
 
 def _outcome(tree: ProposalTree, path: Sequence[int], token_id: int) -> Outcome:

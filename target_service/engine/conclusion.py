@@ -3,6 +3,7 @@
 import time
 from typing import Any, NamedTuple
 
+from outrider.errors import OutriderError
 from target_service.engine.counters import EngineLoad
 from target_service.engine.open_request import OpenRequest
 from target_service.engine.results import RoundMetrics, RoundResult, Verdict
@@ -26,8 +27,13 @@ class RoundTimes(NamedTuple):
     is_prefill: bool
 
 
-def conclude(request: OpenRequest[Any], result: RoundResult, times: RoundTimes, load: EngineLoad) -> Verdict:
-    """Append a round's output to its session, begin the next round, and return the verdict, to be sent.
+def conclude(
+    request: OpenRequest[Any], result: RoundResult, times: RoundTimes, load: EngineLoad
+) -> tuple[Verdict, OutriderError | None]:
+    """Append a round's output to its session, and begin the next round.
+
+    Returns:
+        The verdict, to be sent, and why the request ends behind it, if it does: its next round cannot begin.
 
     Args:
         request: the request, as it was before the round.
@@ -45,7 +51,11 @@ def conclude(request: OpenRequest[Any], result: RoundResult, times: RoundTimes, 
         speculation.observe(result.num_accepted, result.num_draft_tokens, result.num_nodes, times.wait_s, rest_s)
     expected_s = times.expected_s + (speculation.expected_wait_s if times.expected_s else 0.0)
     hit = speculation.advance(result.token_ids, len(resident.token_ids))
-    request.begin_round(now)
+    failure = None
+    try:
+        request.begin_round(now)
+    except OutriderError as error:
+        failure = error
     speculation.record_verdict(len(resident.token_ids), now)
     metrics = RoundMetrics(
         model_time_s=times.model_s,
@@ -63,4 +73,4 @@ def conclude(request: OpenRequest[Any], result: RoundResult, times: RoundTimes, 
         request.span.add_event("first_token")
     request.sums.add(result, metrics)
     request.num_recomputed = speculation.num_proposed = 0
-    return Verdict(request.handle.number, base, result, metrics)
+    return Verdict(request.handle.number, base, result, metrics), failure

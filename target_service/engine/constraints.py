@@ -14,12 +14,15 @@ from torch import Tensor
 
 from outrider.errors import ConstraintFailed, InvalidArgument
 from outrider.grammar.compiler import CompiledGrammar, GrammarCompiler
-from outrider.grammar.masks import MatchedTree, NodeMasks, allowed_tree, node_masks
+from outrider.grammar.masks import MatchedTree, NodeMasks, allowed_tree, node_masks, token_words
 from outrider.parameters import AcceptanceRule, SamplingParameters
 from outrider.tokens import ROOT, NodeKind, ProposalNode, ProposalTree
 
 _MAX_COMPILE_S: Final = 10.0
-_MAX_FORCED: Final = 32
+MAX_FORCED: Final = 32
+"""Forced tokens that a round verifies, at most."""
+_MAX_REPLAYED: Final = 64
+"""Tokens that a matcher follows at once; more, as after a failover, it follows beside the engine's thread."""
 _NO_TREE: Final = ProposalTree()
 
 
@@ -61,23 +64,39 @@ class ConstrainedRequest(Protocol):
 class RequestConstraint:
     """The constraint of one open request. Called in the engine's thread.
 
+    Proposals decide about nothing: what the library computes for one counts towards the bounds of the grammar that it
+    was compiled to. Where such a bound is reached, the grammar is compiled anew, and takes no proposals any more.
+
     Args:
         grammar: of the constraint.
         request: whose it is.
         eos_token_ids: end an output.
+        on_ready: called, in any thread, once the grammar is compiled, or has come to a long output.
 
     Attributes:
-        forced: tokens that follow the output whatever the logits are.
+        forced: tokens that follow the output whatever the logits are, as far as they are known.
     """
 
-    def __init__(self, grammar: CompiledGrammar, request: ConstrainedRequest, eos_token_ids: Collection[int]) -> None:
+    def __init__(
+        self,
+        grammar: CompiledGrammar,
+        request: ConstrainedRequest,
+        eos_token_ids: Collection[int],
+        on_ready: Callable[[], object] = lambda: None,
+    ) -> None:
         self.grammar = grammar
         self._request = request
         self._eos_token_ids = eos_token_ids
+        self._on_ready = on_ready
         self._started = time.monotonic()
-        self._has_followed = False
+        self._has_followed = self._is_explored = False
+        self._takes_proposals = True
         self._base: NodeMasks | None = None
+        self._stop_words: Tensor | None = None
         self.forced: list[int] = []
+        self._forced_from = 0
+        if not grammar.is_ready:
+            grammar.on_ready(on_ready)
 
     @property
     def is_ready(self) -> bool:
@@ -95,20 +114,57 @@ class RequestConstraint:
         return self._started + _MAX_COMPILE_S
 
     def follow(self) -> None:
-        """Come to the request's output; before the grammar is compiled, do nothing.
+        """Come to the request's output; do nothing before the grammar is compiled.
+
+        `has_followed` says whether it is there: a long output it follows beside this thread.
 
         Raises:
             OutriderError: it cannot be compiled, does not allow the output, or exceeds a bound.
         """
         if not self.is_ready:
             return
-        self.grammar.matcher.follow(self._request.output)
+        output = self._request.output
+        try:
+            matcher = self.grammar.matcher
+            num = matcher.num_missing(output)
+            if num > _MAX_REPLAYED:
+                self._hold()
+                self.grammar.follow(output)
+                self.grammar.on_ready(self._on_ready)
+                return
+            matcher.follow(output)
+        except ConstraintFailed:
+            if not self.begin_anew():
+                raise
+            return
         self._has_followed, self._base = True, None
-        self.forced = self.grammar.matcher.forced(_MAX_FORCED)
+        is_forced = num == len(output) - self._forced_from and list(output[self._forced_from :]) == self.forced[:num]
+        self.forced, self._forced_from = self.forced[num:] if is_forced else [], len(output)
+        # What is forced after an output takes long to find, and is forced still after a part of it.
+        self.forced = self.forced or matcher.forced()
+
+    def begin_anew(self) -> bool:
+        """Compile the grammar anew, after a failure for which a proposal may be to blame; return whether one may be."""
+        if not self._is_explored:
+            return False
+        self._hold()
+        self._is_explored = self._takes_proposals = False
+        self.grammar.begin_anew(self._request.output)
+        self.grammar.on_ready(self._on_ready)
+        return True
+
+    def _hold(self) -> None:
+        self._has_followed, self._base, self.forced = False, None, []
+        self._started = time.monotonic()
 
     def matched(self, tree: ProposalTree) -> MatchedTree:
         """Return a proposal of the request below its output."""
-        return MatchedTree(self.grammar.matcher, tree)
+        self._is_explored = self._is_explored or bool(tree)
+        return MatchedTree(self.grammar.matcher, tree, self.forced)
+
+    def taken(self, tree: ProposalTree) -> ProposalTree:
+        """Return a proposal, or an empty one where none is taken any more."""
+        return tree if self._takes_proposals else _NO_TREE
 
     def round(self, tree: ProposalTree, masks: NodeMasks) -> tuple[ProposalTree, RoundMasks]:
         """Return the allowed part of a proposal, and its masks."""
@@ -134,9 +190,12 @@ class RequestConstraint:
         dead = {number for number in numbers if not allow_any[number] and number not in free}
         early_len = self._request.parameters.min_tokens - len(self._request.output)
         must_end: set[int] = set()
+        if early_len > 0 and self._stop_words is None:
+            self._stop_words = token_words(stops, 32 * masks.words.shape[1])
+        allow_besides = masks.allow_besides(self._stop_words) if early_len > 0 and self._stop_words is not None else []
         for number in numbers if early_len > 0 else ():
             is_decided = number in free or number in dead or tree.depth(number) >= early_len
-            if not is_decided and not masks.allows_besides(number, stops):
+            if not is_decided and not allow_besides[number]:
                 ends = any(masks.allows([number] * len(self._eos_token_ids), list(self._eos_token_ids)))
                 (must_end if ends else dead).add(number)
         return RoundMasks(masks, free, frozenset(must_end), frozenset(dead))
@@ -168,6 +227,7 @@ class Constraints:
         self._compiler = compiler
         self._vocabulary_size = vocabulary_size
         self._eos_token_ids = eos_token_ids
+        self._tokens: Tensor | None = None
 
     def begin(self, parameters: SamplingParameters) -> CompiledGrammar | None:
         """Begin to compile the constraint of a request that is about to be opened; None without one.
@@ -182,19 +242,18 @@ class Constraints:
         """Give a request its grammar, if it has one; `on_ready` is called, in any thread, once it is compiled."""
         if grammar is None:
             return
-        request.constraint = RequestConstraint(grammar, request, self._eos_token_ids)
-        if not grammar.is_ready:
-            grammar.on_ready(on_ready)
+        request.constraint = RequestConstraint(grammar, request, self._eos_token_ids, on_ready)
 
     def check(self, parameters: SamplingParameters) -> None:
         """Raise `InvalidArgument` where a request has a constraint that the model cannot follow."""
         if parameters.constraint is not None:
             self._require()
 
-    def masked(self, rounds: Sequence[Offered]) -> list[tuple[ProposalTree, RoundMasks | None]]:
-        """Return the allowed part of each proposal, with its masks; None for requests without a constraint.
+    def masked(self, rounds: Sequence[Offered]) -> list[tuple[ProposalTree, RoundMasks | None] | None]:
+        """Return the allowed part of each proposal, with its masks; None for masks of requests without a constraint.
 
-        Where a proposal leads beyond a bound of the matcher, the round does without it.
+        Instead of both None where a proposal has led the matchers beyond a bound: the grammar is compiled anew, and the
+        round waits for that.
 
         Raises:
             ConstraintFailed: a matcher exceeds a bound after the output itself. Ask for each round alone then.
@@ -205,31 +264,37 @@ class Constraints:
         known = iter(self._masked_together(constrained))
         return [(item.tree, None) if item.request.constraint is None else next(known) for item in rounds]
 
-    def _masked_together(self, rounds: Sequence[Offered]) -> Iterator[tuple[ProposalTree, RoundMasks]]:
-        pairs = [(item.request.constraint, item.tree) for item in rounds if item.request.constraint is not None]
+    def _masked_together(self, rounds: Sequence[Offered]) -> Iterator[tuple[ProposalTree, RoundMasks] | None]:
+        pairs = [(own, own.taken(item.tree)) for item in rounds if (own := item.request.constraint) is not None]
         fresh = [(own, tree) for own, tree in pairs if tree or own.base_masks is None]
+        found: Iterator[NodeMasks | None]
         try:
-            found = iter(node_masks([own.matched(tree) for own, tree in fresh], self._vocabulary_size))
+            found = iter(self._node_masks(fresh))
         except ConstraintFailed:
             found = iter([self._masked_alone(own, tree) for own, tree in fresh])
         for own, tree in pairs:
             if not tree and (base := own.base_masks) is not None:
                 yield tree, base
-                continue
-            masks = next(found)
-            if len(masks) == 1:
-                own.keep_base(masks)
-                tree = _NO_TREE
-            yield own.round(tree, masks)
+            elif (masks := next(found)) is None:
+                yield None
+            else:
+                if not tree:
+                    own.keep_base(masks)
+                yield own.round(tree, masks)
 
-    def _masked_alone(self, own: RequestConstraint, tree: ProposalTree) -> NodeMasks:
-        """Return the masks of one proposal; where it leads its matchers beyond a bound, that of the base alone."""
+    def _masked_alone(self, own: RequestConstraint, tree: ProposalTree) -> NodeMasks | None:
+        """Return the masks of one proposal; None where its grammar is compiled anew."""
         try:
-            return node_masks([own.matched(tree)], self._vocabulary_size)[0]
+            return self._node_masks([(own, tree)])[0]
         except ConstraintFailed:
-            if not tree:
-                raise
-            return node_masks([own.matched(_NO_TREE)], self._vocabulary_size)[0]
+            if own.begin_anew():
+                return None
+            raise
+
+    def _node_masks(self, pairs: Sequence[tuple[RequestConstraint, ProposalTree]]) -> list[NodeMasks]:
+        if self._tokens is None and self._compiler is not None:
+            self._tokens = token_words(self._compiler.token_ids, self._vocabulary_size)
+        return node_masks([own.matched(tree) for own, tree in pairs], self._vocabulary_size, self._tokens)
 
     def _require(self) -> GrammarCompiler:
         if self._compiler is None or not self._eos_token_ids:

@@ -176,10 +176,12 @@ class Passes:
         request = share.request
         request.resident.cache.keep(result.kept_path)
         times = RoundTimes(duration_s, share.wait_s, share.queue_s, expected_s, share.is_prefill)
-        verdict = conclude(request, result, times, self._load)
+        verdict, failure = conclude(request, result, times, self._load)
         # Before the verdict, so that the next proposal need not wait for them.
         self._features.send(request)
         request.handle.stream.hold(verdict)
+        if failure is not None:
+            raise failure
 
     def _account(self, shares: list[Share], duration_s: float) -> None:
         load = self._load

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from outrider.lm.model import KVCache
 from outrider.parameters import AcceptanceRule
 from outrider.speculation.randomness import KeyedSource
-from target_service.engine.constraints import RequestConstraint
+from target_service.engine.constraints import MAX_FORCED, RequestConstraint
 from target_service.engine.open_request import OpenRequest
 
 
@@ -41,7 +41,7 @@ class Request(OpenRequest[KVCache]):
         """Return the tokens, at most so many, that a round proposes because the constraint forces them."""
         if self.constraint is None or not self.speculation.terms.forced_tokens:
             return ()
-        return self.constraint.forced[: max(0, min(most, self.room - 1))]
+        return self.constraint.forced[: max(0, min(most, self.room - 1, MAX_FORCED))]
 
     def begin_round(self, now: float) -> None:
         """Begin a round, as all requests do; the constraint follows the output first.
@@ -49,10 +49,12 @@ class Request(OpenRequest[KVCache]):
         Raises:
             OutriderError: see `RequestConstraint.follow`.
         """
-        if self.constraint is not None and self.has_start and not self.finished:
-            self.constraint.follow()
-            self.speculation.num_forced = len(self.constraint.forced) if self.speculation.terms.forced_tokens else 0
-        OpenRequest.begin_round(self, now)
+        try:
+            if self.constraint is not None and self.has_start and not self.finished:
+                self.constraint.follow()
+                self.speculation.num_forced = len(self.constraint.forced) if self.speculation.terms.forced_tokens else 0
+        finally:
+            OpenRequest.begin_round(self, now)
 
     @property
     def num_uncached(self) -> int:

@@ -102,11 +102,13 @@ class Scheduler:
         prompts = [item for item in runnable if item.num_uncached > 1]
         offered = [Offered(request, tree) for request, tree in zip(rounds, self._trees(rounds, now), strict=True)]
         masked = self._constraints.masked([*offered, *(Offered(request, _NO_TREE) for request in prompts)])
-        for request, (tree, masks) in zip(rounds, masked[: len(rounds)], strict=True):
+        for request, found in zip(rounds, masked[: len(rounds)], strict=True):
             # Its memory may have been taken for one before it.
-            if request.num_uncached == 1:
+            if request.num_uncached == 1 and found is not None:
+                tree, masks = found
                 num_rows += self._add(self._round(request, tree, now, requests, shares, masks), shares)
-        self._add_prefill(prompts, num_rows, requests, shares)
+        # The constraint of one may have to be compiled anew.
+        self._add_prefill([item for item in prompts if item.can_run], num_rows, requests, shares)
         return shares
 
     def next_time(self, requests: Iterable[Request], now: float) -> float | None:

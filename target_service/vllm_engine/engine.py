@@ -279,7 +279,10 @@ class VllmEngine:
             self.host.fail_request(request, error)
 
     def _conclude(self, request: VllmRequest, result: RoundResult, times: RoundTimes) -> None:
-        request.handle.stream.hold(conclude(request, result, times, self.load))
+        verdict, failure = conclude(request, result, times, self.load)
+        request.handle.stream.hold(verdict)
+        if failure is not None:
+            raise failure
 
     def _report_progress(self, requests: Sequence[VllmRequest], parts: dict[str, Scheduled]) -> None:
         for request in requests:

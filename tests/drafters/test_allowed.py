@@ -3,12 +3,10 @@
 import asyncio
 import threading
 from collections.abc import Iterator
-from concurrent.futures import Future
 from dataclasses import replace
 
 import pytest
 import torch
-from llguidance import LLMatcher
 
 from outrider.constraint import Constraint
 from outrider.drafters.allowed import AllowedTokens
@@ -16,7 +14,7 @@ from outrider.drafters.choices import Place, RankedChoices, SampledChoices, Tree
 from outrider.drafters.drafter import OpenProposal
 from outrider.drafters.model import ModelDrafter, load_model_drafter
 from outrider.drafters.options import DrafterKind, DrafterOptions
-from outrider.grammar.compiler import CompiledGrammar, GrammarCompiler
+from outrider.grammar.compiler import GrammarCompiler, num_at_once
 from outrider.lm.byte_tokenizer import EOS, VOCABULARY_SIZE, byte_tokenizer
 from outrider.lm.heads.vocabulary import DraftVocabulary
 from outrider.lm.tokenizer import TOKENIZER_NAME
@@ -54,9 +52,12 @@ def test_what_is_allowed_follows_the_text_and_the_paths(compiler: GrammarCompile
 def test_all_is_allowed_without_a_grammar_or_before_it_is_compiled(compiler: GrammarCompiler) -> None:
     free = OpenProposal("s", (1,), terms(), 4)
     assert AllowedTokens(free, VOCABULARY_SIZE).after([(), (B,)]) == [None, None]
-    never: Future[LLMatcher] = Future()
-    free.terms = replace(free.terms, grammar=CompiledGrammar(never))
+    hold = threading.Event()
+    for _ in range(num_at_once()):
+        compiler._threads.submit(lambda: hold.wait(20))
+    free.terms = replace(free.terms, grammar=compiler.begin(Constraint(regex="a")))
     assert AllowedTokens(free, VOCABULARY_SIZE).after([()]) == [None]
+    hold.set()
     wrong = compiler.begin(Constraint(regex="a("))
     ready = threading.Event()
     wrong.on_ready(ready.set)
@@ -110,7 +111,7 @@ def test_a_model_drafts_within_the_constraint(rule: AcceptanceRule) -> None:
     drafter = model_drafter()
     assert drafter.compiler is not None
     grammar = drafter.compiler.begin(Constraint(choice=["abcabc"]))
-    assert grammar.matcher.forced(1)
+    assert grammar.matcher.forced()
     given = replace(terms(SamplingParameters(seed=3), rule), grammar=grammar)
     [drafted] = draft(drafter, proposal((1,), 6, given=given))
     assert drafted == (A, B, C, A, B, C)

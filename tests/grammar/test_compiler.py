@@ -23,9 +23,9 @@ def test_a_grammar_is_one_requests_own(compiler: GrammarCompiler) -> None:
     grammar, other = compiler.begin(Constraint(regex="ab")), compiler.begin(Constraint(regex="ab"))
     grammar.on_ready(ready.set)
     assert ready.wait(20) and grammar.is_ready and grammar.has_begun
-    first = grammar.matcher.forced(1)
+    first = grammar.matcher.forced()[:1]
     grammar.matcher.follow(first)
-    assert other.matcher.forced(2)[:1] == first and grammar.matcher.forced(1) != first
+    assert other.matcher.forced()[:1] == first and grammar.matcher.forced()[:1] != first
     compiler.close()
 
 
@@ -75,7 +75,7 @@ def test_the_number_that_waits_is_bounded_and_those_that_are_dropped_wait_no_mor
         grammar.drop()
     last = compiler.begin(Constraint(regex="a39"))
     hold.set()
-    assert last.matcher.forced(1)
+    assert last.matcher.forced()
     with pytest.raises(InvalidArgument, match="cannot be compiled"):
         _ = waiting[-1].matcher
     compiler.close()
@@ -103,7 +103,7 @@ def test_settings_for_training_do_not_matter(byte_definition: str) -> None:
     content = json.loads(byte_definition)
     content["truncation"] = {"direction": "Right", "max_length": 2, "strategy": "LongestFirst", "stride": 0}
     compiler = GrammarCompiler(json.dumps(content), VOCABULARY_SIZE, [EOS])
-    assert len(compiler.begin(Constraint(choice=["abcdef"])).matcher.forced(9)) == 6
+    assert len(compiler.begin(Constraint(choice=["abcdef"])).matcher.forced()) == 6
     compiler.close()
 
 

@@ -1,6 +1,7 @@
 """A matcher's masks follow from the output alone, whichever way it came there."""
 
 import random
+import time
 
 import numpy as np
 import pytest
@@ -11,9 +12,10 @@ from llguidance import LLMatcher, LLTokenizer
 
 from outrider.constraint import Constraint, StructuralTag, StructuralTags
 from outrider.errors import ConstraintFailed
-from outrider.grammar.compiler import compiled
-from outrider.grammar.masks import MatchedTree, NodeMasks, allowed_tree, node_masks
+from outrider.grammar.compiler import compiled, load_tokenizer, token_ids_of
+from outrider.grammar.masks import MatchedTree, NodeMasks, allowed_tree, node_masks, token_words
 from outrider.grammar.matcher import OutputMatcher
+from outrider.lm.byte_tokenizer import EOS, VOCABULARY_SIZE
 from outrider.tokens import ROOT, NodeKind, ProposalNode, ProposalTree, SparseDistribution
 
 SCHEMA = """{"type": "object", "properties": {"name": {"type": "string", "maxLength": 12}, "tags": {"type": "array",
@@ -93,7 +95,7 @@ def test_after_any_way_the_mask_is_a_fresh_matchers(grammars: Grammars, number: 
             path = [kept.node(node).token_id for node in kept.path(place)]
             assert path == [tree.node(node).token_id for node in tree.path(kept_number)]
             assert tokens_of(masks[kept_number]) == grammars.mask_after(number, output + path)
-        assert matcher.forced(8) == matcher_at(grammars, number, output).forced(8)
+        assert matcher.forced() == matcher_at(grammars, number, output).forced()
 
 
 def matcher_at(grammars: Grammars, number: int, output: list[int]) -> OutputMatcher:
@@ -129,8 +131,8 @@ def test_masks_of_many_requests_are_those_of_each(grammars: Grammars) -> None:
 
 def test_forced_tokens_are_the_only_ones(grammars: Grammars) -> None:
     matcher, output = OutputMatcher(lambda: grammars.fresh(0)), []
-    forced = matcher.forced(8)
-    assert forced and matcher.forced(1) == forced[:1] and matcher.forced(0) == []
+    forced = matcher.forced()
+    assert forced
     for token_id in forced:
         assert grammars.mask_after(0, output) == {token_id}
         output.append(token_id)
@@ -168,7 +170,74 @@ def test_only_what_is_allowed_is_kept_of_a_tree(grammars: Grammars, embedded: LL
 def test_what_is_allowed_besides_some_tokens(grammars: Grammars) -> None:
     masks = node_masks([MatchedTree(OutputMatcher(lambda: grammars.fresh(3)), ProposalTree())], SIZE)[0]
     allowed = tokens_of(masks[ROOT])
-    assert masks.allows_besides(ROOT, ()) and masks.allows_besides(ROOT, list(allowed)[1:])
-    assert not masks.allows_besides(ROOT, allowed)
-    every = NodeMasks(torch.full((1, 2), -1, dtype=torch.int32))
-    assert not every.allows_besides(ROOT, range(64)) and every.allows_besides(ROOT, range(63))
+    for token_ids, is_more in (([], True), (list(allowed)[1:], True), (allowed, False)):
+        assert masks.allow_besides(token_words(token_ids, SIZE)) == [is_more]
+    every = NodeMasks(torch.full((2, 2), -1, dtype=torch.int32))
+    assert every.allow_besides(token_words(range(64), 64)) == [False, False]
+    assert every.allow_besides(token_words([*range(63), 99], 64)) == [True, True]
+
+
+def test_what_is_forced_needs_no_masks_of_its_own(grammars: Grammars) -> None:
+    """Along forced tokens the masks are known; below their end, and where only a part of them is proposed."""
+    draw = random.Random(4)
+    for number in (0, 1, 3, 5):
+        for _ in range(8):
+            walk = grammars.walk(number, draw, 12)
+            matcher = OutputMatcher(lambda number=number: grammars.fresh(number))
+            output = walk[: draw.randrange(len(walk) + 1)]
+            matcher.follow(output)
+            forced = matcher.forced()
+            line = (forced + walk)[: draw.randrange(len(forced) + 3)] if forced else walk[len(output) :]
+            tree = tree_below(draw, line)
+            known, asked = (node_masks([MatchedTree(matcher, tree, given)], SIZE)[0].words for given in (forced, ()))
+            assert torch.equal(known, asked)
+
+
+def test_a_long_forced_text_takes_no_longer_for_each_of_its_tokens(
+    grammars: Grammars, embedded_definition: str
+) -> None:
+    text = " ".join(f"word {number * 7919 % 1000}" for number in range(2000))
+    matcher = OutputMatcher(compiled(Constraint(choice=[text]), grammars.tokenizer).deep_copy)
+    forced = matcher.forced()
+    tree = ProposalTree()
+    for number, token_id in enumerate(forced[:32]):
+        tree.append(ProposalNode(number, token_id, NodeKind.GUESSED))
+    seconds = []
+    for ahead in (forced, ()):
+        started = time.perf_counter()
+        node_masks([MatchedTree(matcher, tree, ahead)], SIZE)
+        seconds.append(time.perf_counter() - started)
+    assert seconds[0] < seconds[1] / 8
+
+
+def test_a_replay_may_take_as_much_work_as_decoding(byte_definition: str) -> None:
+    tokenizer = load_tokenizer(byte_definition, VOCABULARY_SIZE, [EOS])
+    begin = compiled(Constraint(regex="[ab]*a[ab]{300}"), tokenizer).deep_copy
+    a, b = tokenizer.tokenize_str("a")[0], tokenizer.tokenize_str("b")[0]
+    draw = random.Random(2)
+    output = [draw.choice((a, b)) for _ in range(1000)]
+    decoding = OutputMatcher(begin)
+    for end in range(1, len(output) + 1):
+        node_masks([MatchedTree(decoding, ProposalTree())], VOCABULARY_SIZE)
+        decoding.follow(output[:end])
+    begin = compiled(Constraint(regex="[ab]*a[ab]{300}"), tokenizer).deep_copy
+    replay = OutputMatcher(begin)
+    assert replay.num_missing(output) == 1000
+    replay.follow(output)
+    assert replay.num_missing(output) == 0 and replay.num_missing([*output[:-1], 0]) == 1000
+    masks = [node_masks([MatchedTree(item, ProposalTree())], VOCABULARY_SIZE)[0].words for item in (decoding, replay)]
+    assert torch.equal(*masks)
+
+
+def test_ids_that_the_tokenizer_does_not_have_are_never_allowed(embedded_definition: str) -> None:
+    size = 49152 + 100
+    tokenizer = load_tokenizer(embedded_definition, size, [2])
+    known = token_words(token_ids_of(embedded_definition), size)
+    for constraint in (
+        Constraint(regex="a", reasoning_end="</think>"),
+        Constraint(regex="a", reasoning_end="<|im_start|>"),
+        Constraint(grammar="start: <[^5]>"),
+    ):
+        item = MatchedTree(OutputMatcher(compiled(constraint, tokenizer).deep_copy), ProposalTree())
+        [masks] = node_masks([item], size, known)
+        assert max(tokens_of(masks[ROOT])) < 49152

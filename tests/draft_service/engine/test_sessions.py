@@ -1,10 +1,16 @@
+import threading
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 
 from draft_service.engine.commands import Reply
 from draft_service.engine.sessions import Sessions
+from outrider.constraint import Constraint
 from outrider.errors import Fenced, InvalidArgument, KVCacheMiss, Overloaded, SessionNotFound
+from outrider.grammar.compiler import GrammarCompiler, num_at_once
+from outrider.lm.byte_tokenizer import EOS, VOCABULARY_SIZE, byte_tokenizer
+from outrider.lm.tokenizer import TOKENIZER_NAME
 from outrider.serving.stream_handle import StreamHandle
 from outrider.tokens import TokenSpan
 from tests.draft_service.conftest import terms
@@ -51,6 +57,26 @@ def test_a_span_replaces_what_follows_its_start(sessions: Sessions) -> None:
     with pytest.raises(KVCacheMiss) as miss:
         session.apply(TokenSpan(3, (4,)))
     assert miss.value.cached_len == 2
+
+
+def test_the_grammar_of_a_request_that_has_ended_is_dropped(sessions: Sessions) -> None:
+    compiler = GrammarCompiler(byte_tokenizer().files[TOKENIZER_NAME].decode(), VOCABULARY_SIZE, [EOS])
+    hold = threading.Event()
+    for _ in range(num_at_once()):
+        compiler._threads.submit(lambda: hold.wait(20))
+    grammars = [compiler.begin(Constraint(regex="a")) for _ in range(3)]
+    first, second = StreamHandle(_Stream(), 1), StreamHandle(_Stream(), 2)
+    session = sessions.open(first, "s", 1, replace(terms(), grammar=grammars[0]))
+    sessions.open(second, "s", 2, replace(terms(), grammar=grammars[1]))
+    assert session.terms.grammar is grammars[1]
+    sessions.close(second)
+    assert session.terms.grammar is None
+    hold.set()
+    assert grammars[2].matcher.forced()
+    for grammar in grammars[:2]:
+        with pytest.raises(InvalidArgument, match="cannot be compiled"):
+            _ = grammar.matcher
+    compiler.close()
 
 
 def test_a_newer_lease_takes_the_session_over(sessions: Sessions) -> None:

@@ -14,6 +14,7 @@ from outrider import wire
 from outrider.constraint import Constraint
 from outrider.errors import ConstraintFailed, InvalidArgument, Overloaded
 from outrider.grammar import compiler
+from outrider.grammar.compiler import num_at_once
 from outrider.lm.byte_tokenizer import EOS
 from outrider.parameters import REPLAYABLE_RULES, AcceptanceRule, SamplingParameters
 from outrider.speculation.acceptance import AcceptanceRates
@@ -273,14 +274,14 @@ async def test_a_closed_request_is_compiled_no_more() -> None:
     async with target(MODEL) as (engine, caller):
         found = engine._scheduler._constraints._compiler
         assert found is not None
-        for _ in range(2):
-            found._threads.submit(hold.wait, 20)
+        for _ in range(num_at_once()):
+            found._threads.submit(lambda: hold.wait(20))
         await caller.open(
             1, PROMPT, SamplingParameters(seed=1, constraint=Constraint(regex="a")), stop_token_ids=(EOS,)
         )
         await caller.send(1, close=pb.VerifyClose(committed_len=0))
         async with asyncio.timeout(10):
-            while found._num_pending:
+            while found._threads.num_pending > num_at_once():
                 await asyncio.sleep(0.005)
         hold.set()
 
@@ -333,6 +334,104 @@ async def test_a_proposal_that_leads_beyond_a_bound_costs_itself_only() -> None:
         assert isinstance(error, ConstraintFailed) and "lexer error" in error.message
 
 
+@pytest.mark.parametrize("rule", REPLAYABLE_RULES)
+async def test_a_proposal_that_leads_beyond_a_bound_fails_no_request(rule: AcceptanceRule) -> None:
+    """It is allowed, and what it makes the lexer compute counts for the request too, until that is compiled anew."""
+    parameters = SamplingParameters(
+        temperature=0,
+        seed=1,
+        max_tokens=9,
+        constraint=Constraint(choice=["cbbbb", "ca" + "ax" * 30_000]),
+        logit_bias={ids_of("b")[0]: 100},
+    )
+    async with target(MODEL) as (_, caller):
+        output, _ = await constrained(
+            caller, 1, parameters, lambda output: chain(tuple(ids_of("aax"))).nodes if output else [], rule=rule
+        )
+        assert text_of(output[:-1]) == "cbbbb"
+        # Forced tokens are no exception: they are taken up again with the next request.
+        again, _ = await constrained(caller, 2, parameters, forced_tokens=True, rule=rule)
+        assert again == output
+
+
+@pytest.mark.parametrize("rule", REPLAYABLE_RULES)
+async def test_a_target_that_takes_over_may_do_the_work_of_the_first(rule: AcceptanceRule) -> None:
+    constraint = Constraint(regex="[ab]*a[ab]{300}")
+    parameters = SamplingParameters(seed=8, max_tokens=700, logit_bias={EOS: -100.0}, constraint=constraint)
+    async with target(MODEL) as (_, caller):
+        plain, _ = await constrained(caller, 1, parameters, rule=rule)
+    assert len(plain) == 700
+    async with target(MODEL) as (_, caller):
+        span = [*PROMPT, *plain[:640]]
+        output, _ = await constrained(caller, 1, parameters, rule=rule, prompt=span, prompt_len=len(PROMPT))
+        assert output == plain
+
+
+@pytest.mark.parametrize("regex", ["d(ab|c{8})", "d(a\u00e9|c{8})"])
+async def test_what_is_drafted_below_a_node_that_nothing_can_follow_does_not_count(regex: str) -> None:
+    """Under `rejection` a chain is weighed as a whole: it ends with such a node, which is rarely output."""
+    nodes = []
+    for parent, text in enumerate("ax"):
+        [token_id] = ids_of(text)
+        nodes.append(ProposalNode(parent, token_id, NodeKind.DRAFTED, SparseDistribution((token_id,), (1.0,))))
+    num_failed = {True: 0, False: 0}
+    async with target(MODEL) as (_, caller):
+        for seed, has_draft in itertools.product(range(40), (True, False)):
+            parameters = SamplingParameters(
+                seed=seed, min_tokens=5, max_tokens=12, stop_token_ids=ids_of("b"), constraint=Constraint(regex=regex)
+            )
+            propose = (lambda output: nodes if len(output) == 1 else []) if has_draft else None
+            handle = 2 * seed + has_draft + 1
+            _, error = await until_refused(caller, handle, parameters, propose, AcceptanceRule.REJECTION)
+            num_failed[has_draft] += error is not None
+    assert num_failed[True] <= num_failed[False] + 8
+
+
+async def until_refused(
+    caller: Caller, handle: int, parameters: SamplingParameters, propose: Propose | None, rule: AcceptanceRule
+) -> tuple[list[int], Exception | None]:
+    """Return the output of a request, and the error that ended it; None where none did."""
+    num = 6 if propose else 0
+    stops = (EOS, *parameters.stop_token_ids)
+    await caller.open(
+        handle, PROMPT, parameters, num_speculative_tokens=num, stop_token_ids=stops, rule=rule, forced_tokens=not num
+    )
+    await caller.span(handle, 0, PROMPT)
+    output: list[int] = []
+    while True:
+        frame = await caller.receive(handle)
+        match frame.WhichOneof("frame"):
+            case "verdict":
+                output += frame.verdict.token_ids
+                if frame.verdict.finish_reason:
+                    await caller.send(handle, close=pb.VerifyClose(committed_len=len(PROMPT)))
+                    return output, None
+                if propose:
+                    await caller.propose(handle, Base(len(PROMPT) + len(output), 1), propose(output))
+            case "refusal":
+                return output, wire.refusal_from_message(frame.refusal)
+
+
+@pytest.mark.parametrize("rule", REPLAYABLE_RULES)
+async def test_what_comes_before_a_dead_end_is_output(rule: AcceptanceRule) -> None:
+    dead = SamplingParameters(seed=1, max_tokens=20, constraint=Constraint(regex="abcdefgh\u00e9"))
+    stopped = dead.replace(
+        constraint=Constraint(regex="abcdefghx"), min_tokens=15, stop_token_ids=ids_of("x"), temperature=0
+    )
+    async with target(MODEL) as (_, caller):
+        for handle, parameters in enumerate((dead, stopped), start=1):
+            output, error = await until_refused(caller, handle, parameters, None, rule)
+            assert text_of(output) == "abcdefgh" and isinstance(error, ConstraintFailed)
+            output, error = await until_refused(
+                caller,
+                10 + handle,
+                parameters,
+                lambda output: chain(tuple(ids_of("abcdefgh")[len(output) :])).nodes,
+                rule,
+            )
+            assert text_of(output) == "abcdefgh" and isinstance(error, ConstraintFailed)
+
+
 async def test_models_without_text_take_no_constraint() -> None:
     async with target() as (_, caller):
         parameters = SamplingParameters(seed=1, constraint=Constraint(regex="a"))
@@ -347,8 +446,8 @@ async def test_a_request_waits_for_its_grammar_for_a_bounded_time(monkeypatch: p
     async with target(MODEL) as (engine, caller):
         compiler = engine._scheduler._constraints._compiler
         assert compiler is not None
-        for _ in range(2):
-            compiler._threads.submit(hold.wait, 20)
+        for _ in range(num_at_once()):
+            compiler._threads.submit(lambda: hold.wait(20))
         error = await refusal(caller, 1, SamplingParameters(seed=1, constraint=Constraint(regex="late")))
         # It was not its turn yet: another target may be free.
         assert isinstance(error, Overloaded) and "not compiled within" in error.message
