@@ -104,14 +104,15 @@ class ValueReader(RegionReader):
         """Return the value's parts."""
         text = "".join(self._pieces)
         try:
-            return self._parts_of(self._value(text))
+            return self._parts_of(self._value(text, is_closed=closing != ""))
         except ValueError:
             self._is_raw = True
             return [Content(self._opening + text + closing)]
 
-    def _value(self, text: str) -> Any:
+    def _value(self, text: str, *, is_closed: bool) -> Any:
         region = self._region
-        value = parse_content(region.content, text, region.arguments)
+        # Only an anchor behind the text shows that it is whole.
+        value = parse_content(region.content, text, {**region.arguments, "is_closed": is_closed})
         if region.transform is None:
             return value
         if not region.transforms_each:

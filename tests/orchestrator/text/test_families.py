@@ -1,5 +1,6 @@
 """The formats of families of models: what is a call and what is text, in time that grows with the output alone."""
 
+import json
 import time
 from typing import Any
 
@@ -39,6 +40,12 @@ def parts(source: str, text: str, size: int = 1) -> list[Part]:
         (FAMILIES["llama"], f"Sure: {ADD}"),
         (FAMILIES["bare"], '{"name": "Bob"}'),
         (GLM, "<tool_call>add and more</tool_call>\n"),
+        # Cut within a value or a tag: a call without it would look complete.
+        (FAMILIES["xml"], "<tool_call><function=add><parameter=a>\n1\n</parameter><parameter=s>\nx"),
+        (FAMILIES["xml"], "<tool_call><function=add><parameter=a>\n1\n</parameter><parameter=s>\nx\n</function>"),
+        (FAMILIES["xml"], "<tool_call><function=add><parameter=a>\n1\n</parameter><para"),
+        (GLM, "<tool_call>add<arg_key>a</arg_key><arg_value>1</arg_value><arg_key>s</arg_key><arg_value>x"),
+        (GLM, "<tool_call>add<arg_key>a</arg_key><arg_value>1</arg_value><arg_key>s</arg_key>"),
     ],
 )
 def test_text_that_is_no_call_is_content_as_it_stands(source: str, text: str, size: int) -> None:
@@ -76,6 +83,33 @@ def test_text_that_is_no_call_is_content_as_it_stands(source: str, text: str, si
 )
 def test_text_beside_calls_is_content(source: str, text: str, expected: list[Part], size: int) -> None:
     assert parts(source, text, size) == expected
+
+
+@pytest.mark.parametrize("size", [1, 7, 1000])
+@pytest.mark.parametrize(
+    ("source", "text", "arguments"),
+    [
+        (FAMILIES["xml"], "<parameter=s>\nx\n</function></tool_call>", {"s": "x"}),
+        (
+            FAMILIES["xml"],
+            "<parameter=a>\n1\n<parameter=s>\nx\n</parameter></function></tool_call>",
+            {"a": 1, "s": "x"},
+        ),
+        (FAMILIES["xml"], "<parameter=s></parameter></parameter></function></tool_call>", {"s": ""}),
+        (FAMILIES["xml"], "<parameter=a>\n1\n</parameter>\n", {"a": 1}),
+        (GLM, "<arg_key>s</arg_key><arg_value>x</tool_call>", {"s": "x"}),
+        (
+            GLM,
+            "<arg_key>a</arg_key><arg_value>1\n<arg_key>s</arg_key>\n<arg_value>x</arg_value></tool_call>",
+            {"a": 1, "s": "x"},
+        ),
+    ],
+)
+def test_a_value_without_its_end_ends_at_what_follows(
+    source: str, text: str, arguments: dict[str, Any], size: int
+) -> None:
+    begin = "<tool_call>add" if source == GLM else "<tool_call><function=add>"
+    assert parts(source, begin + text, size) == [CallPiece(0, "add", json.dumps(arguments))]
 
 
 def test_calls_that_are_not_written_as_json_take_no_constraint() -> None:
