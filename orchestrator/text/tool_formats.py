@@ -13,7 +13,6 @@ from orchestrator.text.response_template import Region, ResponseTemplate, load_r
 from outrider.constraint import StructuralTag
 
 _LOG: Final = logging.getLogger(__name__)
-_CALL: Final = {"function": {"name": "{content.name}", "arguments": "{content.arguments}"}}
 _NAME: Final = r"[\w.-]{1,64}"
 HERMES_CALL: Final = '<tool_call>\n{{"name": {name}, "arguments": {arguments}}}\n</tool_call>'
 """A call as Hermes and Qwen write it; also how models are told to write it whose chat template knows no tools."""
@@ -135,8 +134,7 @@ def _hermes(source: str) -> OutputFormat:
 _HERMES: Final[Mapping[str, Any]] = {
     "open": "<tool_call>",
     "close": "</tool_call>",
-    "content": "json",
-    "transform": _CALL,
+    "content": "json-calls",
 }
 _QWEN_XML: Final[Mapping[str, Any]] = {
     "open_pattern": rf"<tool_call>\s*<function=(?P<name>{_NAME})>",

@@ -73,6 +73,13 @@ def test_text_that_is_no_call_is_content_as_it_stands(source: str, text: str, si
         ),
         (ARGUMENTS_MARKED, '[TOOL_CALLS]add{"a": "]}\\"', [CallPiece(0, "add", '{"a": "]}\\"')]),
         (FAMILIES["hermes"], f"<tool_call>{ADD} as said</tool_call> so", [CALLED, Content("as said\nso")]),
+        (FAMILIES["hermes"], '<tool_call>{"name": "add", "parameters": {"a": 1}}</tool_call>', [CALLED]),
+        (
+            FAMILIES["hermes"],
+            f'<tool_call>[{ADD}, {{"name": "find"}}]</tool_call>',
+            [CALLED, CallPiece(1, "find", "{}")],
+        ),
+        (FAMILIES["hermes"], f'<tool_call>{ADD}\n{{"name": "find"}}</tool_call>', [CALLED, CallPiece(1, "find", "{}")]),
         (FAMILIES["hermes"], "\n<think>x</think>\n<think> y", [Reasoning("x"), Content("<think> y")]),
         (
             GLM,
