@@ -150,9 +150,10 @@ _GLM_XML: Final[Mapping[str, Any]] = {
     "content_args": {"begin": r"<arg_key>([^<\n]{1,256})</arg_key>\s{0,64}<arg_value>", "end": "</arg_value>"},
     "transform": {"function": {"name": "{name}", "arguments": "{content}"}},
 }
+_CALL_ID: Final = r"(?:\[CALL_ID\]\s*+\w{1,64}+\s*+)?"
 _MISTRAL: Final[Mapping[str, Any]] = {
-    # A list of calls, or the name and then the arguments.
-    "open_pattern": rf"\[TOOL_CALLS\]\s*(?:(?P<name>{_NAME})\s*(?:\[ARGS\])?\s*(?=\{{)|(?=\[\s*\{{))",
+    # A list of calls, or the name, in some models an id, and then the arguments.
+    "open_pattern": rf"\[TOOL_CALLS\]\s*(?:(?P<name>{_NAME})\s*+{_CALL_ID}(?:\[ARGS\])?\s*+(?=\{{)|(?=\[\s*\{{))",
     "close_pattern": r"(?=\[TOOL_CALLS\])",
     "content": "json-calls",
 }

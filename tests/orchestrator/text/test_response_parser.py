@@ -162,6 +162,7 @@ WORDS += [
     "[TOOL_CALLS]",
     "add",
     "[ARGS]",
+    "[CALL_ID]",
     "[",
     ";",
     ",",
