@@ -111,7 +111,8 @@ def _family(source: str) -> OutputFormat:
 
 def _bare(source: str, key: str) -> OutputFormat:
     """Return the format of calls that begin an answer, marked or not; their arguments are under a key."""
-    ends = [end for end in ("</think>", r"\[/THINK\]") if end.replace("\\", "") in source]
+    _, end = _reasoning_markers(source)
+    ends = [_escaped(end)] if end else []
     behind = "".join(f"|(?<={end})" for end in ends)
     marked = rf"<\|python_tag\|>{_SPACE}"
     opens = rf"(?:\A{behind}){_BARE_MARK}(?={_BARE_CALL})|{marked}(?=\{{)"
@@ -166,13 +167,18 @@ def _template(source: str, calls: Mapping[str, Any]) -> ResponseTemplate:
     """Return the template of a family, with the reasoning that the chat template mentions."""
     content = {"repeats": True, "join": "\n", "content_args": {"strip_ends": False}}
     fields: dict[str, Any] = {"content": content, "tool_calls": calls}
-    pairs = (("<think>", "</think>"), ("[THINK]", "[/THINK]"))
-    begin, end = next((pair for pair in pairs if pair[0] in source or pair[1] in source), ("", ""))
+    begin, end = _reasoning_markers(source)
     if not begin:
         return load_response_template({"fields": fields, "start_anchor_pattern": r"(?!)"}, is_own=True)
     # An answer may be about the marker, so only its beginning is reasoning.
     fields["reasoning"] = {"open_pattern": rf"\A\s*+{_escaped(begin)}", "close": end}
     return load_response_template({"fields": fields, "start_anchor_pattern": _prefilled(begin)}, is_own=True)
+
+
+def _reasoning_markers(source: str) -> tuple[str, str]:
+    """Return what begins and what ends reasoning, of which the chat template mentions one; empty without."""
+    pairs = (("<think>", "</think>"), ("[THINK]", "[/THINK]"))
+    return next((pair for pair in pairs if pair[0] in source or pair[1] in source), ("", ""))
 
 
 def _escaped(marker: str) -> str:

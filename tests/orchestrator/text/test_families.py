@@ -63,6 +63,11 @@ def test_text_that_is_no_call_is_content_as_it_stands(source: str, text: str, si
             f'[{ADD}, {{"name": "none", "arguments": {{}}}}, {{"name": "find"}}]',
             [CALLED, CallPiece(1, "none", "{}"), CallPiece(2, "find", "{}")],
         ),
+        *(
+            (f"{{{{ tools }}}} {marker}", f"<think>x</think>\n{ADD}", [Reasoning("x"), CALLED])
+            for marker in ("<think>", "</think>")
+        ),
+        ("{{ tools }} <|python_tag|> [THINK]", f"[THINK]x[/THINK]{ADD}", [Reasoning("x"), CALLED]),
         (FAMILIES["bare"], f'[{ADD}, {{"name": "fi', [CALLED, Content('{"name": "fi')]),
         (FAMILIES["mistral"], f"[TOOL_CALLS][{ADD}] and more ", [CALLED, Content("and more ")]),
         (ARGUMENTS_MARKED, '[TOOL_CALLS]add[ARGS]{"a": 1} Done.', [CALLED, Content("Done.")]),
