@@ -129,6 +129,34 @@ def test_a_value_without_its_end_ends_at_what_follows(
     assert parts(source, begin + text, size) == [CallPiece(0, "add", json.dumps(arguments))]
 
 
+@pytest.mark.parametrize("size", [1, 7, 1000])
+@pytest.mark.parametrize(
+    ("source", "before", "behind", "end"),
+    [
+        (FAMILIES["hermes"], '<tool_call>{"name": "add", "arguments": ', "}</tool_call>", "</tool_call>"),
+        (
+            FAMILIES["hermes"],
+            '<tool_call>{"</tool_call>": "</tool_call>", "name": "add", "arguments": ',
+            "}",
+            "</tool_call>",
+        ),
+        (FAMILIES["hermes"], '<tool_call>{"x": ["</tool_call>"], "name": "add", "arguments": ', "}", "</tool_call>"),
+        (FAMILIES["mistral"], '[TOOL_CALLS][{"name": "add", "arguments": ', "}]", "[TOOL_CALLS]"),
+        (ARGUMENTS_MARKED, "[TOOL_CALLS]add[ARGS]", "[TOOL_CALLS]find[ARGS]{}", "[TOOL_CALLS]"),
+    ],
+)
+def test_an_end_of_calls_within_a_text_of_their_json_is_text(
+    source: str, before: str, behind: str, end: str, size: int
+) -> None:
+    arguments = json.dumps({"s": f'{end}{end}\\"{end}', "a": 1})
+    first, *more = parts(source, before + arguments + behind, size)
+    assert first == CallPiece(0, "add", arguments)
+    assert more == ([CallPiece(1, "find", "{}")] if "find" in behind else [])
+    # Outside of texts it is one.
+    text = '<tool_call>{"name": "add", "arguments": {"s": "x"</tool_call> so'
+    assert parts(FAMILIES["hermes"], text, size) == [CallPiece(0, "add", '{"s": "x"'), Content("so")]
+
+
 def test_calls_that_are_not_written_as_json_take_no_constraint() -> None:
     assert output_format(None, GLM).call is None
 
@@ -139,6 +167,7 @@ def test_calls_that_are_not_written_as_json_take_no_constraint() -> None:
         *((source, "", " " * 64, "") for source in FAMILIES.values()),
         (ARGUMENTS_MARKED, '[TOOL_CALLS]add[ARGS]{"a": 1}', " " * 64, ""),
         (ARGUMENTS_MARKED, "[TOOL_CALLS]add[ARGS]{", " " * 64, ""),
+        (ARGUMENTS_MARKED, '[TOOL_CALLS]add[ARGS]{"', "[TOOL_CALLS]", '"}'),
         (ARGUMENTS_MARKED, "", f"[TOOL_CALLS]add{' ' * 1000}x", ""),
         (FAMILIES["xml"], "<tool_call><function=add>", "<parameter=a>", "</function></tool_call>"),
         (FAMILIES["xml"], "<tool_call><function=add>", "<parameter=", "</function></tool_call>"),
