@@ -11,7 +11,7 @@ from orchestrator.text.parts import CallPiece, Content, Part, Reasoning
 from orchestrator.text.region_contents import apply_transform, parse_content
 from orchestrator.text.response_template import Region
 
-_OWN_SHAPE: Final = CallShape(("name",), ("arguments", "parameters"), repeats=True)
+_OWN_SHAPE: Final = CallShape(("name", "function"), ("arguments", "parameters"), repeats=True)
 
 
 class TextReader(RegionReader):

@@ -38,6 +38,8 @@ def parts(source: str, text: str, size: int = 1) -> list[Part]:
         (FAMILIES["xml"], "a <tool_call>\n<function=add x"),
         (FAMILIES["mistral"], "Not [TOOL_CALLS] yet\n"),
         (FAMILIES["llama"], f"Sure: {ADD}"),
+        (FAMILIES["llama"], '{"type": "function", "function": "Bob", "parameters": {}}'),
+        (FAMILIES["llama"], '{"type": "function", "function": {"name": "add", "parameters": {}}}'),
         (FAMILIES["bare"], '{"name": "Bob"}'),
         (GLM, "<tool_call>add and more</tool_call>\n"),
         # Cut within a value or a tag: a call without it would look complete.
@@ -57,6 +59,7 @@ def test_text_that_is_no_call_is_content_as_it_stands(source: str, text: str, si
     ("source", "text", "expected"),
     [
         (FAMILIES["bare"], f"{ADD}\n\nThat is all.", [CALLED, Content("That is all.")]),
+        (FAMILIES["llama"], '{"type": "function", "function": "add", "parameters": {"a": 1}}', [CALLED]),
         (FAMILIES["llama"], f"```json\n{ADD}\n```\n", [CALLED]),
         (
             FAMILIES["bare"],
