@@ -2,8 +2,21 @@
 
 import json
 import math
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections import ChainMap
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Final
+
+_MAX_CHOICES: Final = 256
+"""Schemas and values that are looked at for one argument, of a list of them and in all: there are seven types."""
+_TYPES: Final[Mapping[type, str]] = {
+    str: "string",
+    bool: "boolean",
+    int: "integer",
+    float: "number",
+    type(None): "null",
+    dict: "object",
+    list: "array",
+}
 
 
 def typed_arguments(arguments: Mapping[str, Any], schema: Mapping[str, Any]) -> dict[str, Any]:
@@ -13,9 +26,10 @@ def typed_arguments(arguments: Mapping[str, Any], schema: Mapping[str, Any]) -> 
         arguments: of a call.
         schema: JSON schema of the tool's parameters.
     """
-    properties = schema.get("properties")
-    known = properties if isinstance(properties, Mapping) else {}
-    return {name: _typed(value, _types_of(known.get(name))) for name, value in arguments.items()}
+    known = ChainMap(
+        *(item["properties"] for item in _schemas(schema, schema) if isinstance(item.get("properties"), dict))
+    )
+    return {name: _typed(value, _types_of(known.get(name), schema)) for name, value in arguments.items()}
 
 
 def _typed(value: Any, types: Sequence[str]) -> Any:
@@ -27,21 +41,59 @@ def _typed(value: Any, types: Sequence[str]) -> Any:
     return value
 
 
-def _types_of(schema: Any) -> tuple[str, ...]:
+def _types_of(schema: Any, root: Mapping[str, Any]) -> tuple[str, ...]:
     """Return the types that a schema allows, in its order."""
-    if not isinstance(schema, Mapping):
-        return ()
-    declared = schema.get("type")
-    types = [declared] if isinstance(declared, str) else []
-    if isinstance(declared, list):
-        types += [item for item in declared if isinstance(item, str)]
-    for union in ("anyOf", "oneOf"):
-        choices = schema.get(union)
-        for choice in choices if isinstance(choices, list) else ():
-            types += _types_of(choice)
-    if schema.get("nullable") and "null" not in types:
-        types.append("null")
-    return tuple(types)
+    types: list[str] = []
+    for item in _schemas(schema, root):
+        declared = item.get("type")
+        if isinstance(declared, str):
+            types.append(declared)
+        elif isinstance(declared, list):
+            types += [name for name in declared if isinstance(name, str)]
+        else:
+            values = item.get("enum", [item["const"]] if "const" in item else [])
+            types += [_TYPES[type(value)] for value in _first(values) if type(value) in _TYPES]
+        if item.get("nullable"):
+            types.append("null")
+    return tuple(dict.fromkeys(types))
+
+
+def _schemas(schema: Any, root: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
+    """Yield a schema and those that it is made of, each reference followed once.
+
+    Args:
+        schema: of a value.
+        root: the schema that has what its references name.
+    """
+    pending: list[Any] = [schema]
+    references: set[str] = set()
+    for _ in range(_MAX_CHOICES):
+        if not pending:
+            return
+        item = pending.pop()
+        if not isinstance(item, Mapping):
+            continue
+        yield item
+        parts = [part for group in ("allOf", "anyOf", "oneOf") for part in _first(item.get(group))]
+        reference = item.get("$ref")
+        if isinstance(reference, str) and reference not in references:
+            references.add(reference)
+            parts.append(_referred(reference, root))
+        # The last is taken first.
+        pending += reversed(parts)
+
+
+def _first(items: Any) -> list[Any]:
+    return items[:_MAX_CHOICES] if isinstance(items, list) else []
+
+
+def _referred(reference: str, root: Mapping[str, Any]) -> Any:
+    """Return the schema that a reference such as `#/$defs/Point` names; None for one that is not within the root."""
+    document, *keys = reference.split("/")
+    found: Any = root if document == "#" else None
+    for key in keys:
+        found = found.get(key.replace("~1", "/").replace("~0", "~")) if isinstance(found, Mapping) else None
+    return found
 
 
 def _read(text: str, types: Sequence[str]) -> Any:
@@ -90,7 +142,7 @@ def _of(kind: type) -> Any:
     return read
 
 
-_READERS: Mapping[str, Any] = {
+_READERS: Final[Mapping[str, Any]] = {
     "integer": _integer,
     "number": _number,
     "boolean": _boolean,

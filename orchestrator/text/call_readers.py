@@ -50,6 +50,11 @@ class RegionReader(ABC):
         """Whether the region was content as it stands, its anchors included: no part stands there."""
         return False
 
+    @property
+    def is_in_text(self) -> bool:
+        """Whether what came last is within a text of JSON, where no anchor counts."""
+        return False
+
 
 class CallsReader(RegionReader):
     """Calls written as JSON, whose arguments are passed on as they come.
@@ -75,6 +80,11 @@ class CallsReader(RegionReader):
     def is_raw(self) -> bool:
         """Whether there was no call."""
         return self._index < 0
+
+    @property
+    def is_in_text(self) -> bool:
+        """Whether it is a text of a call."""
+        return self._scanner.is_in_text
 
     def push(self, text: str) -> list[Part]:
         """Return the calls and the pieces of arguments that became known."""
@@ -115,6 +125,11 @@ class ArgumentsReader(RegionReader):
         self._json: NestedJson | None = None
         self._held: list[str] = []
         self._has_begun = False
+
+    @property
+    def is_in_text(self) -> bool:
+        """Whether it is a text of the arguments."""
+        return self._json is not None and self._json.is_in_text
 
     def push(self, text: str) -> list[Part]:
         """Return the next piece of the arguments, or the content behind them."""

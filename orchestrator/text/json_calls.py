@@ -42,12 +42,13 @@ class NestedJson:
 
     Attributes:
         has_ended: whether its last bracket has come.
+        is_in_text: whether it is within one of its texts.
     """
 
     def __init__(self) -> None:
-        self.has_ended = False
+        self.has_ended = self.is_in_text = False
         self._depth = 0
-        self._is_escaped = self._is_in_text = False
+        self._is_escaped = False
 
     def push(self, text: str) -> int:
         """Return how many characters of the next text are of it."""
@@ -60,15 +61,15 @@ class NestedJson:
 
     def take(self, char: str) -> bool:
         """Take one character; return whether it is the last."""
-        if self._is_in_text:
+        if self.is_in_text:
             if self._is_escaped:
                 self._is_escaped = False
             elif char == "\\":
                 self._is_escaped = True
             elif char == '"':
-                self._is_in_text = False
+                self.is_in_text = False
         elif char == '"':
-            self._is_in_text = True
+            self.is_in_text = True
         elif char in _OPENING:
             self._depth += 1
         elif char in _CLOSING:
@@ -110,6 +111,15 @@ class CallScanner:
     def unread(self) -> str:
         """The text that is of no call: since the end of the last one, or from where it failed."""
         return "".join(self._unread)
+
+    @property
+    def is_in_text(self) -> bool:
+        """Whether what came last is within a text of a call's JSON."""
+        if self.has_failed:
+            return False
+        if self._step in (self._in_nested, self._in_arguments):
+            return self._nested.is_in_text
+        return self._step in (self._in_key, self._in_text_value, self._in_text_arguments)
 
     def push(self, text: str) -> list[Begun | Arguments]:
         """Return what became known with more text."""

@@ -145,20 +145,32 @@ def _xml_inline(text: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _tagged_values(text: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the values of a text, each between a beginning that has its key and an end, without a line break beside.
+    """Return the values of a text, each behind a beginning that has its key, without a line break beside.
 
-    It takes no longer than the text is long.
+    A value ends at its end, at the next beginning, or at the region's end. It takes no longer than the text is long.
+
+    Raises:
+        ValueError: the region has no end, so that the last value may lack its rest.
     """
-    begin, end = regex.compile(arguments["begin"]), arguments["end"]
+    tags = regex.compile(f"{arguments['begin']}|{regex.escape(arguments['end'])}")
     values: dict[str, Any] = {}
-    position = 0
-    while (found := begin.search(text, position)) is not None:
-        close = text.find(end, found.end())
-        if close < 0:
-            break
-        position = close + len(end)
-        values[found[1]] = text[found.end() : close].removeprefix("\n").removesuffix("\n")
+    key, start = None, 0
+    for found in tags.finditer(text):
+        if key is not None:
+            values[key] = _without_breaks(text[start : found.start()])
+        key, start = found[1], found.end()
+    if not arguments["is_closed"]:
+        # Within a value, or within the tag that would begin or end one.
+        rest = tags.search(text, start, partial=True)
+        if key is not None or (rest is not None and rest[0]):
+            raise ValueError("the text ends within a value")
+    if key is not None:
+        values[key] = _without_breaks(text[start:])
     return values
+
+
+def _without_breaks(text: str) -> str:
+    return text.removeprefix("\n").removesuffix("\n")
 
 
 def _key_value_lines(text: str, arguments: Mapping[str, Any]) -> dict[str, Any]:

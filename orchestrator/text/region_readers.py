@@ -11,7 +11,7 @@ from orchestrator.text.parts import CallPiece, Content, Part, Reasoning
 from orchestrator.text.region_contents import apply_transform, parse_content
 from orchestrator.text.response_template import Region
 
-_OWN_SHAPE: Final = CallShape(("name",), ("arguments", "parameters"), repeats=True)
+_OWN_SHAPE: Final = CallShape(("name", "function"), ("arguments", "parameters"), repeats=True)
 
 
 class TextReader(RegionReader):
@@ -104,14 +104,15 @@ class ValueReader(RegionReader):
         """Return the value's parts."""
         text = "".join(self._pieces)
         try:
-            return self._parts_of(self._value(text))
+            return self._parts_of(self._value(text, is_closed=closing != ""))
         except ValueError:
             self._is_raw = True
             return [Content(self._opening + text + closing)]
 
-    def _value(self, text: str) -> Any:
+    def _value(self, text: str, *, is_closed: bool) -> Any:
         region = self._region
-        value = parse_content(region.content, text, region.arguments)
+        # Only an anchor behind the text shows that it is whole.
+        value = parse_content(region.content, text, {**region.arguments, "is_closed": is_closed})
         if region.transform is None:
             return value
         if not region.transforms_each:

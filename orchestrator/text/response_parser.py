@@ -123,6 +123,10 @@ class ResponseParser:
                 self._take(parts, len(self._buffer) if at_end else hold)
                 break
             self._take(parts, found.match.start())
+            if self._is_quoted(found):
+                # A character of it at least is text; an anchor that looks ahead has none of its own.
+                self._take(parts, found.match.start() + 1)
+                continue
             self._position = found.match.end()
             self._close(parts, found)
             if found.region is not None:
@@ -134,6 +138,11 @@ class ResponseParser:
             parts.append(Content(self._content.end()))
         self._forget_done()
         return parts
+
+    def _is_quoted(self, found: _Found) -> bool:
+        """Return whether an anchor is within a text of a call's JSON; those of checkpoints end regions there too."""
+        is_closing = found.region is None and self._region is not None and self._region.content == "json-calls"
+        return is_closing and self._reader is not None and self._reader.is_in_text
 
     def _take(self, parts: list[Part], end: int) -> None:
         """Read the text up to a place; outside of regions it opens the implicit one."""

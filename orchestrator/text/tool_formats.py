@@ -13,7 +13,6 @@ from orchestrator.text.response_template import Region, ResponseTemplate, load_r
 from outrider.constraint import StructuralTag
 
 _LOG: Final = logging.getLogger(__name__)
-_CALL: Final = {"function": {"name": "{content.name}", "arguments": "{content.arguments}"}}
 _NAME: Final = r"[\w.-]{1,64}"
 HERMES_CALL: Final = '<tool_call>\n{{"name": {name}, "arguments": {arguments}}}\n</tool_call>'
 """A call as Hermes and Qwen write it; also how models are told to write it whose chat template knows no tools."""
@@ -112,7 +111,8 @@ def _family(source: str) -> OutputFormat:
 
 def _bare(source: str, key: str) -> OutputFormat:
     """Return the format of calls that begin an answer, marked or not; their arguments are under a key."""
-    ends = [end for end in ("</think>", r"\[/THINK\]") if end.replace("\\", "") in source]
+    _, end = _reasoning_markers(source)
+    ends = [_escaped(end)] if end else []
     behind = "".join(f"|(?<={end})" for end in ends)
     marked = rf"<\|python_tag\|>{_SPACE}"
     opens = rf"(?:\A{behind}){_BARE_MARK}(?={_BARE_CALL})|{marked}(?=\{{)"
@@ -135,8 +135,7 @@ def _hermes(source: str) -> OutputFormat:
 _HERMES: Final[Mapping[str, Any]] = {
     "open": "<tool_call>",
     "close": "</tool_call>",
-    "content": "json",
-    "transform": _CALL,
+    "content": "json-calls",
 }
 _QWEN_XML: Final[Mapping[str, Any]] = {
     "open_pattern": rf"<tool_call>\s*<function=(?P<name>{_NAME})>",
@@ -152,9 +151,10 @@ _GLM_XML: Final[Mapping[str, Any]] = {
     "content_args": {"begin": r"<arg_key>([^<\n]{1,256})</arg_key>\s{0,64}<arg_value>", "end": "</arg_value>"},
     "transform": {"function": {"name": "{name}", "arguments": "{content}"}},
 }
+_CALL_ID: Final = r"(?:\[CALL_ID\]\s*+\w{1,64}+\s*+)?"
 _MISTRAL: Final[Mapping[str, Any]] = {
-    # A list of calls, or the name and then the arguments.
-    "open_pattern": rf"\[TOOL_CALLS\]\s*(?:(?P<name>{_NAME})\s*(?:\[ARGS\])?\s*(?=\{{)|(?=\[\s*\{{))",
+    # A list of calls, or the name, in some models an id, and then the arguments.
+    "open_pattern": rf"\[TOOL_CALLS\]\s*(?:(?P<name>{_NAME})\s*+{_CALL_ID}(?:\[ARGS\])?\s*+(?=\{{)|(?=\[\s*\{{))",
     "close_pattern": r"(?=\[TOOL_CALLS\])",
     "content": "json-calls",
 }
@@ -167,13 +167,18 @@ def _template(source: str, calls: Mapping[str, Any]) -> ResponseTemplate:
     """Return the template of a family, with the reasoning that the chat template mentions."""
     content = {"repeats": True, "join": "\n", "content_args": {"strip_ends": False}}
     fields: dict[str, Any] = {"content": content, "tool_calls": calls}
-    pairs = (("<think>", "</think>"), ("[THINK]", "[/THINK]"))
-    begin, end = next((pair for pair in pairs if pair[0] in source or pair[1] in source), ("", ""))
+    begin, end = _reasoning_markers(source)
     if not begin:
         return load_response_template({"fields": fields, "start_anchor_pattern": r"(?!)"}, is_own=True)
     # An answer may be about the marker, so only its beginning is reasoning.
     fields["reasoning"] = {"open_pattern": rf"\A\s*+{_escaped(begin)}", "close": end}
     return load_response_template({"fields": fields, "start_anchor_pattern": _prefilled(begin)}, is_own=True)
+
+
+def _reasoning_markers(source: str) -> tuple[str, str]:
+    """Return what begins and what ends reasoning, of which the chat template mentions one; empty without."""
+    pairs = (("<think>", "</think>"), ("[THINK]", "[/THINK]"))
+    return next((pair for pair in pairs if pair[0] in source or pair[1] in source), ("", ""))
 
 
 def _escaped(marker: str) -> str:

@@ -33,16 +33,16 @@ def plain_messages(messages: Sequence[Message], tools: Sequence[dict[str, Any]],
     is_result = False
     for message in messages:
         if message.role == "tool":
-            content = f"<tool_response>\n{message.content}\n</tool_response>"
-            if is_result:
-                # Results of one answer are one message, since many templates want users and assistants to alternate.
-                plain[-1] = Message("user", f"{plain[-1].content}\n{content}")
-            else:
-                plain.append(Message("user", content))
+            told = Message("user", f"<tool_response>\n{message.content}\n</tool_response>")
         else:
             calls = [_call_text(call.name, call_arguments(call)) for call in message.tool_calls]
             content = "\n".join([*([message.content] if message.content else []), *calls])
-            plain.append(Message(message.role, content, message.reasoning, name=message.name))
+            told = Message(message.role, content, message.reasoning, name=message.name)
+        if is_result and told.role == "user":
+            # Results and what follows are one message, since many templates want users and assistants to alternate.
+            plain[-1] = plain[-1]._replace(content=f"{plain[-1].content}\n{told.content}")
+        else:
+            plain.append(told)
         is_result = message.role == "tool"
     return _with_tools(plain, tools, has_system=has_system) if tools else plain
 

@@ -52,6 +52,14 @@ def test_special_tokens_mark_parts_and_are_in_no_text() -> None:
     assert not any(token in text for token in SPECIAL)
 
 
+def test_the_id_of_a_call_is_in_no_part() -> None:
+    text, markers = '[TOOL_CALLS]add[CALL_ID]VvvODy9mT[ARGS]{"a": 2}', ("[TOOL_CALLS]", "[CALL_ID]", "[ARGS]")
+    for special in (markers, ()):
+        tokenizer = tokenizer_of(model_files("{{ tools }} [TOOL_CALLS] [CALL_ID] [ARGS]", None, (*SPECIAL, *special)))
+        output = OutputText(tokenizer, SamplingParameters(), OutputParts(tokenizer, BOTH, (), ()))
+        assert parts_of(output, tokenizer.encode(text, ROOM)) == [CallPiece(0, "add", '{"a": 2}')]
+
+
 def test_other_special_tokens_and_the_end_mark_nothing() -> None:
     tokens = TOKENIZER.encode("a<|other|>b<think>c<|im_end|>", ROOM)
     assert parts_of(output_of(), tokens) == [Content("ab"), Reasoning("c")]

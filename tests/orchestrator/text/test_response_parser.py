@@ -91,6 +91,7 @@ CASES = [(spec, prompt, text) for spec, cases in KNOWN.values() for prompt, text
 FAMILIES = {
     "hermes": "{{ tools }} <tool_call> <think>",
     "xml": "{{ tools }} <tool_call> <function=",
+    "glm": "{{ tools }} <tool_call> <arg_key>",
     "llama": "{{ tools }} <|python_tag|>",
     "mistral": "{{ tools }} [TOOL_CALLS] [THINK]",
     "bare": "{{ tools }}",
@@ -161,6 +162,7 @@ WORDS += [
     "[TOOL_CALLS]",
     "add",
     "[ARGS]",
+    "[CALL_ID]",
     "[",
     ";",
     ",",
@@ -183,6 +185,9 @@ WORDS += [
     '{"name": "Bob"',
     "1",
     '"\\ud800"',
+    "<arg_key>a</arg_key>",
+    "<arg_value>",
+    "</arg_value>",
 ]
 SPECS = [spec for spec, _ in KNOWN.values()]
 MARKS = ["<|im_end|>", "<|channel|>final<|message|>", "<|channel|>commentary to=functions.add<|message|>", "<|call|>"]
