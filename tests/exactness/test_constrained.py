@@ -9,12 +9,13 @@ import torch
 from torch import Tensor
 
 from outrider.constraint import Constraint
+from outrider.errors import ConstraintFailed
 from outrider.grammar.compiler import compiled, load_tokenizer
 from outrider.grammar.matcher import OutputMatcher
 from outrider.lm.byte_tokenizer import EOS, VOCABULARY_SIZE, byte_tokenizer
 from outrider.lm.tokenizer import TOKENIZER_NAME
 from outrider.parameters import AcceptanceRule, SamplingParameters
-from outrider.speculation.verification import DecisionSource, draft_rejection
+from outrider.speculation.verification import DecisionSource, draft_rejection, verify_rejection
 from outrider.tokens import ROOT, NodeKind, ProposalNode, ProposalTree, SparseDistribution
 from target_service.engine.constraints import Constraints, Offered, RequestConstraint
 from target_service.engine.request import Request
@@ -141,3 +142,38 @@ def test_a_drafted_token_that_is_withheld_for_the_constraint_would_show() -> Non
     for text, probability in wanted(target).items():
         first[text[:1]] = first.get(text[:1], 0.0) + probability
     assert total_variation(found, first) > 0.01
+
+
+@pytest.mark.parametrize("seed", seeds(3, 20))
+def test_a_chain_ends_with_a_node_that_nothing_can_follow(seed: int) -> None:
+    """Nothing can follow token 0: it is output as often as the target would, whatever was drafted below it."""
+    generator = torch.Generator().manual_seed(seed)
+    target, draft = (torch.rand(4, 3, generator=generator, dtype=torch.float64) for _ in range(2))
+    target, draft = (rows / rows.sum(dim=1, keepdim=True) for rows in (target, draft))
+
+    def one_round(source: DecisionSource) -> Text:
+        tree, number, last = ProposalTree(), ROOT, 3
+        for depth in range(3):
+            token_id = draft_rejection(draft[last], 0, depth, source, ROOT)
+            sparse = SparseDistribution((0, 1, 2), tuple(draft[last].tolist()))
+            number, last = tree.append(ProposalNode(number, token_id, NodeKind.DRAFTED, sparse)), token_id
+
+        def after(number: int) -> Tensor:
+            last = 3 if number == ROOT else tree.node(number).token_id
+            if last == 0:
+                raise ConstraintFailed("nothing can follow")
+            return target[last]
+
+        return verify_rejection(tree, after, 0, source).token_ids
+
+    found: dict[Text, float] = {}
+    for token_ids, probability in every_run(one_round):
+        # What the round did not output is the target's in the next one.
+        rest = [(token_ids[:2], 1.0)]
+        if len(token_ids) == 1 and token_ids != (0,):
+            rest = [((*token_ids, token_id), float(target[token_ids[0]][token_id])) for token_id in range(3)]
+        for text, share in rest:
+            found[text] = found.get(text, 0.0) + probability * share
+    law = {(0,): float(target[3][0])}
+    law |= {(a, b): float(target[3][a] * target[a][b]) for a in (1, 2) for b in range(3)}
+    assert total_variation(found, law) < TOLERANCE
