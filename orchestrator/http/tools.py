@@ -12,8 +12,9 @@ from orchestrator.http.tool_grammar import calls_grammar, json_rule, text_termin
 from orchestrator.text.messages import MAX_TOOLS, arguments_schema
 from orchestrator.text.tool_formats import CallText, OutputFormat
 from orchestrator.workers.model import Model
-from outrider.constraint import StructuralTag, StructuralTags
+from outrider.constraint import FIELD, StructuralTag, StructuralTags
 from outrider.errors import InvalidArgument
+from outrider.grammar.source import schema_of
 from outrider.v1 import generation_pb2
 
 
@@ -127,9 +128,8 @@ class Tools:
             problem = f"{field} does not go with tools, unless tool_choice is none: give a JSON schema"
             raise refusal(problem, field)
         else:
-            schema = structure.constraint.json_schema or '{"type": "object"}'
             whitespace = structure.constraint.any_whitespace
-            answer = f"answer: {json_rule(json.loads(schema), any_whitespace=whitespace)}"
+            answer = f"answer: {json_rule(_answer_schema(structure), any_whitespace=whitespace)}"
         grammar = calls_grammar(
             answer, tags, model.tokenizer.marker_tokens, any_whitespace=whitespace, is_parallel=self._is_parallel
         )
@@ -148,10 +148,24 @@ class Tools:
             is_followed = item.strict or self._choice == "required"
             try:
                 schema = arguments_schema(item.name, item.parameters or {}) if is_followed else {}
-                tags.append(call.tag(item.name, json.dumps(schema, ensure_ascii=False) if schema else ""))
+                text = json.dumps(schema, ensure_ascii=False) if schema else ""
+                if text:
+                    schema_of(text)
+                tags.append(call.tag(item.name, text))
             except InvalidArgument as error:
-                raise refusal(error.message, "tools") from None
+                told = error.message.removeprefix(f"{FIELD}: ")
+                raise refusal(
+                    told.replace("json_schema", f"tools: parameters of {item.name[:80]}", 1), "tools"
+                ) from None
         return tags
+
+
+def _answer_schema(structure: Structure) -> Any:
+    """Return the schema of answers beside calls; raise `HttpError` for what would be refused without tools."""
+    try:
+        return schema_of(structure.constraint.json_schema or '{"type": "object"}')
+    except InvalidArgument as error:
+        raise refusal(f"{structure.field}: {error.message.removeprefix(FIELD).lstrip(': ')}", structure.field) from None
 
 
 def _check_answers(structure: Structure, model: Model) -> None:

@@ -222,6 +222,27 @@ async def test_an_answer_or_calls(asker: httpx.AsyncClient, target: ScriptedTarg
     assert (constraint_of(target) or constraint).structural_tags is not None
 
 
+OLD_DIALECT = {"$schema": "http://json-schema.org/draft-03/schema#"}
+NO_SCHEMAS: list[dict[str, Any]] = [
+    {"guided_json": "not json"},
+    {"guided_json": "3"},
+    {"guided_json": "[" * 5000},
+    {"structured_outputs": {"json": "{"}},
+    {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": OLD_DIALECT}}},
+]
+
+
+async def test_what_is_no_schema_is_refused_alike_with_tools_and_without(asker: httpx.AsyncClient) -> None:
+    for fields in NO_SCHEMAS:
+        with_tools, without = [
+            await asker.post(PATH, json={"messages": [QUESTION], **tools, **fields})
+            for tools in ({"tools": [TOOL]}, {})
+        ]
+        assert with_tools.status_code == 400, with_tools.text
+        assert with_tools.json() == without.json()
+        assert with_tools.json()["error"]["param"] == next(iter(fields))
+
+
 def _named(number: int, parameters: Any = None) -> dict[str, Any]:
     return {"type": "function", "function": {"name": f"f{number}", "parameters": parameters}}
 
@@ -239,6 +260,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"tools": [_named(0, {"type": "string"})]}, "tools"),
     ({"tools": [_named(0, {"type": "string"})], "tool_choice": "required"}, "tools"),
     ({"tools": [_named(0, {"description": "x" * 300_000})], "tool_choice": "required"}, "tool_choice"),
+    ({"tools": [_named(0, OLD_DIALECT)], "tool_choice": "required"}, "tools"),
     ({"structured_outputs": {"regex": "x"}}, "structured_outputs"),
     ({"messages": [{"role": "tool", "tool_call_id": "x"}]}, "messages[0].content"),
     ({"messages": [{**QUESTION, "tool_calls": [{"function": {"name": "f"}}]}]}, "messages[0].tool_calls"),
