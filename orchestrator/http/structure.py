@@ -7,7 +7,7 @@ from pydantic import Field
 
 from orchestrator.http.body import Body
 from orchestrator.http.errors import HttpError
-from outrider.constraint import FIELD, Constraint, StructuralTag, StructuralTags
+from outrider.constraint import FIELD, MAX_TAGS, Constraint, StructuralTag, StructuralTags
 from outrider.errors import InvalidArgument
 
 Choices = Annotated[list[str], Field(fail_fast=True)]
@@ -181,14 +181,18 @@ def _parsed_tags(text: str, field: str) -> StructuralTags:
 
 def _tags(structures: Sequence[TagBody], triggers: Sequence[str], field: str) -> StructuralTags:
     """Return tags within free text; each has the longest of the triggers that it begins with."""
+    for name, given in (("structures", structures), ("triggers", triggers)):
+        # Ahead of what follows, which looks for each tag among all triggers.
+        if not 1 <= len(given) <= MAX_TAGS:
+            problem = f"{field}.{name} has {len(given)} entries, must have 1 to {MAX_TAGS}"
+            raise refusal(problem, f"{field}.{name}")
     tags = []
-    for item in structures:
+    for number, item in enumerate(structures):
+        begin = f"{field}.structures[{number}].begin"
         fitting = [trigger for trigger in triggers if item.begin.startswith(trigger)]
-        if not fitting:
-            raise refusal(f"{field} has the tag {item.begin[:80]!r}, which begins with no trigger", field)
+        if not item.begin or not fitting:
+            problem = f"is {item.begin[:80]!r}, which begins with no trigger" if item.begin else "is empty"
+            raise refusal(f"{begin} {problem}", begin)
         schema = made(field, json_schema=item.schema_).constraint.json_schema if item.schema_ is not None else ""
-        tags.append((item.begin, schema or "", item.end, max(fitting, key=len)))
-    try:
-        return StructuralTags([StructuralTag(*tag) for tag in tags])
-    except InvalidArgument as error:
-        raise refusal(f"{field}: {error.message}", field) from None
+        tags.append(StructuralTag(item.begin, schema or "", item.end, max(fitting, key=len)))
+    return StructuralTags(tags)

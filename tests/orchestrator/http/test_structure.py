@@ -76,8 +76,14 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ),
     ({"response_format": {"type": "text", "json_schema": {"schema": {}}}}, "response_format.json_schema"),
     ({"response_format": {"type": "structural_tag", "triggers": []}}, "response_format.structures"),
-    ({"response_format": {**TAGS, "type": "structural_tag", "triggers": ["["]}}, "response_format"),
-    ({"response_format": {**TAGS, "type": "structural_tag", "structures": []}}, "response_format"),
+    ({"response_format": {**TAGS, "type": "structural_tag", "triggers": ["["]}}, "response_format.structures[0].begin"),
+    ({"response_format": {**TAGS, "type": "structural_tag", "structures": []}}, "response_format.structures"),
+    ({"response_format": {**TAGS, "type": "structural_tag", "triggers": []}}, "response_format.triggers"),
+    ({"response_format": {**TAGS, "type": "structural_tag", "triggers": ["<"] * 257}}, "response_format.triggers"),
+    (
+        {"response_format": {"type": "structural_tag", "triggers": [""], "structures": [{"begin": "", "end": ""}]}},
+        "response_format.structures[0].begin",
+    ),
     ({"structured_outputs": {}}, "structured_outputs"),
     ({"structured_outputs": {"regex": "a", "json_object": True}}, "structured_outputs"),
     ({"structured_outputs": {"other": 1}}, "structured_outputs.other"),
@@ -101,6 +107,14 @@ async def test_what_makes_no_sense_is_refused_by_its_name(http: httpx.AsyncClien
         assert refused.status_code == 400, refused.text
         assert refused.json()["error"]["param"] == parameter
         assert ": :" not in refused.json()["error"]["message"]
+        assert "constraint:" not in refused.json()["error"]["message"]
+
+
+async def test_many_tags_are_refused_before_they_are_compared_with_triggers(http: httpx.AsyncClient) -> None:
+    tags = [{"begin": f"{number:05d}{'x' * 200}", "end": ""} for number in range(4000)]
+    form = {"type": "structural_tag", "structures": tags, "triggers": ["y"] * 4000}
+    refused = await http.post(CHAT, json={"messages": [{"role": "user", "content": "x"}], "response_format": form})
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "response_format.structures")
 
 
 async def test_text_is_free(http: httpx.AsyncClient, target: ScriptedTarget) -> None:
