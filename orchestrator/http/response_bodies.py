@@ -1,13 +1,16 @@
 """The body of POST /v1/responses: its input items, its tools, and the form of its text."""
 
 from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Final, Literal
 
-from pydantic import Discriminator, Field, Tag
+from pydantic import BeforeValidator, Discriminator, Field, Tag
 
-from orchestrator.http.bodies import GenerationBody, Sampling, Tokens
+from orchestrator.http.bodies import GenerationBody, Sampling, Tokens, bounded
 from orchestrator.http.body import Body
 from orchestrator.http.tools import FunctionBody
+
+_MAX_METADATA: Final = 16
+"""Entries of `metadata`, as OpenAI documents it."""
 
 
 class InputPart(Body):
@@ -30,7 +33,7 @@ class InputMessage(_Item):
 
     type: Literal["message"] = "message"
     role: Literal["system", "developer", "user", "assistant"]
-    content: str | list[InputPart]
+    content: str | Annotated[list[InputPart], Field(fail_fast=True)]
 
 
 class FunctionCallItem(_Item):
@@ -49,7 +52,7 @@ class FunctionOutputItem(_Item):
 
     type: Literal["function_call_output"]
     call_id: str
-    output: str | list[InputPart]
+    output: str | Annotated[list[InputPart], Field(fail_fast=True)]
 
 
 class ReasoningPart(Body):
@@ -65,7 +68,7 @@ class ReasoningItem(_Item):
     ignored: ClassVar[frozenset[str]] = _Item.ignored | frozenset({"encrypted_content", "summary"})
 
     type: Literal["reasoning"]
-    content: list[ReasoningPart] | None = None
+    content: Annotated[list[ReasoningPart], Field(fail_fast=True)] | None = None
 
 
 _ITEMS: Mapping[str, str] = {
@@ -176,10 +179,10 @@ class ResponsesBody(Sampling, GenerationBody):
         "truncation": ("disabled",),
     }
 
-    input: str | list[InputItem]
+    input: str | Annotated[list[InputItem], Field(fail_fast=True)]
     instructions: str | None = Field(default=None, description="A system message in front of the input.")
     max_output_tokens: Tokens | None = Field(default=None, description="Absent: as many as fit.")
-    metadata: dict[str, str] | None = None
+    metadata: Annotated[dict[str, str], BeforeValidator(bounded(_MAX_METADATA))] | None = None
     store: bool | None = Field(default=None, description="Responses are not stored: true is refused.")
     text: TextOptions | None = None
     tools: Annotated[list[ResponseTool], Field(fail_fast=True)] | None = None

@@ -10,7 +10,7 @@ from orchestrator.http.errors import HttpError
 from outrider.constraint import FIELD, MAX_TAGS, Constraint, StructuralTag, StructuralTags
 from outrider.errors import InvalidArgument
 
-Choices = Annotated[list[str], Field(fail_fast=True)]
+Texts = Annotated[list[str], Field(fail_fast=True)]
 
 
 class JsonSchemaBody(Body):
@@ -29,13 +29,16 @@ class TagBody(Body):
     end: str
 
 
+Tags = Annotated[list[TagBody], Field(fail_fast=True)]
+
+
 class ResponseFormat(Body):
     """`response_format`: text, a JSON object, JSON of a schema, or vLLM's structural tags."""
 
     type: Literal["text", "json_object", "json_schema", "structural_tag"]
     json_schema: JsonSchemaBody | None = None
-    structures: list[TagBody] | None = None
-    triggers: list[str] | None = None
+    structures: Tags | None = None
+    triggers: Texts | None = None
 
 
 class TagsText(Body):
@@ -43,8 +46,8 @@ class TagsText(Body):
 
     ignored: ClassVar[frozenset[str]] = frozenset({"type"})
 
-    structures: list[TagBody]
-    triggers: list[str]
+    structures: Tags
+    triggers: Texts
 
 
 class StructuredOutputs(Body):
@@ -59,7 +62,7 @@ class StructuredOutputs(Body):
     json_: str | dict[str, Any] | None = Field(default=None, alias="json")
     json_object: bool | None = None
     regex: str | None = None
-    choice: Choices | None = None
+    choice: Texts | None = None
     grammar: str | None = Field(default=None, description="In llguidance's dialect of Lark.")
     structural_tag: str | None = Field(
         default=None, description="JSON text of an object with `structures` and `triggers`."
@@ -80,7 +83,7 @@ class Structured(Body):
     guided_json: str | dict[str, Any] | None = None
     guided_json_object: bool | None = None
     guided_regex: str | None = None
-    guided_choice: Choices | None = None
+    guided_choice: Texts | None = None
     guided_grammar: str | None = None
 
 
