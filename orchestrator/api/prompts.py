@@ -6,10 +6,10 @@ from dataclasses import dataclass
 from typing import Any, Final, NamedTuple
 
 from orchestrator.text.history import messages_behind
-from orchestrator.text.messages import MAX_TOOLS, Call, Message, Tool, checked_tool, json_object
+from orchestrator.text.messages import MAX_TOOLS, Call, Message, Tool, call_arguments, checked_tool, json_object
 from orchestrator.text.output_parts import Parsing
 from orchestrator.text.tokenizer import Tokenizer
-from outrider.errors import InvalidArgument
+from outrider.errors import InvalidArgument, OutriderError
 from outrider.v1 import generation_pb2
 
 MAX_MESSAGES: Final = 2048
@@ -197,8 +197,29 @@ def _parsing(chat: generation_pb2.Chat, tools: Sequence[Tool]) -> Parsing | None
 def _chat_tokens(
     chat: generation_pb2.Chat, tools: Sequence[Tool], tokenizer: Tokenizer, terms: PromptTerms
 ) -> list[int]:
+    messages = [_message(item) for item in chat.messages]
+    try:
+        return _rendered_tokens(chat, messages, tools, tokenizer, terms)
+    except Exception as error:
+        # Errors of values are told of the tools or the variables, where there are any.
+        is_told = isinstance(error, OutriderError) and getattr(error, "field", "") not in (
+            "tools",
+            "template_variables",
+        )
+        if is_told or not any(isinstance(call_arguments(call), str) for item in messages for call in item.tool_calls):
+            raise
+        problem = "the chat template takes no call whose arguments are not a JSON object"
+        raise InvalidArgument(problem, "chat") from error
+
+
+def _rendered_tokens(
+    chat: generation_pb2.Chat,
+    messages: Sequence[Message | tuple[str, str]],
+    tools: Sequence[Tool],
+    tokenizer: Tokenizer,
+    terms: PromptTerms,
+) -> list[int]:
     variables = _variables(chat)
-    messages: Sequence[Message | tuple[str, str]] = [_message(item) for item in chat.messages]
     answer: Message | None = None
     if terms.held:
         most, given = terms.max_tokens + len(terms.held), messages

@@ -21,7 +21,7 @@ NAMES: Final = {
     "prompt": "messages",
     "logprobs": "top_logprobs",
     "template_variables": "chat_template_kwargs",
-    **{name: "messages" for name in ("tool_calls", "arguments", "tool_call_id", "reasoning")},
+    **{name: "messages" for name in ("tool_calls", "tool_call_id", "reasoning")},
 }
 
 

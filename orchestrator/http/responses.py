@@ -20,7 +20,7 @@ from orchestrator.workers.model import Model
 from outrider import wire
 from outrider.v1 import generation_pb2
 
-_OF_INPUT: Final = ("chat", "role", "prompt", "tool_calls", "arguments", "tool_call_id", "reasoning")
+_OF_INPUT: Final = ("chat", "role", "prompt", "tool_calls", "tool_call_id", "reasoning")
 NAMES: Final = {**dict.fromkeys(_OF_INPUT, "input"), "max_tokens": "max_output_tokens"}
 
 

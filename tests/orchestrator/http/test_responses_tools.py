@@ -218,7 +218,6 @@ async def test_a_tool_that_must_be_called(asker: httpx.AsyncClient, target: Scri
     for changed, field in (
         ({"tool_choice": {"type": "function", "name": "find"}}, "tool_choice"),
         ({"tool_choice": {"type": "function"}}, "tool_choice.name"),
-        ({"input": [{"type": "function_call", "call_id": "c", "name": "f", "arguments": "["}]}, "input"),
     ):
         refused = await asker.post(URL, json={**BODY, **changed})
         assert (refused.status_code, refused.json()["error"]["param"]) == (400, field)
