@@ -62,6 +62,7 @@ class Api(OllamaRoutes, ResponsesRoutes):
                 TokenTexts(model.tokenizer),
                 with_logprobs=bool(body.logprobs),
                 with_usage=_with_usage(body),
+                with_usage_so_far=_with_usage_so_far(body),
                 is_parsed=terms.is_parsed,
                 with_reasoning=body.include_reasoning is not False,
             )
@@ -84,6 +85,7 @@ class Api(OllamaRoutes, ResponsesRoutes):
                 TokenTexts(model.tokenizer),
                 with_logprobs=body.logprobs is not None,
                 with_usage=_with_usage(body),
+                with_usage_so_far=_with_usage_so_far(body),
             )
 
         names = names_with(completions.NAMES, structure)
@@ -166,6 +168,10 @@ def _with_usage(body: ChatBody | CompletionBody) -> bool:
         problem = "stream_options goes with stream: true"
         raise HttpError(400, "BadRequestError", problem, "stream_options", "invalid_argument")
     return bool(body.stream_options and body.stream_options.include_usage)
+
+
+def _with_usage_so_far(body: ChatBody | CompletionBody) -> bool:
+    return _with_usage(body) and bool(body.stream_options and body.stream_options.continuous_usage_stats)
 
 
 ROUTES: Final[RouteTable] = (

@@ -68,6 +68,9 @@ class StreamOptions(Body):
     }
 
     include_usage: bool | None = None
+    continuous_usage_stats: bool | None = Field(
+        default=None, description="With `include_usage`: whether each chunk has the usage of its choice so far."
+    )
 
 
 class Sampling(Body):
