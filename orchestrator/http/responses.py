@@ -85,7 +85,11 @@ def _tools(body: ResponsesBody) -> Tools:
 def _structure(body: ResponsesBody) -> Structure | None:
     """Return what the output must follow; None for free text; raise `HttpError`."""
     form, field = body.text.format if body.text else None, "text.format"
-    if form is None or form.type == "text":
+    if form is None:
+        return None
+    if form.type != "json_schema" and form.schema_ is not None:
+        raise refusal(f"{field} has type {form.type}: schema does not belong to it", f"{field}.schema")
+    if form.type == "text":
         return None
     if form.type == "json_object":
         return made(field, json_object=True)

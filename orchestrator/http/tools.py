@@ -104,6 +104,9 @@ class Tools:
             _check_answers(structure, model)
         if not self.are_called:
             return structure
+        if structure is not None and structure.constraint.kind not in ("json_schema", "json_object"):
+            problem = f"{structure.field} does not go with tools, unless tool_choice is none: give a JSON schema"
+            raise refusal(problem, structure.field)
         is_strict = any(item.strict for item in self._callable)
         if self._choice == "auto" and structure is None and self._is_parallel and not is_strict:
             return None
@@ -124,9 +127,6 @@ class Tools:
         assert model.tokenizer is not None
         if structure is None:
             answer, whitespace = text_terminal(form.no_call), False
-        elif structure.constraint.kind not in ("json_schema", "json_object"):
-            problem = f"{field} does not go with tools, unless tool_choice is none: give a JSON schema"
-            raise refusal(problem, field)
         else:
             whitespace = structure.constraint.any_whitespace
             answer = f"answer: {json_rule(_answer_schema(structure), any_whitespace=whitespace)}"

@@ -218,6 +218,8 @@ async def test_a_tool_that_must_be_called(asker: httpx.AsyncClient, target: Scri
     for changed, field in (
         ({"tool_choice": {"type": "function", "name": "find"}}, "tool_choice"),
         ({"tool_choice": {"type": "function"}}, "tool_choice.name"),
+        ({"text": {"format": {"type": "text", "schema": SCHEMA}}}, "text.format.schema"),
+        ({"text": {"format": {"type": "json_object", "schema": SCHEMA}}}, "text.format.schema"),
     ):
         refused = await asker.post(URL, json={**BODY, **changed})
         assert (refused.status_code, refused.json()["error"]["param"]) == (400, field)

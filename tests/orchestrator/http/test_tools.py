@@ -273,6 +273,8 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"tools": [_named(0, {"description": "x" * 300_000})], "tool_choice": "required"}, "tool_choice"),
     ({"tools": [_named(0, OLD_DIALECT)], "tool_choice": "required"}, "tools"),
     ({"structured_outputs": {"regex": "x"}}, "structured_outputs"),
+    ({"guided_choice": ["x"], "tool_choice": "required"}, "guided_choice"),
+    ({"guided_grammar": "x", "tool_choice": {"type": "function", "function": {"name": "add"}}}, "guided_grammar"),
     ({"messages": [{"role": "tool", "tool_call_id": "x"}]}, "messages[0].content"),
     ({"messages": [{**QUESTION, "tool_calls": [{"function": {"name": "f"}}]}]}, "messages[0].tool_calls"),
     ({"messages": [{**QUESTION, "tool_call_id": "x"}]}, "messages[0].tool_call_id"),
