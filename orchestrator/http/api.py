@@ -12,7 +12,7 @@ from orchestrator.api.service import GenerationService
 from orchestrator.http import chat, completions
 from orchestrator.http.asgi import metadata
 from orchestrator.http.bodies import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
-from orchestrator.http.errors import HttpError
+from orchestrator.http.errors import HttpError, as_http
 from orchestrator.http.forms import Form
 from orchestrator.http.logprobs import TokenTexts
 from orchestrator.http.names import ServedNames
@@ -119,7 +119,11 @@ class Api(OllamaRoutes, ResponsesRoutes):
             message = chat_prompt(body.messages, body.chat_template_kwargs, body.add_generation_prompt, tools=tools)
         else:
             message = generation_pb2.GenerateRequest(text=body.prompt or "")
-        token_ids = await self._service.tokenize(message, model)
+        try:
+            token_ids = await self._service.tokenize(message, model)
+        except InvalidArgument as error:
+            names = completions.NAMES if body.messages is None else chat.NAMES
+            raise as_http(error, names) from None
         texts = TokenTexts(model.tokenizer)
         return Json(
             {

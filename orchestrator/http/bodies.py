@@ -158,6 +158,7 @@ class PredictionBody(Body):
 class ChatBody(Common):
     """POST /v1/chat/completions."""
 
+    ignored: ClassVar[frozenset[str]] = Common.ignored | frozenset({"prompt_cache_options"})
     neutral: ClassVar[Mapping[str, tuple[Any, ...]]] = {
         **Common.neutral,
         "store": (False,),
@@ -222,7 +223,7 @@ class TokenizeBody(Body):
 
     model: str | None = None
     prompt: str | None = None
-    messages: Annotated[list[ChatMessage], Field(fail_fast=True)] | None = None
+    messages: Annotated[list[ChatMessage], Field(min_length=1, fail_fast=True)] | None = None
     add_generation_prompt: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     tools: Annotated[list[ToolBody], Field(fail_fast=True)] | None = None

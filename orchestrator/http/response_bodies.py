@@ -50,6 +50,8 @@ class FunctionCallItem(_Item):
 class FunctionOutputItem(_Item):
     """The result of a call."""
 
+    ignored: ClassVar[frozenset[str]] = _Item.ignored | frozenset({"name", "caller", "namespace"})
+
     type: Literal["function_call_output"]
     call_id: str
     output: str | Annotated[list[InputPart], Field(fail_fast=True)]

@@ -150,7 +150,7 @@ async def test_items_of_earlier_answers_are_messages(asker: httpx.AsyncClient, a
         call,
         {**call, "call_id": "c2"},
         {"type": "function_call_output", "call_id": "c1", "output": [{"type": "input_text", "text": "4"}]},
-        {"type": "function_call_output", "call_id": "c2", "output": "4"},
+        {"type": "function_call_output", "call_id": "c2", "output": "4", "name": "add", "caller": {"type": "direct"}},
     ]
     calls = [
         {"id": name, "type": "function", "function": {"name": "add", "arguments": ARGUMENTS}} for name in ("c1", "c2")

@@ -290,6 +290,27 @@ async def test_what_makes_no_sense_is_refused_by_its_name(asker: httpx.AsyncClie
         assert ": :" not in refused.json()["error"]["message"]
 
 
+async def test_tokenize_names_its_own_fields(asker: httpx.AsyncClient) -> None:
+    named: list[tuple[dict[str, Any], str]] = [
+        ({"messages": []}, "messages"),
+        ({"messages": [QUESTION] * 3000}, "messages"),
+        ({"messages": [{"role": "user", "content": "x" * 900_000}]}, "messages"),
+        ({"prompt": "x" * 900_000}, "prompt"),
+        ({"prompt": ""}, "prompt"),
+        ({"messages": [QUESTION], "tools": [TOOL, TOOL]}, "tools"),
+        ({"messages": [QUESTION], "chat_template_kwargs": {"tools": []}}, "chat_template_kwargs"),
+    ]
+    for body, field in named:
+        refused = await asker.post("/tokenize", json=body)
+        assert (refused.status_code, refused.json()["error"]["param"]) == (400, field), refused.text
+
+
+async def test_what_clients_say_of_caches_is_accepted(asker: httpx.AsyncClient) -> None:
+    part = {"type": "text", "text": "2 + 2?", "prompt_cache_breakpoint": {"mode": "explicit"}}
+    body = {"messages": [{"role": "user", "content": [part]}], "prompt_cache_options": {"mode": "explicit"}}
+    assert (await asker.post(PATH, json=body)).status_code == 200
+
+
 async def test_tokenize_takes_tools(asker: httpx.AsyncClient, answering: Orchestrator) -> None:
     plain = (await asker.post("/tokenize", json={"messages": [QUESTION]})).json()
     tools = (await asker.post("/tokenize", json={"messages": [QUESTION], "tools": [TOOL]})).json()
