@@ -7,7 +7,7 @@ from pydantic import BeforeValidator, Discriminator, Field, Tag
 
 from orchestrator.http.bodies import GenerationBody, Sampling, Tokens, bounded
 from orchestrator.http.body import Body
-from orchestrator.http.tools import FunctionBody
+from orchestrator.http.tools import FunctionBody, choice_kind
 
 _MAX_METADATA: Final = 16
 """Entries of `metadata`, as OpenAI documents it."""
@@ -154,6 +154,20 @@ class NamedFunctionChoice(Body):
     name: str
 
 
+class AllowedFunctionsChoice(Body):
+    """The tools that may be called, and whether one of them must be."""
+
+    type: Literal["allowed_tools"]
+    mode: Literal["auto", "required"]
+    tools: Annotated[list[NamedFunctionChoice], Field(min_length=1, fail_fast=True)]
+
+
+FunctionChoice = Annotated[
+    Annotated[NamedFunctionChoice, Tag("NamedChoice")] | Annotated[AllowedFunctionsChoice, Tag("AllowedChoice")],
+    Discriminator(choice_kind),
+]
+
+
 class ResponsesBody(Sampling, GenerationBody):
     """POST /v1/responses."""
 
@@ -188,7 +202,7 @@ class ResponsesBody(Sampling, GenerationBody):
     store: bool | None = Field(default=None, description="Responses are not stored: true is refused.")
     text: TextOptions | None = None
     tools: Annotated[list[ResponseTool], Field(fail_fast=True)] | None = None
-    tool_choice: Literal["none", "auto", "required"] | NamedFunctionChoice | None = None
+    tool_choice: Literal["none", "auto", "required"] | FunctionChoice | None = None
     parallel_tool_calls: bool | None = None
     reasoning: ReasoningOptions | None = None
     stream_options: ResponsesStreamOptions | None = None

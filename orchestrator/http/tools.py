@@ -2,9 +2,9 @@
 
 import json
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import Discriminator, Field, Tag
 
 from orchestrator.http.body import Body
 from orchestrator.http.structure import Structure, made, refusal
@@ -49,7 +49,33 @@ class NamedChoice(Body):
     function: NamedFunction
 
 
-ChoiceOfTool = Literal["none", "auto", "required"] | NamedChoice
+class AllowedTools(Body):
+    """The tools that may be called, and whether one of them must be."""
+
+    mode: Literal["auto", "required"]
+    tools: Annotated[list[NamedChoice], Field(min_length=1, fail_fast=True)]
+
+
+class AllowedChoice(Body):
+    """A choice among some of the tools."""
+
+    type: Literal["allowed_tools"]
+    allowed_tools: AllowedTools
+
+
+def choice_kind(value: Any) -> str:
+    """Return the name of the body that a choice is read as, by its type."""
+    kind = value.get("type") if isinstance(value, dict) else None
+    return "AllowedChoice" if kind == "allowed_tools" else "NamedChoice"
+
+
+ChoiceOfTool = (
+    Literal["none", "auto", "required"]
+    | Annotated[
+        Annotated[NamedChoice, Tag("NamedChoice")] | Annotated[AllowedChoice, Tag("AllowedChoice")],
+        Discriminator(choice_kind),
+    ]
+)
 
 
 class Tools:
@@ -57,25 +83,29 @@ class Tools:
 
     Args:
         functions: the tools.
-        choice: none, auto, required, or the name of one in `named`.
-        named: the tool that must be called; None for any.
+        choice: none, auto or required.
+        allowed: names of the tools that may be called; None for all.
         is_parallel: whether the output may have several calls.
 
     Raises:
         HttpError: there is no such tool, none at all, or there are too many.
     """
 
-    def __init__(self, functions: Sequence[FunctionBody], choice: str, named: str | None, *, is_parallel: bool) -> None:
+    def __init__(
+        self, functions: Sequence[FunctionBody], choice: str, allowed: Sequence[str] | None, *, is_parallel: bool
+    ) -> None:
         if len(functions) > MAX_TOOLS:
             raise refusal(f"tools has {len(functions)} tools, may have at most {MAX_TOOLS}", "tools")
         self._functions = functions
         self._choice = choice
         self._is_parallel = is_parallel
-        self._callable = [item for item in functions if named in (None, item.name)]
-        if choice == "required" and not self._callable:
-            none_fits = "is required, there are no tools"
-            missing = none_fits if named is None else f"names {named[:80]!r}, which is none of the tools"
-            raise refusal(f"tool_choice {missing}", "tool_choice")
+        names = {item.name for item in functions}
+        if unknown := [name for name in allowed or () if name not in names]:
+            raise refusal(f"tool_choice names {unknown[0][:80]!r}, which is none of the tools", "tool_choice")
+        if choice == "required" and not functions:
+            raise refusal("tool_choice is required, there are no tools", "tool_choice")
+        chosen = names if allowed is None else set(allowed)
+        self._callable = [item for item in functions if item.name in chosen]
 
     @property
     def are_called(self) -> bool:
@@ -91,7 +121,7 @@ class Tools:
     def constrained(self, structure: Structure | None, model: Model) -> Structure | None:
         """Return what the output must follow, calls included; None where it is free.
 
-        Free calls are constrained only where a tool is `strict`, or no second call is wanted.
+        Free calls are constrained only where a tool is `strict`, some may not be called, or no second call is wanted.
 
         Args:
             structure: what it must follow where it is no call; None for free text.
@@ -108,7 +138,8 @@ class Tools:
             problem = f"{structure.field} does not go with tools, unless tool_choice is none: give a JSON schema"
             raise refusal(problem, structure.field)
         is_strict = any(item.strict for item in self._callable)
-        if self._choice == "auto" and structure is None and self._is_parallel and not is_strict:
+        is_free = self._is_parallel and not is_strict and not self._leaves_some_out
+        if self._choice == "auto" and structure is None and is_free:
             return None
         field = self._field(structure, is_strict=is_strict)
         form = model.tokenizer.output_format if model.tokenizer is not None else None
@@ -135,11 +166,17 @@ class Tools:
         )
         return made(field, grammar=grammar)
 
+    @property
+    def _leaves_some_out(self) -> bool:
+        return len(self._callable) < len(self._functions)
+
     def _field(self, structure: Structure | None, *, is_strict: bool) -> str:
         if self._choice == "required":
             return "tool_choice"
         if structure is not None:
             return structure.field
+        if self._leaves_some_out:
+            return "tool_choice"
         return "tools" if is_strict else "parallel_tool_calls"
 
     def _tags(self, call: CallText) -> list[StructuralTag]:
@@ -180,6 +217,13 @@ def _check_answers(structure: Structure, model: Model) -> None:
 
 def tools_of(tools: Sequence[ToolBody] | None, choice: ChoiceOfTool | None, parallel: bool | None) -> Tools:
     """Return the tools of a request in OpenAI's form; raise `HttpError`."""
-    named = choice.function.name if isinstance(choice, NamedChoice) else None
-    kind = "required" if isinstance(choice, NamedChoice) else choice or "auto"
-    return Tools([item.function for item in tools or ()], kind, named, is_parallel=parallel is not False)
+    kind: str
+    allowed: list[str] | None
+    match choice:
+        case NamedChoice():
+            kind, allowed = "required", [choice.function.name]
+        case AllowedChoice():
+            kind, allowed = choice.allowed_tools.mode, [item.function.name for item in choice.allowed_tools.tools]
+        case _:
+            kind, allowed = choice or "auto", None
+    return Tools([item.function for item in tools or ()], kind, allowed, is_parallel=parallel is not False)

@@ -215,7 +215,16 @@ async def test_a_tool_that_must_be_called(asker: httpx.AsyncClient, target: Scri
         assert constraint.structural_tags is not None
         assert constraint.structural_tags.at_least_one
         assert constraint.structural_tags.stop_after_first
+    choice = {"type": "allowed_tools", "mode": "auto", "tools": [{"type": "function", "name": "add"}]}
+    tools = [TOOL, {**TOOL, "name": "find"}]
+    content = (await asker.post(URL, json={**BODY, "tools": tools, "tool_choice": choice})).json()
+    assert Response.model_validate(content, strict=True).model_dump()["tool_choice"] == choice
+    tags = (constraint_of(target) or constraint).structural_tags
+    assert tags is not None
+    assert ([tag.trigger for tag in tags.tags], tags.at_least_one) == (["<tool_call>"], False)
     for changed, field in (
+        ({"tool_choice": {"type": "allowed_tools", "mode": "auto"}}, "tool_choice.tools"),
+        ({"tool_choice": {**choice, "tools": [{"type": "function", "name": "find"}]}}, "tool_choice"),
         ({"tool_choice": {"type": "function", "name": "find"}}, "tool_choice"),
         ({"tool_choice": {"type": "function"}}, "tool_choice.name"),
         ({"text": {"format": {"type": "text", "schema": SCHEMA}}}, "text.format.schema"),

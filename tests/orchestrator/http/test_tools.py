@@ -143,6 +143,12 @@ async def test_a_call_that_was_cut_short_may_come_back(asker: httpx.AsyncClient)
     assert answer.status_code == 200, answer.text
 
 
+def allowed(mode: str, *names: str) -> dict[str, Any]:
+    """The choice among these tools."""
+    tools = [{"type": "function", "function": {"name": name}} for name in names]
+    return {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": tools}}
+
+
 CHOICES: list[tuple[dict[str, Any], Any]] = [
     ({}, None),
     ({"tool_choice": "auto"}, None),
@@ -155,6 +161,13 @@ CHOICES: list[tuple[dict[str, Any], Any]] = [
         {"tools": [TOOL, OTHER], "tool_choice": {"type": "function", "function": {"name": "find"}}},
         (["find"], [SCHEMA], True, False),
     ),
+    ({"tools": [TOOL, OTHER], "tool_choice": allowed("auto", "add")}, (["add"], [""], False, False)),
+    (
+        {"tools": [TOOL, OTHER], "tool_choice": allowed("required", "find", "add")},
+        (["add", "find"], [SCHEMA] * 2, True, False),
+    ),
+    # All that there are: as free as without.
+    ({"tool_choice": allowed("auto", "add")}, None),
 ]
 
 
@@ -266,6 +279,13 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"tool_choice": "other"}, "tool_choice"),
     ({"tool_choice": {"type": "function", "function": {"name": "find"}}}, "tool_choice"),
     ({"tool_choice": {"type": "function", "function": {}}}, "tool_choice.function.name"),
+    ({"tool_choice": {"type": "function"}}, "tool_choice.function"),
+    ({"tool_choice": {"type": "allowed_tools"}}, "tool_choice.allowed_tools"),
+    ({"tool_choice": {"type": "custom", "custom": {"name": "add"}}}, "tool_choice.type"),
+    ({"tool_choice": 5}, "tool_choice"),
+    ({"tool_choice": allowed("none", "add")}, "tool_choice.allowed_tools.mode"),
+    ({"tool_choice": allowed("auto")}, "tool_choice.allowed_tools.tools"),
+    ({"tool_choice": allowed("auto", "add", "find")}, "tool_choice"),
     ({"tool_choice": {"type": "function", "function": {"name": ""}}}, "tool_choice"),
     ({"tools": [_named(number) for number in range(300)], "tool_choice": "required"}, "tools"),
     ({"tools": [_named(0, {"type": "string"})]}, "tools"),
