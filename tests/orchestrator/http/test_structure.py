@@ -18,10 +18,34 @@ SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
 FORMAT = {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA, "strict": True}}
 TAGS = {"structures": [{"begin": "<f=a>", "schema": SCHEMA, "end": "</f>"}], "triggers": ["<", "<f="]}
 TAGGED = Constraint(structural_tags=StructuralTags([StructuralTag("<f=a>", json.dumps(SCHEMA), "</f>", "<f=")]))
+NEWER = {
+    "type": "triggered_tags",
+    "triggers": ["<", "<f="],
+    "tags": [
+        {"type": "tag", "begin": "<f=a>", "content": {"type": "json_schema", "json_schema": SCHEMA}, "end": "</f>"}
+    ],
+}
+FORCED = Constraint(
+    structural_tags=StructuralTags([StructuralTag("<f=a>", json.dumps(SCHEMA), "</f>", "<f=")], True, True)
+)
 FIELDS: list[tuple[dict[str, Any], Constraint]] = [
     ({"response_format": FORMAT}, Constraint(json_schema=json.dumps(SCHEMA))),
     ({"response_format": {"type": "json_object"}}, Constraint(json_object=True)),
     ({"response_format": {"type": "structural_tag", **TAGS}}, TAGGED),
+    ({"response_format": {"type": "structural_tag", "format": NEWER}}, TAGGED),
+    (
+        {
+            "response_format": {
+                "type": "structural_tag",
+                "format": {**NEWER, "at_least_one": True, "stop_after_first": True, "excludes": []},
+            }
+        },
+        FORCED,
+    ),
+    (
+        {"structured_outputs": {"structural_tag": json.dumps({"type": "structural_tag", "format": NEWER})}},
+        TAGGED,
+    ),
     ({"structured_outputs": {"json": SCHEMA}}, Constraint(json_schema=json.dumps(SCHEMA))),
     ({"structured_outputs": {"json": json.dumps(SCHEMA)}}, Constraint(json_schema=json.dumps(SCHEMA))),
     ({"structured_outputs": {"json_object": True}}, Constraint(json_object=True)),
@@ -83,6 +107,21 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     (
         {"response_format": {"type": "structural_tag", "triggers": [""], "structures": [{"begin": "", "end": ""}]}},
         "response_format.structures[0].begin",
+    ),
+    ({"response_format": {"type": "structural_tag", "format": {"type": "sequence"}}}, "response_format.format.type"),
+    ({"response_format": {**TAGS, "type": "structural_tag", "format": NEWER}}, "response_format.structures"),
+    ({"response_format": {"type": "text", "format": NEWER}}, "response_format.format"),
+    (
+        {"response_format": {"type": "structural_tag", "format": {**NEWER, "triggers": ["["]}}},
+        "response_format.format.tags[0].begin",
+    ),
+    (
+        {"response_format": {"type": "structural_tag", "format": {**NEWER, "tags": []}}},
+        "response_format.format.tags",
+    ),
+    (
+        {"structured_outputs": {"structural_tag": '{"format": {"type": "tag"}}'}},
+        "structured_outputs.structural_tag.format.type",
     ),
     ({"structured_outputs": {}}, "structured_outputs"),
     ({"structured_outputs": {"regex": "a", "json_object": True}}, "structured_outputs"),
