@@ -1,9 +1,11 @@
 """Tools in chat completions: what the prompt has of them, what the response has of calls and reasoning, and streams."""
 
 import json
+import re
 from typing import Any
 
 import httpx
+import pytest
 
 from outrider import wire
 from outrider.constraint import Constraint
@@ -131,15 +133,15 @@ async def test_content_may_be_null_beside_calls(asker: httpx.AsyncClient) -> Non
     assert answer.json()["choices"][0]["message"]["content"] == "The sum is 4."
 
 
-async def test_a_call_that_was_cut_short_may_come_back(asker: httpx.AsyncClient) -> None:
-    length = len("<think>\nAdd them.\n</think>\n\nLet me see.\n") + len(
-        '<tool_call>\n{"name": "add", "arguments": {"a":'
-    )
-    # A token for each byte, but for the markers.
-    cut = (await asker.post(PATH, json={**ASKED, "max_tokens": length - 23})).json()["choices"][0]
+@pytest.mark.parametrize("more", [{}, {"session_id": "cut-1"}])
+async def test_a_call_that_was_cut_short_may_come_back(asker: httpx.AsyncClient, more: dict[str, Any]) -> None:
+    said = '<think>\nAdd them.\n</think>\n\nLet me see.\n<tool_call>\n{"name": "add", "arguments": {"a":'
+    # A token for each byte, and one for each marker.
+    num_tokens = len(re.sub("<.*?>", "M", said))
+    cut = (await asker.post(PATH, json={**ASKED, **more, "max_tokens": num_tokens})).json()["choices"][0]
     assert cut["message"]["tool_calls"][0]["function"] == {"name": "add", "arguments": '{"a":'}
     result = {"role": "tool", "tool_call_id": cut["message"]["tool_calls"][0]["id"], "content": "4"}
-    answer = await asker.post(PATH, json={**ASKED, "messages": [QUESTION, cut["message"], result]})
+    answer = await asker.post(PATH, json={**ASKED, **more, "messages": [QUESTION, cut["message"], result]})
     assert answer.status_code == 200, answer.text
 
 
