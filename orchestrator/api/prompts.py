@@ -6,15 +6,15 @@ from dataclasses import dataclass
 from typing import Any, Final, NamedTuple
 
 from orchestrator.text.history import messages_behind
-from orchestrator.text.messages import MAX_TOOLS, Call, Message, Tool, checked_tool, json_object
+from orchestrator.text.messages import MAX_TOOLS, Call, Message, Tool, call_arguments, checked_tool, json_object
 from orchestrator.text.output_parts import Parsing
 from orchestrator.text.tokenizer import Tokenizer
-from outrider.errors import InvalidArgument
+from outrider.errors import InvalidArgument, OutriderError
 from outrider.v1 import generation_pb2
 
-_MAX_MESSAGES: Final = 2048
+MAX_MESSAGES: Final = 2048
 """Chat messages of a request; templates are rendered message by message, and this many take some 30 ms."""
-_MAX_CALLS: Final = 128
+MAX_CALLS: Final = 128
 """Calls of tools of a message."""
 _MAX_TOOLS_CHARS: Final = 1 << 18
 """Characters of all tools; their schemas are read beside the requests that run, and this many take some 10 ms."""
@@ -81,12 +81,12 @@ def check_chat(chat: generation_pb2.Chat) -> int:
     """Return about how many characters a chat has; raise `InvalidArgument` where something is too much."""
     if not (num_messages := len(chat.messages)):
         raise InvalidArgument("chat has no messages", "chat")
-    if num_messages > _MAX_MESSAGES:
-        raise InvalidArgument(f"chat has {num_messages} messages, may have at most {_MAX_MESSAGES}", "chat")
+    if num_messages > MAX_MESSAGES:
+        raise InvalidArgument(f"chat has {num_messages} messages, may have at most {MAX_MESSAGES}", "chat")
     if len(chat.tools) > MAX_TOOLS:
         raise InvalidArgument(f"tools has {len(chat.tools)} tools, may have at most {MAX_TOOLS}", "tools")
-    if (most := max(len(item.tool_calls) for item in chat.messages)) > _MAX_CALLS:
-        raise InvalidArgument(f"tool_calls has {most} calls, may have at most {_MAX_CALLS}", "tool_calls")
+    if (most := max(len(item.tool_calls) for item in chat.messages)) > MAX_CALLS:
+        raise InvalidArgument(f"tool_calls has {most} calls, may have at most {MAX_CALLS}", "tool_calls")
     if len(chat.template_variables) > _MAX_VARIABLES_CHARS:
         raise InvalidArgument(f"may have at most {_MAX_VARIABLES_CHARS} characters", "template_variables")
     num_chars = sum(len(tool.name) + len(tool.description) + len(tool.parameters) for tool in chat.tools)
@@ -197,8 +197,29 @@ def _parsing(chat: generation_pb2.Chat, tools: Sequence[Tool]) -> Parsing | None
 def _chat_tokens(
     chat: generation_pb2.Chat, tools: Sequence[Tool], tokenizer: Tokenizer, terms: PromptTerms
 ) -> list[int]:
+    messages = [_message(item) for item in chat.messages]
+    try:
+        return _rendered_tokens(chat, messages, tools, tokenizer, terms)
+    except Exception as error:
+        # Errors of values are told of the tools or the variables, where there are any.
+        is_told = isinstance(error, OutriderError) and getattr(error, "field", "") not in (
+            "tools",
+            "template_variables",
+        )
+        if is_told or not any(isinstance(call_arguments(call), str) for item in messages for call in item.tool_calls):
+            raise
+        problem = "the chat template takes no call whose arguments are not a JSON object"
+        raise InvalidArgument(problem, "chat") from error
+
+
+def _rendered_tokens(
+    chat: generation_pb2.Chat,
+    messages: Sequence[Message | tuple[str, str]],
+    tools: Sequence[Tool],
+    tokenizer: Tokenizer,
+    terms: PromptTerms,
+) -> list[int]:
     variables = _variables(chat)
-    messages: Sequence[Message | tuple[str, str]] = [_message(item) for item in chat.messages]
     answer: Message | None = None
     if terms.held:
         most, given = terms.max_tokens + len(terms.held), messages

@@ -12,7 +12,7 @@ from orchestrator.api.service import GenerationService
 from orchestrator.http import chat, completions
 from orchestrator.http.asgi import metadata
 from orchestrator.http.bodies import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
-from orchestrator.http.errors import HttpError
+from orchestrator.http.errors import HttpError, as_http
 from orchestrator.http.forms import Form
 from orchestrator.http.logprobs import TokenTexts
 from orchestrator.http.names import ServedNames
@@ -62,6 +62,7 @@ class Api(OllamaRoutes, ResponsesRoutes):
                 TokenTexts(model.tokenizer),
                 with_logprobs=bool(body.logprobs),
                 with_usage=_with_usage(body),
+                with_usage_so_far=_with_usage_so_far(body),
                 is_parsed=terms.is_parsed,
                 with_reasoning=body.include_reasoning is not False,
             )
@@ -84,6 +85,7 @@ class Api(OllamaRoutes, ResponsesRoutes):
                 TokenTexts(model.tokenizer),
                 with_logprobs=body.logprobs is not None,
                 with_usage=_with_usage(body),
+                with_usage_so_far=_with_usage_so_far(body),
             )
 
         names = names_with(completions.NAMES, structure)
@@ -117,7 +119,11 @@ class Api(OllamaRoutes, ResponsesRoutes):
             message = chat_prompt(body.messages, body.chat_template_kwargs, body.add_generation_prompt, tools=tools)
         else:
             message = generation_pb2.GenerateRequest(text=body.prompt or "")
-        token_ids = await self._service.tokenize(message, model)
+        try:
+            token_ids = await self._service.tokenize(message, model)
+        except InvalidArgument as error:
+            names = completions.NAMES if body.messages is None else chat.NAMES
+            raise as_http(error, names) from None
         texts = TokenTexts(model.tokenizer)
         return Json(
             {
@@ -166,6 +172,10 @@ def _with_usage(body: ChatBody | CompletionBody) -> bool:
         problem = "stream_options goes with stream: true"
         raise HttpError(400, "BadRequestError", problem, "stream_options", "invalid_argument")
     return bool(body.stream_options and body.stream_options.include_usage)
+
+
+def _with_usage_so_far(body: ChatBody | CompletionBody) -> bool:
+    return _with_usage(body) and bool(body.stream_options and body.stream_options.continuous_usage_stats)
 
 
 ROUTES: Final[RouteTable] = (

@@ -1,5 +1,6 @@
 """The application: the routes, its schema at /openapi.json, and its pages at / and /docs."""
 
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Final
 
@@ -111,24 +112,27 @@ class _Refusal(Response):
 
 
 class _Errors:
-    """Gives paths and methods that do not exist the form of all other errors."""
+    """Gives paths and methods that do not exist, and what fails unexpectedly, the form of all other errors."""
 
     def __init__(self, app: FastAPI) -> None:
         self._app = app
         app.add_exception_handler(404, self._missing)
         app.add_exception_handler(405, self._missing)
+        app.add_exception_handler(Exception, self._failed)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        try:
+        # Starlette raises again what it has answered; where a response had begun, the server cuts the connection.
+        with suppress(Exception):
             await self._app(scope, receive, send)
-        except Exception as error:
-            if isinstance(error, OutriderError):
-                raise
-            told = as_http(error, {})
-            await send_error(send, told, error, body_at(scope["path"], told))
 
     @staticmethod
     async def _missing(request: Request, error: Exception) -> Response:
         status = getattr(error, "status_code", 404)
         problem = HttpError(status, "NotFoundError", f"there is no {request.method} {request.url.path}")
         return Json(body_at(request.url.path, problem), status_code=status)
+
+    @staticmethod
+    async def _failed(request: Request, error: Exception) -> Response:
+        """Return the response of an error, which is logged; it is sent only where none has begun."""
+        told = as_http(error, {})
+        return Json(body_at(request.url.path, told), status_code=told.status)

@@ -6,7 +6,7 @@ Every other field is refused by its name.
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Annotated, Any, ClassVar, Final, Literal
 
 from pydantic import BeforeValidator, Field
@@ -30,10 +30,15 @@ def listed(value: Any) -> Any:
     return [value] if isinstance(value, str) else value
 
 
-def _bounded(values: Any) -> Any:
-    if isinstance(values, dict) and len(values) > MAX_LOGIT_BIASES:
-        raise PydanticCustomError("too_many", "may have at most {num} entries", {"num": MAX_LOGIT_BIASES})
-    return values
+def bounded(most: int) -> Callable[[Any], Any]:
+    """Return a check that an object has no more entries; pydantic would collect an error for each that is wrong."""
+
+    def checked(values: Any) -> Any:
+        if isinstance(values, dict) and len(values) > most:
+            raise PydanticCustomError("too_many", "may have at most {num} entries", {"num": most})
+        return values
+
+    return checked
 
 
 class SpeculationOptions(Body):
@@ -63,6 +68,9 @@ class StreamOptions(Body):
     }
 
     include_usage: bool | None = None
+    continuous_usage_stats: bool | None = Field(
+        default=None, description="With `include_usage`: whether each chunk has the usage of its choice so far."
+    )
 
 
 class Sampling(Body):
@@ -75,7 +83,7 @@ class Sampling(Body):
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     repetition_penalty: float | None = None
-    logit_bias: Annotated[dict[str, float], BeforeValidator(_bounded)] | None = None
+    logit_bias: Annotated[dict[str, float], BeforeValidator(bounded(MAX_LOGIT_BIASES))] | None = None
     stop: Annotated[list[str], Field(fail_fast=True), BeforeValidator(listed)] | None = None
     stop_token_ids: Annotated[list[Count], Field(fail_fast=True)] | None = None
     seed: Annotated[int, Field(ge=-(2**63), le=2**64 - 1)] | None = None
@@ -150,6 +158,7 @@ class PredictionBody(Body):
 class ChatBody(Common):
     """POST /v1/chat/completions."""
 
+    ignored: ClassVar[frozenset[str]] = Common.ignored | frozenset({"prompt_cache_options"})
     neutral: ClassVar[Mapping[str, tuple[Any, ...]]] = {
         **Common.neutral,
         "store": (False,),
@@ -214,7 +223,7 @@ class TokenizeBody(Body):
 
     model: str | None = None
     prompt: str | None = None
-    messages: Annotated[list[ChatMessage], Field(fail_fast=True)] | None = None
+    messages: Annotated[list[ChatMessage], Field(min_length=1, fail_fast=True)] | None = None
     add_generation_prompt: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     tools: Annotated[list[ToolBody], Field(fail_fast=True)] | None = None

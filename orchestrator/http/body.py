@@ -78,10 +78,19 @@ def _where(location: tuple[int | str, ...]) -> str:
 
 # Pydantic puts the branch of a union into the path.
 _BRANCHES: Final = frozenset(
-    {"str", "int", "float", "bool", "TextPart", "NamedChoice", "NamedFunctionChoice"}
+    {"str", "int", "float", "bool", "TextPart", "NamedChoice", "AllowedChoice"}
     | {"InputMessage", "FunctionCallItem", "FunctionOutputItem", "ReasoningItem"}
 )
-_BRANCH_KINDS: Final = ("list[", "dict[", "literal[", "function-", "constrained-", "lax-or-strict", "nullable")
+_BRANCH_KINDS: Final = (
+    "list[",
+    "tagged-union[",
+    "dict[",
+    "literal[",
+    "function-",
+    "constrained-",
+    "lax-or-strict",
+    "nullable",
+)
 
 
 def _is_among(value: Any, known: Sequence[Any]) -> bool:

@@ -21,7 +21,7 @@ NAMES: Final = {
     "prompt": "messages",
     "logprobs": "top_logprobs",
     "template_variables": "chat_template_kwargs",
-    **{name: "messages" for name in ("tool_calls", "arguments", "tool_call_id", "reasoning")},
+    **{name: "messages" for name in ("tool_calls", "tool_call_id", "reasoning")},
 }
 
 
@@ -70,6 +70,7 @@ class ChatForm(ChunkedForm):
         texts: see `ChunkedForm`.
         with_logprobs: see `ChunkedForm`.
         with_usage: see `ChunkedForm`.
+        with_usage_so_far: see `ChunkedForm`.
         is_parsed: whether outputs have parts.
         with_reasoning: whether the reasoning is a part of the response.
     """
@@ -86,11 +87,19 @@ class ChatForm(ChunkedForm):
         *,
         with_logprobs: bool,
         with_usage: bool,
+        with_usage_so_far: bool,
         is_parsed: bool,
         with_reasoning: bool = True,
     ) -> None:
         super().__init__(
-            response_id, model, num_choices, num_choices, texts, with_logprobs=with_logprobs, with_usage=with_usage
+            response_id,
+            model,
+            num_choices,
+            num_choices,
+            texts,
+            with_logprobs=with_logprobs,
+            with_usage=with_usage,
+            with_usage_so_far=with_usage_so_far,
         )
         self._is_parsed = is_parsed
         self._with_reasoning = with_reasoning

@@ -22,6 +22,7 @@ class ChunkedForm(Form):
         texts: of tokens, for log-probabilities.
         with_logprobs: whether choices have log-probabilities.
         with_usage: whether a stream ends with the usage.
+        with_usage_so_far: whether each chunk has the usage of its choice so far.
 
     Attributes:
         whole_object: the key `object` of a response in one piece.
@@ -42,11 +43,13 @@ class ChunkedForm(Form):
         *,
         with_logprobs: bool,
         with_usage: bool,
+        with_usage_so_far: bool,
     ) -> None:
         super().__init__(response_id, model, num_choices, num_per_prompt)
         self.texts = texts
         self._with_logprobs = with_logprobs
         self._with_usage = with_usage
+        self._with_usage_so_far = with_usage_so_far
         self._head = b""
 
     # What subclasses write.
@@ -143,7 +146,21 @@ class ChunkedForm(Form):
         report: dict[str, Any] | None = None,
     ) -> bytes:
         content = {"index": choice.index, **output, "logprobs": logprobs, "finish_reason": finish_reason}
-        return self._event({"choices": [content], **({} if report is None else {"speculation": report})})
+        more: dict[str, Any] = {} if report is None else {"speculation": report}
+        if self._with_usage_so_far:
+            more["usage"] = self._usage_so_far(choice)
+        return self._event({"choices": [content], **more})
+
+    def _usage_so_far(self, choice: Choice) -> dict[str, Any]:
+        """Return the tokens of a choice, and of its prompt, under vLLM's names."""
+        accepted = choice.accepted
+        num_prompt = accepted.session_len + accepted.num_prompt_tokens if accepted is not None else 0
+        num_output = choice.finished.num_output_tokens if choice.finished is not None else choice.offset
+        return {
+            "prompt_tokens": num_prompt,
+            "completion_tokens": num_output,
+            "total_tokens": num_prompt + num_output,
+        }
 
     def _event(self, content: dict[str, Any]) -> bytes:
         return b"%sdata: %s,%s\n\n" % (self.position, self._head, encoded(content)[1:])

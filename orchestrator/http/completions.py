@@ -59,6 +59,7 @@ class CompletionForm(ChunkedForm):
         texts: see `ChunkedForm`.
         with_logprobs: see `ChunkedForm`.
         with_usage: see `ChunkedForm`.
+        with_usage_so_far: see `ChunkedForm`.
     """
 
     whole_object = "text_completion"
@@ -74,9 +75,17 @@ class CompletionForm(ChunkedForm):
         *,
         with_logprobs: bool,
         with_usage: bool,
+        with_usage_so_far: bool,
     ) -> None:
         super().__init__(
-            response_id, model, len(echoed), num_per_prompt, texts, with_logprobs=with_logprobs, with_usage=with_usage
+            response_id,
+            model,
+            len(echoed),
+            num_per_prompt,
+            texts,
+            with_logprobs=with_logprobs,
+            with_usage=with_usage,
+            with_usage_so_far=with_usage_so_far,
         )
         self._echoed = echoed
         # Where the text of each choice has come to, for the offsets of log-probabilities.

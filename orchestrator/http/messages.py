@@ -13,6 +13,8 @@ from outrider.v1 import generation_pb2
 class TextPart(Body):
     """A part of a message's content."""
 
+    ignored: ClassVar[frozenset[str]] = frozenset({"prompt_cache_breakpoint"})
+
     type: Literal["text"]
     text: str
 

@@ -5,6 +5,7 @@ from typing import Annotated, Any, ClassVar, Final, Literal
 
 from pydantic import BeforeValidator, Field
 
+from orchestrator.api.prompts import MAX_MESSAGES
 from orchestrator.http.bodies import GenerationBody, Sampling, listed
 from orchestrator.http.body import Body
 from orchestrator.http.ollama_messages import OllamaMessage
@@ -68,7 +69,7 @@ class Options(Body):
     top_p: float | None = None
     min_p: float | None = None
     seed: Annotated[int, Field(ge=-(2**63), le=2**64 - 1)] | None = Field(default=None, description="-1: drawn.")
-    stop: Annotated[list[str], BeforeValidator(listed)] | None = None
+    stop: Annotated[list[str], Field(fail_fast=True), BeforeValidator(listed)] | None = None
     repeat_penalty: float | None = None
     repeat_last_n: Annotated[int, Field(ge=-1)] | None = Field(
         default=None, description="-1, the whole text. Any other is accepted only where no penalty is in force."
@@ -141,8 +142,8 @@ class OllamaBody(GenerationBody):
 class OllamaChatBody(OllamaBody):
     """POST /api/chat; without messages it does nothing, which clients send to load a model."""
 
-    messages: list[OllamaMessage] | None = None
-    tools: list[ToolBody] | None = None
+    messages: Annotated[list[OllamaMessage], Field(max_length=MAX_MESSAGES, fail_fast=True)] | None = None
+    tools: Annotated[list[ToolBody], Field(fail_fast=True)] | None = None
 
 
 class OllamaGenerateBody(OllamaBody):

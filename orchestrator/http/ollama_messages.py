@@ -3,8 +3,11 @@
 from collections.abc import Iterable, Mapping, Sequence
 from json import dumps, loads
 from math import isfinite
-from typing import Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
+from pydantic import Field
+
+from orchestrator.api.prompts import MAX_CALLS
 from orchestrator.http.body import Body
 from orchestrator.http.messages import CalledFunction, ChatMessage, ToolCallBody
 from orchestrator.http.parsing import CallSoFar, Said
@@ -37,20 +40,20 @@ class OllamaMessage(Body):
     role: Literal["system", "user", "assistant", "tool"]
     content: str = ""
     thinking: str | None = None
-    tool_calls: list[OllamaCall] | None = None
+    tool_calls: Annotated[list[OllamaCall], Field(max_length=MAX_CALLS, fail_fast=True)] | None = None
     tool_name: str | None = None
     tool_call_id: str | None = None
 
 
 def chat_messages_of(messages: Sequence[OllamaMessage]) -> list[ChatMessage]:
     """Return messages in OpenAI's form; calls without an id get one, and results go to the calls of their names."""
-    open_calls: list[ToolCallBody] = []
+    open_calls: list[ToolCallBody] = []  # of the latest answer with calls, 128 at most
     num_calls = 0
     whole: list[ChatMessage] = []
     for item in messages:
         calls = [_call(call, num_calls + number) for number, call in enumerate(item.tool_calls or ())]
         num_calls += len(calls)
-        open_calls += calls
+        open_calls = calls.copy() or open_calls
         whole.append(
             ChatMessage(
                 role=item.role,
@@ -73,13 +76,11 @@ def _call(call: OllamaCall, number: int) -> ToolCallBody:
 
 def _answered(result: OllamaMessage, open_calls: list[ToolCallBody]) -> str | None:
     """Return the id of the call that a result is of, which is open no longer; None where there is none."""
-    if result.tool_call_id:
-        return result.tool_call_id
-    fitting = [call for call in open_calls if result.tool_name in (None, "", call.function.name)]
-    if not fitting:
-        return None
-    open_calls.remove(fitting[0])
-    return fitting[0].id
+    for number, call in enumerate(open_calls):
+        is_named = result.tool_name in (None, "", call.function.name)
+        if result.tool_call_id == call.id or (not result.tool_call_id and is_named):
+            return open_calls.pop(number).id
+    return result.tool_call_id or None
 
 
 class WholeCalls:

@@ -1,13 +1,16 @@
 """The body of POST /v1/responses: its input items, its tools, and the form of its text."""
 
 from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Final, Literal
 
-from pydantic import Discriminator, Field, Tag
+from pydantic import BeforeValidator, Discriminator, Field, Tag
 
-from orchestrator.http.bodies import GenerationBody, Sampling, Tokens
+from orchestrator.http.bodies import GenerationBody, Sampling, Tokens, bounded
 from orchestrator.http.body import Body
-from orchestrator.http.tools import FunctionBody
+from orchestrator.http.tools import FunctionBody, choice_kind
+
+_MAX_METADATA: Final = 16
+"""Entries of `metadata`, as OpenAI documents it."""
 
 
 class InputPart(Body):
@@ -30,7 +33,7 @@ class InputMessage(_Item):
 
     type: Literal["message"] = "message"
     role: Literal["system", "developer", "user", "assistant"]
-    content: str | list[InputPart]
+    content: str | Annotated[list[InputPart], Field(fail_fast=True)]
 
 
 class FunctionCallItem(_Item):
@@ -47,9 +50,11 @@ class FunctionCallItem(_Item):
 class FunctionOutputItem(_Item):
     """The result of a call."""
 
+    ignored: ClassVar[frozenset[str]] = _Item.ignored | frozenset({"name", "caller", "namespace"})
+
     type: Literal["function_call_output"]
     call_id: str
-    output: str | list[InputPart]
+    output: str | Annotated[list[InputPart], Field(fail_fast=True)]
 
 
 class ReasoningPart(Body):
@@ -65,7 +70,7 @@ class ReasoningItem(_Item):
     ignored: ClassVar[frozenset[str]] = _Item.ignored | frozenset({"encrypted_content", "summary"})
 
     type: Literal["reasoning"]
-    content: list[ReasoningPart] | None = None
+    content: Annotated[list[ReasoningPart], Field(fail_fast=True)] | None = None
 
 
 _ITEMS: Mapping[str, str] = {
@@ -149,6 +154,20 @@ class NamedFunctionChoice(Body):
     name: str
 
 
+class AllowedFunctionsChoice(Body):
+    """The tools that may be called, and whether one of them must be."""
+
+    type: Literal["allowed_tools"]
+    mode: Literal["auto", "required"]
+    tools: Annotated[list[NamedFunctionChoice], Field(min_length=1, fail_fast=True)]
+
+
+FunctionChoice = Annotated[
+    Annotated[NamedFunctionChoice, Tag("NamedChoice")] | Annotated[AllowedFunctionsChoice, Tag("AllowedChoice")],
+    Discriminator(choice_kind),
+]
+
+
 class ResponsesBody(Sampling, GenerationBody):
     """POST /v1/responses."""
 
@@ -176,14 +195,14 @@ class ResponsesBody(Sampling, GenerationBody):
         "truncation": ("disabled",),
     }
 
-    input: str | list[InputItem]
+    input: str | Annotated[list[InputItem], Field(fail_fast=True)]
     instructions: str | None = Field(default=None, description="A system message in front of the input.")
     max_output_tokens: Tokens | None = Field(default=None, description="Absent: as many as fit.")
-    metadata: dict[str, str] | None = None
+    metadata: Annotated[dict[str, str], BeforeValidator(bounded(_MAX_METADATA))] | None = None
     store: bool | None = Field(default=None, description="Responses are not stored: true is refused.")
     text: TextOptions | None = None
     tools: Annotated[list[ResponseTool], Field(fail_fast=True)] | None = None
-    tool_choice: Literal["none", "auto", "required"] | NamedFunctionChoice | None = None
+    tool_choice: Literal["none", "auto", "required"] | FunctionChoice | None = None
     parallel_tool_calls: bool | None = None
     reasoning: ReasoningOptions | None = None
     stream_options: ResponsesStreamOptions | None = None

@@ -16,14 +16,13 @@ from orchestrator.http.response_bodies import (
 def input_messages(items: Sequence[InputItem]) -> list[ChatMessage]:
     """Return the messages of input items; what an answer consists of, its reasoning, text and calls, is one message."""
     messages: list[ChatMessage] = []
-    for item in items:
-        message = _message(item)
-        last = messages[-1] if messages else None
-        if last is not None and _is_one_answer(last, message):
-            messages[-1] = _joined(last, message)
-        else:
-            messages.append(message)
-    return messages
+    answer: list[ChatMessage] = []
+    for message in map(_message, items):
+        if answer and not _is_one_answer(answer[-1], message):
+            messages.append(_joined(answer))
+            answer = []
+        answer.append(message)
+    return [*messages, _joined(answer)] if answer else messages
 
 
 def _message(item: InputItem) -> ChatMessage:
@@ -41,21 +40,19 @@ def _message(item: InputItem) -> ChatMessage:
 
 
 def _is_one_answer(last: ChatMessage, message: ChatMessage) -> bool:
-    """Return whether two messages are of one answer, in which reasoning comes first, then text, then calls."""
-    if last.role != "assistant" or message.role != "assistant":
-        return False
-    if message.tool_calls:
-        return True
-    return last.content is None and not last.tool_calls
+    """Return whether two items are of one answer: all between other roles, but no two texts that follow each other."""
+    has_two_texts = last.content is not None and message.content is not None
+    return last.role == message.role == "assistant" and not has_two_texts
 
 
-def _joined(last: ChatMessage, message: ChatMessage) -> ChatMessage:
-    reasoning = (last.reasoning_content or "") + (message.reasoning_content or "")
+def _joined(answer: Sequence[ChatMessage]) -> ChatMessage:
+    if len(answer) == 1:
+        return answer[0]
     return ChatMessage(
         role="assistant",
-        content=message.content if last.content is None else last.content,
-        reasoning_content=reasoning or None,
-        tool_calls=[*(last.tool_calls or ()), *(message.tool_calls or ())] or None,
+        content="".join(item.text for item in answer),
+        reasoning_content="".join(item.reasoning_content or "" for item in answer),
+        tool_calls=[call for item in answer for call in item.tool_calls or ()],
     )
 
 

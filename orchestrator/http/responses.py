@@ -6,11 +6,18 @@ from fastapi import Request
 from starlette.responses import Response
 
 from orchestrator.http.asgi import metadata
+from orchestrator.http.body import Body
 from orchestrator.http.held_output import held_output
 from orchestrator.http.messages import ChatMessage
 from orchestrator.http.parsing import names_with, parse
 from orchestrator.http.requests import Prompts, chat_prompt, parameters_of, speculation_of
-from orchestrator.http.response_bodies import NamedFunctionChoice, ResponsesBody, ResponseTool, TextFormat
+from orchestrator.http.response_bodies import (
+    AllowedFunctionsChoice,
+    NamedFunctionChoice,
+    ResponsesBody,
+    ResponseTool,
+    TextFormat,
+)
 from orchestrator.http.response_events import PREFIX, ResponseForm
 from orchestrator.http.response_input import input_messages
 from orchestrator.http.routes import Routes, RouteTable
@@ -20,7 +27,7 @@ from orchestrator.workers.model import Model
 from outrider import wire
 from outrider.v1 import generation_pb2
 
-_OF_INPUT: Final = ("chat", "role", "prompt", "tool_calls", "arguments", "tool_call_id", "reasoning")
+_OF_INPUT: Final = ("chat", "role", "prompt", "tool_calls", "tool_call_id", "reasoning")
 NAMES: Final = {**dict.fromkeys(_OF_INPUT, "input"), "max_tokens": "max_output_tokens"}
 
 
@@ -74,18 +81,27 @@ def prompts(body: ResponsesBody, tools: Tools, structure: Structure | None) -> P
 
 
 def _tools(body: ResponsesBody) -> Tools:
-    choice = body.tool_choice
-    named = choice.name if isinstance(choice, NamedFunctionChoice) else None
-    kind = "required" if isinstance(choice, NamedFunctionChoice) else choice or "auto"
-    return Tools(
-        [tool.function for tool in body.tools or ()], kind, named, is_parallel=body.parallel_tool_calls is not False
-    )
+    kind: str
+    allowed: list[str] | None
+    match choice := body.tool_choice:
+        case NamedFunctionChoice():
+            kind, allowed = "required", [choice.name]
+        case AllowedFunctionsChoice():
+            kind, allowed = choice.mode, [item.name for item in choice.tools]
+        case _:
+            kind, allowed = choice or "auto", None
+    functions = [tool.function for tool in body.tools or ()]
+    return Tools(functions, kind, allowed, is_parallel=body.parallel_tool_calls is not False)
 
 
 def _structure(body: ResponsesBody) -> Structure | None:
     """Return what the output must follow; None for free text; raise `HttpError`."""
     form, field = body.text.format if body.text else None, "text.format"
-    if form is None or form.type == "text":
+    if form is None:
+        return None
+    if form.type != "json_schema" and form.schema_ is not None:
+        raise refusal(f"{field} has type {form.type}: schema does not belong to it", f"{field}.schema")
+    if form.type == "text":
         return None
     if form.type == "json_object":
         return made(field, json_object=True)
@@ -109,7 +125,7 @@ def _echo(body: ResponsesBody, model: Model) -> dict[str, Any]:
         "metadata": body.metadata or {},
         "text": {"format": _echo_of_format(form)},
         "tools": [_echo_of_tool(tool) for tool in body.tools or ()],
-        "tool_choice": choice.model_dump() if isinstance(choice, NamedFunctionChoice) else choice or "auto",
+        "tool_choice": choice.model_dump() if isinstance(choice, Body) else choice or "auto",
         "parallel_tool_calls": body.parallel_tool_calls is not False,
     }
 

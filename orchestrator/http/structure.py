@@ -7,10 +7,10 @@ from pydantic import Field
 
 from orchestrator.http.body import Body
 from orchestrator.http.errors import HttpError
-from outrider.constraint import FIELD, Constraint, StructuralTag, StructuralTags
+from outrider.constraint import FIELD, MAX_TAGS, Constraint, StructuralTag, StructuralTags
 from outrider.errors import InvalidArgument
 
-Choices = Annotated[list[str], Field(fail_fast=True)]
+Texts = Annotated[list[str], Field(fail_fast=True)]
 
 
 class JsonSchemaBody(Body):
@@ -29,22 +29,62 @@ class TagBody(Body):
     end: str
 
 
-class ResponseFormat(Body):
+Tags = Annotated[list[TagBody], Field(fail_fast=True)]
+
+
+class TagContent(Body):
+    """What stands in a tag of vLLM's newer structural tags."""
+
+    type: Literal["json_schema"]
+    json_schema: dict[str, Any]
+
+
+class TriggeredTag(Body):
+    """A tagged part of vLLM's newer structural tags."""
+
+    ignored: ClassVar[frozenset[str]] = frozenset({"type"})
+
+    begin: str
+    content: TagContent
+    end: str
+
+    @property
+    def tag(self) -> TagBody:
+        """The tag in the older form."""
+        return TagBody(begin=self.begin, schema=self.content.json_schema, end=self.end)
+
+
+class TriggeredTags(Body):
+    """The format of vLLM's newer structural tags: text in which triggers begin tags. Its others are not supported."""
+
+    neutral: ClassVar[Mapping[str, tuple[Any, ...]]] = {"excludes": ([],)}
+
+    type: Literal["triggered_tags"]
+    triggers: Texts
+    tags: Annotated[list[TriggeredTag], Field(fail_fast=True)]
+    at_least_one: bool = False
+    stop_after_first: bool = False
+
+
+class Tagged(Body):
+    """vLLM's structural tags: `format`, or in the older form `structures` and `triggers`."""
+
+    structures: Tags | None = None
+    triggers: Texts | None = None
+    format: TriggeredTags | None = None
+
+
+class ResponseFormat(Tagged):
     """`response_format`: text, a JSON object, JSON of a schema, or vLLM's structural tags."""
 
     type: Literal["text", "json_object", "json_schema", "structural_tag"]
     json_schema: JsonSchemaBody | None = None
-    structures: list[TagBody] | None = None
-    triggers: list[str] | None = None
 
 
-class TagsText(Body):
+class TagsText(Tagged):
     """vLLM's structural tags within a text."""
 
     ignored: ClassVar[frozenset[str]] = frozenset({"type"})
-
-    structures: list[TagBody]
-    triggers: list[str]
 
 
 class StructuredOutputs(Body):
@@ -59,10 +99,10 @@ class StructuredOutputs(Body):
     json_: str | dict[str, Any] | None = Field(default=None, alias="json")
     json_object: bool | None = None
     regex: str | None = None
-    choice: Choices | None = None
+    choice: Texts | None = None
     grammar: str | None = Field(default=None, description="In llguidance's dialect of Lark.")
     structural_tag: str | None = Field(
-        default=None, description="JSON text of an object with `structures` and `triggers`."
+        default=None, description="JSON text of an object with `format`, or with `structures` and `triggers`."
     )
     disable_any_whitespace: bool | None = Field(
         default=None, description="False lets JSON have white space between its tokens; it is compact by default."
@@ -80,7 +120,7 @@ class Structured(Body):
     guided_json: str | dict[str, Any] | None = None
     guided_json_object: bool | None = None
     guided_regex: str | None = None
-    guided_choice: Choices | None = None
+    guided_choice: Texts | None = None
     guided_grammar: str | None = None
 
 
@@ -99,6 +139,7 @@ _GUIDED: Final = {
     "guided_grammar": "grammar",
 }
 """vLLM's older fields -> those of a constraint."""
+_TAGGED: Final = tuple(Tagged.model_fields)
 _OUTPUTS: Final = {"json_": "json_schema", **{name: name for name in ("json_object", "regex", "choice", "grammar")}}
 
 
@@ -132,19 +173,15 @@ def _of_format(body: Structured) -> Structure | None:
     form, field = body.response_format, "response_format"
     if form is None:
         return None
-    belongs = {"json_schema": ("json_schema",), "structural_tag": ("structures", "triggers")}.get(form.type, ())
-    for name in ("json_schema", "structures", "triggers"):
-        has = getattr(form, name) is not None
-        if has != (name in belongs):
-            problem = "is missing" if not has else "does not belong to it"
-            raise refusal(f"{field} has type {form.type}: {name} {problem}", f"{field}.{name}")
+    belongs = {"json_schema": ("json_schema",), "structural_tag": _names_of_tags(form)}.get(form.type, ())
+    _check_given(form, ("json_schema", *_TAGGED), belongs, field)
     match form.type:
         case "json_object":
             return made(field, json_object=True)
         case "json_schema" if form.json_schema is not None:
             return made(field, json_schema=form.json_schema.schema_)
         case "structural_tag":
-            return made(field, structural_tags=_tags(form.structures or (), form.triggers or (), field))
+            return made(field, structural_tags=_tags(form, field))
     return None
 
 
@@ -176,19 +213,59 @@ def _parsed_tags(text: str, field: str) -> StructuralTags:
     except HttpError as error:
         parameter = field if error.parameter in (None, "body") else f"{field}.{error.parameter}"
         raise refusal(f"{field}: {error.message.replace('the body', 'it', 1)}", parameter) from None
-    return _tags(tags.structures, tags.triggers, field)
+    _check_given(tags, _TAGGED, _names_of_tags(tags), field)
+    return _tags(tags, field)
 
 
-def _tags(structures: Sequence[TagBody], triggers: Sequence[str], field: str) -> StructuralTags:
-    """Return tags within free text; each has the longest of the triggers that it begins with."""
+def _names_of_tags(form: Tagged) -> tuple[str, ...]:
+    """Return the fields that structural tags consist of."""
+    return ("structures", "triggers") if form.format is None else ("format",)
+
+
+def _check_given(form: Tagged, names: Sequence[str], belongs: Sequence[str], field: str) -> None:
+    """Raise `HttpError` where a field of `belongs` is missing, or another one is given."""
+    for name in names:
+        has = getattr(form, name) is not None
+        if has != (name in belongs):
+            kind = f" has type {form.type}" if isinstance(form, ResponseFormat) else ""
+            problem = "is missing" if not has else "does not belong to it"
+            raise refusal(f"{field}{kind}: {name} {problem}", f"{field}.{name}")
+
+
+def _tags(form: Tagged, field: str) -> StructuralTags:
+    """Return tags within free text; raise `HttpError` that names the field of the request."""
+    if (newer := form.format) is None:
+        return StructuralTags(_with_triggers(form.structures or (), form.triggers or (), field, "structures"))
+    tags = _with_triggers([item.tag for item in newer.tags], newer.triggers, f"{field}.format", "tags")
+    return StructuralTags(tags, at_least_one=newer.at_least_one, stop_after_first=newer.stop_after_first)
+
+
+def _with_triggers(
+    structures: Sequence[TagBody], triggers: Sequence[str], field: str, tags_name: str
+) -> list[StructuralTag]:
+    """Return tags, each with the longest of the triggers that it begins with.
+
+    Args:
+        structures: the tags.
+        triggers: that tags begin with.
+        field: that has both, for errors.
+        tags_name: its field with the tags.
+
+    Raises:
+        HttpError: there are none, or too many, or a tag begins with no trigger.
+    """
+    for name, given in ((tags_name, structures), ("triggers", triggers)):
+        # Ahead of what follows, which looks for each tag among all triggers.
+        if not 1 <= len(given) <= MAX_TAGS:
+            problem = f"{field}.{name} has {len(given)} entries, must have 1 to {MAX_TAGS}"
+            raise refusal(problem, f"{field}.{name}")
     tags = []
-    for item in structures:
+    for number, item in enumerate(structures):
+        begin = f"{field}.{tags_name}[{number}].begin"
         fitting = [trigger for trigger in triggers if item.begin.startswith(trigger)]
-        if not fitting:
-            raise refusal(f"{field} has the tag {item.begin[:80]!r}, which begins with no trigger", field)
+        if not item.begin or not fitting:
+            problem = f"is {item.begin[:80]!r}, which begins with no trigger" if item.begin else "is empty"
+            raise refusal(f"{begin} {problem}", begin)
         schema = made(field, json_schema=item.schema_).constraint.json_schema if item.schema_ is not None else ""
-        tags.append((item.begin, schema or "", item.end, max(fitting, key=len)))
-    try:
-        return StructuralTags([StructuralTag(*tag) for tag in tags])
-    except InvalidArgument as error:
-        raise refusal(f"{field}: {error.message}", field) from None
+        tags.append(StructuralTag(item.begin, schema or "", item.end, max(fitting, key=len)))
+    return tags

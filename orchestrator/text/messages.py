@@ -26,7 +26,7 @@ Marked: TypeAlias = Callable[[str], str]
 
 
 class Call(NamedTuple):
-    """A call of a tool that an answer made; `arguments` is a JSON object as text."""
+    """A call of a tool that an answer made; `arguments` is a JSON object as text, unless the answer was cut short."""
 
     id: str
     name: str
@@ -163,9 +163,6 @@ def template_messages(messages: Sequence[Message], marked: Marked, source: str) 
         messages: the messages.
         marked: takes special tokens out of texts.
         source: of the chat template, whose names for the reasoning are used.
-
-    Raises:
-        InvalidArgument: the arguments of a call are not a JSON object.
     """
     return [_template_message(message, marked, source) for message in messages]
 
@@ -190,9 +187,12 @@ def _template_message(message: Message, marked: Marked, source: str) -> dict[str
     return value
 
 
-def call_arguments(call: Call) -> dict[str, Any]:
-    """Return the arguments of a call; raise `InvalidArgument` where they are no JSON object."""
-    return json_object(call.arguments, "arguments", f"of {call.name[:80]}") if call.arguments else {}
+def call_arguments(call: Call) -> Any:
+    """Return the arguments of a call as an object; their text where it is none, as of an answer that was cut short."""
+    try:
+        return json_object(call.arguments, "arguments", call.name) if call.arguments else {}
+    except InvalidArgument:
+        return call.arguments
 
 
 def template_tools(tools: Sequence[Tool], marked: Marked) -> list[dict[str, Any]]:

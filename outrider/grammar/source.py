@@ -199,3 +199,12 @@ def _literal(text: str, tokenizer: LLTokenizer) -> str:
 
 def _quoted(text: str) -> str:
     return _ENCODER.encode(text)
+
+
+def schema_of(text: str) -> Any:
+    """Return the value of a schema's text, for those who make it a part of a grammar of their own.
+
+    Raises:
+        InvalidArgument: it is no JSON, nested too deeply, no schema, or of a dialect that is not known.
+    """
+    return _parsed(text)

@@ -128,7 +128,6 @@ async def test_results_go_on_with_a_session(answerer: Orchestrator) -> None:
             chatting(pb.ChatMessage(role="assistant", tool_calls=[pb.ToolCall(name="f", arguments="{}")] * 129)),
             "tool_calls",
         ),
-        (chatting(pb.ChatMessage(role="assistant", tool_calls=[pb.ToolCall(name="f", arguments="[")])), "arguments"),
         (chatting(pb.ChatMessage(role="user", content="x" * 10**6)), "prompt"),
         (described("x" * 2**18), "tools"),
         (chatting(pb.ChatMessage(role="assistant", reasoning="x" * 10**6)), "prompt"),

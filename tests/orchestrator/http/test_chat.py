@@ -22,6 +22,29 @@ def expected(tokenizer: Tokenizer, messages: list[tuple[str, str]], num: int) ->
     return tokenizer.decode(continuation(prompt, num, letter))
 
 
+async def test_each_chunk_has_the_usage_so_far_where_it_is_requested(
+    http: httpx.AsyncClient, target: ScriptedTarget
+) -> None:
+    target.run_len = None
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    for path, prompt in ((PATH, {"messages": HELLO}), ("/v1/completions", {"prompt": "hello"})):
+        stream = await read(http, path, {**prompt, "n": 2, "max_tokens": 30, "stream_options": options})
+        *chunks, last = stream.chunks
+        num_prompt = last["usage"]["prompt_tokens"]
+        for index in (0, 1):
+            usages = [chunk["usage"] for chunk in chunks if chunk["choices"][0]["index"] == index]
+            counts = [usage["completion_tokens"] for usage in usages]
+            assert counts == sorted(counts)
+            assert counts[-1] == 30
+            assert all(usage["prompt_tokens"] == num_prompt for usage in usages)
+            assert all(usage["total_tokens"] == num_prompt + usage["completion_tokens"] for usage in usages)
+        # Without the usage at the end there is none on the way.
+        del options["include_usage"]
+        plain = await read(http, path, {**prompt, "max_tokens": 3, "stream_options": options})
+        assert not any("usage" in chunk for chunk in plain.chunks)
+        options["include_usage"] = True
+
+
 async def test_a_completion_is_the_targets_text(http: httpx.AsyncClient, tokenizer: Tokenizer) -> None:
     answer = (await http.post(PATH, json={"messages": HELLO, "max_tokens": 12, "model": "letters"})).json()
     prompt = tokenizer.encode_chat([("user", "Hello")], continues=False, last_token=None, max_tokens=ROOM)

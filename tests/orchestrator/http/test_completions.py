@@ -70,7 +70,7 @@ async def test_text_becomes_tokens_and_tokens_text(http: httpx.AsyncClient, toke
     assert tokenizer.decode(chat["tokens"]).endswith("<|im_start|>assistant\n")
     for path, body, parameter in (
         ("/tokenize", {}, "prompt"),
-        ("/tokenize", {"prompt": ""}, "text"),
+        ("/tokenize", {"prompt": ""}, "prompt"),
         ("/detokenize", {"tokens": [10**6]}, "tokens"),
     ):
         refused = await http.post(path, json=body)

@@ -140,3 +140,21 @@ def test_results_go_to_the_calls_of_their_names() -> None:
     assert calls[0].function.arguments == '{"é": 1}'
     assert messages[0].reasoning_content == "Hm."
     assert [item.tool_call_id for item in messages[1:]] == ["call00001", "call00000", "own", None, "known"]
+
+
+def test_a_result_goes_to_no_call_that_another_result_has_or_that_an_earlier_answer_made() -> None:
+    def answer(*ids: str) -> OllamaMessage:
+        calls = [OllamaCall(id=own, function=OllamaFunction(name="f")) for own in ids]
+        return OllamaMessage(role="assistant", tool_calls=calls)
+
+    result = OllamaMessage(role="tool", content="1", tool_name="f")
+    messages = chat_messages_of(
+        [answer("a"), answer("b", "c"), result.model_copy(update={"tool_call_id": "b"}), result]
+    )
+    assert [item.tool_call_id for item in messages[2:]] == ["b", "c"]
+
+
+async def test_more_calls_than_an_answer_may_have_are_refused_at_once(asker: httpx.AsyncClient) -> None:
+    calls = [{"function": {"name": "f"}}] * 129
+    refused = await asker.post("/api/chat", json={"messages": [QUESTION, {"role": "assistant", "tool_calls": calls}]})
+    assert (refused.status_code, refused.json()["error"].partition(":")[0]) == (400, "messages[1].tool_calls")

@@ -1,6 +1,7 @@
 """Tools, reasoning and structured outputs in the Responses API: items, events, streams that break, OpenAI's client."""
 
 import json
+import time
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -10,6 +11,14 @@ import pytest
 from openai.types.responses import Response
 from pydantic import BaseModel
 
+from orchestrator.http.response_bodies import (
+    FunctionCallItem,
+    FunctionOutputItem,
+    InputMessage,
+    ReasoningItem,
+    ReasoningPart,
+)
+from orchestrator.http.response_input import input_messages
 from tests.orchestrator.http.test_responses import URL, Event, events_of, text_of
 from tests.orchestrator.http.test_tools import ARGUMENTS, SCHEMA, constraint_of
 from tests.orchestrator.scripted import ScriptedTarget
@@ -141,7 +150,7 @@ async def test_items_of_earlier_answers_are_messages(asker: httpx.AsyncClient, a
         call,
         {**call, "call_id": "c2"},
         {"type": "function_call_output", "call_id": "c1", "output": [{"type": "input_text", "text": "4"}]},
-        {"type": "function_call_output", "call_id": "c2", "output": "4"},
+        {"type": "function_call_output", "call_id": "c2", "output": "4", "name": "add", "caller": {"type": "direct"}},
     ]
     calls = [
         {"id": name, "type": "function", "function": {"name": "add", "arguments": ARGUMENTS}} for name in ("c1", "c2")
@@ -157,6 +166,46 @@ async def test_items_of_earlier_answers_are_messages(asker: httpx.AsyncClient, a
     assert response["usage"]["input_tokens"] == chat["usage"]["prompt_tokens"]
 
 
+def _item(kind: str, text: str) -> Any:
+    match kind:
+        case "reasoning":
+            return ReasoningItem(type="reasoning", content=[ReasoningPart(type="reasoning_text", text=text)])
+        case "call":
+            return FunctionCallItem(type="function_call", call_id=text, name="f", arguments="{}")
+        case "result":
+            return FunctionOutputItem(type="function_call_output", call_id=text, output="")
+    return InputMessage(role="assistant", content=text)
+
+
+# Items, and the answers that they are: text, reasoning, calls.
+ANSWERS: list[tuple[list[tuple[str, str]], list[tuple[str, str, list[str]]]]] = [
+    ([("call", "c"), ("text", "a")], [("a", "", ["c"])]),
+    ([("text", "a"), ("reasoning", "r"), ("call", "c")], [("a", "r", ["c"])]),
+    ([("reasoning", "r"), ("text", "a"), ("call", "c"), ("text", "b"), ("reasoning", "s")], [("ab", "rs", ["c"])]),
+    ([("text", "a"), ("text", "b"), ("call", "c")], [("a", "", []), ("b", "", ["c"])]),
+    ([("call", "c"), ("result", "c"), ("call", "d")], [("", "", ["c"]), ("", "", ["d"])]),
+]
+
+
+@pytest.mark.parametrize(("items", "answers"), ANSWERS)
+def test_what_follows_each_other_is_one_answer(
+    items: list[tuple[str, str]], answers: list[tuple[str, str, list[str]]]
+) -> None:
+    messages = [item for item in input_messages([_item(*item) for item in items]) if item.role == "assistant"]
+    found = [
+        (item.text, item.reasoning_content or "", [call.id for call in item.tool_calls or ()]) for item in messages
+    ]
+    assert found == answers
+
+
+def test_many_calls_in_a_row_take_linear_time() -> None:
+    began = time.process_time()
+    (message,) = input_messages([_item("call", str(number)) for number in range(16_000)])
+    # 0.1 s; it was 1.9 s where each call built the answer anew.
+    assert time.process_time() - began < 1
+    assert len(message.tool_calls or ()) == 16_000
+
+
 async def test_a_tool_that_must_be_called(asker: httpx.AsyncClient, target: ScriptedTarget) -> None:
     for choice in ("required", {"type": "function", "name": "add"}):
         content = (await asker.post(URL, json={**BODY, "tool_choice": choice, "parallel_tool_calls": False})).json()
@@ -166,10 +215,20 @@ async def test_a_tool_that_must_be_called(asker: httpx.AsyncClient, target: Scri
         assert constraint.structural_tags is not None
         assert constraint.structural_tags.at_least_one
         assert constraint.structural_tags.stop_after_first
+    choice = {"type": "allowed_tools", "mode": "auto", "tools": [{"type": "function", "name": "add"}]}
+    tools = [TOOL, {**TOOL, "name": "find"}]
+    content = (await asker.post(URL, json={**BODY, "tools": tools, "tool_choice": choice})).json()
+    assert Response.model_validate(content, strict=True).model_dump()["tool_choice"] == choice
+    tags = (constraint_of(target) or constraint).structural_tags
+    assert tags is not None
+    assert ([tag.trigger for tag in tags.tags], tags.at_least_one) == (["<tool_call>"], False)
     for changed, field in (
+        ({"tool_choice": {"type": "allowed_tools", "mode": "auto"}}, "tool_choice.tools"),
+        ({"tool_choice": {**choice, "tools": [{"type": "function", "name": "find"}]}}, "tool_choice"),
         ({"tool_choice": {"type": "function", "name": "find"}}, "tool_choice"),
         ({"tool_choice": {"type": "function"}}, "tool_choice.name"),
-        ({"input": [{"type": "function_call", "call_id": "c", "name": "f", "arguments": "["}]}, "input"),
+        ({"text": {"format": {"type": "text", "schema": SCHEMA}}}, "text.format.schema"),
+        ({"text": {"format": {"type": "json_object", "schema": SCHEMA}}}, "text.format.schema"),
     ):
         refused = await asker.post(URL, json={**BODY, **changed})
         assert (refused.status_code, refused.json()["error"]["param"]) == (400, field)

@@ -18,10 +18,34 @@ SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
 FORMAT = {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA, "strict": True}}
 TAGS = {"structures": [{"begin": "<f=a>", "schema": SCHEMA, "end": "</f>"}], "triggers": ["<", "<f="]}
 TAGGED = Constraint(structural_tags=StructuralTags([StructuralTag("<f=a>", json.dumps(SCHEMA), "</f>", "<f=")]))
+NEWER = {
+    "type": "triggered_tags",
+    "triggers": ["<", "<f="],
+    "tags": [
+        {"type": "tag", "begin": "<f=a>", "content": {"type": "json_schema", "json_schema": SCHEMA}, "end": "</f>"}
+    ],
+}
+FORCED = Constraint(
+    structural_tags=StructuralTags([StructuralTag("<f=a>", json.dumps(SCHEMA), "</f>", "<f=")], True, True)
+)
 FIELDS: list[tuple[dict[str, Any], Constraint]] = [
     ({"response_format": FORMAT}, Constraint(json_schema=json.dumps(SCHEMA))),
     ({"response_format": {"type": "json_object"}}, Constraint(json_object=True)),
     ({"response_format": {"type": "structural_tag", **TAGS}}, TAGGED),
+    ({"response_format": {"type": "structural_tag", "format": NEWER}}, TAGGED),
+    (
+        {
+            "response_format": {
+                "type": "structural_tag",
+                "format": {**NEWER, "at_least_one": True, "stop_after_first": True, "excludes": []},
+            }
+        },
+        FORCED,
+    ),
+    (
+        {"structured_outputs": {"structural_tag": json.dumps({"type": "structural_tag", "format": NEWER})}},
+        TAGGED,
+    ),
     ({"structured_outputs": {"json": SCHEMA}}, Constraint(json_schema=json.dumps(SCHEMA))),
     ({"structured_outputs": {"json": json.dumps(SCHEMA)}}, Constraint(json_schema=json.dumps(SCHEMA))),
     ({"structured_outputs": {"json_object": True}}, Constraint(json_object=True)),
@@ -76,8 +100,29 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ),
     ({"response_format": {"type": "text", "json_schema": {"schema": {}}}}, "response_format.json_schema"),
     ({"response_format": {"type": "structural_tag", "triggers": []}}, "response_format.structures"),
-    ({"response_format": {**TAGS, "type": "structural_tag", "triggers": ["["]}}, "response_format"),
-    ({"response_format": {**TAGS, "type": "structural_tag", "structures": []}}, "response_format"),
+    ({"response_format": {**TAGS, "type": "structural_tag", "triggers": ["["]}}, "response_format.structures[0].begin"),
+    ({"response_format": {**TAGS, "type": "structural_tag", "structures": []}}, "response_format.structures"),
+    ({"response_format": {**TAGS, "type": "structural_tag", "triggers": []}}, "response_format.triggers"),
+    ({"response_format": {**TAGS, "type": "structural_tag", "triggers": ["<"] * 257}}, "response_format.triggers"),
+    (
+        {"response_format": {"type": "structural_tag", "triggers": [""], "structures": [{"begin": "", "end": ""}]}},
+        "response_format.structures[0].begin",
+    ),
+    ({"response_format": {"type": "structural_tag", "format": {"type": "sequence"}}}, "response_format.format.type"),
+    ({"response_format": {**TAGS, "type": "structural_tag", "format": NEWER}}, "response_format.structures"),
+    ({"response_format": {"type": "text", "format": NEWER}}, "response_format.format"),
+    (
+        {"response_format": {"type": "structural_tag", "format": {**NEWER, "triggers": ["["]}}},
+        "response_format.format.tags[0].begin",
+    ),
+    (
+        {"response_format": {"type": "structural_tag", "format": {**NEWER, "tags": []}}},
+        "response_format.format.tags",
+    ),
+    (
+        {"structured_outputs": {"structural_tag": '{"format": {"type": "tag"}}'}},
+        "structured_outputs.structural_tag.format.type",
+    ),
     ({"structured_outputs": {}}, "structured_outputs"),
     ({"structured_outputs": {"regex": "a", "json_object": True}}, "structured_outputs"),
     ({"structured_outputs": {"other": 1}}, "structured_outputs.other"),
@@ -101,6 +146,14 @@ async def test_what_makes_no_sense_is_refused_by_its_name(http: httpx.AsyncClien
         assert refused.status_code == 400, refused.text
         assert refused.json()["error"]["param"] == parameter
         assert ": :" not in refused.json()["error"]["message"]
+        assert "constraint:" not in refused.json()["error"]["message"]
+
+
+async def test_many_tags_are_refused_before_they_are_compared_with_triggers(http: httpx.AsyncClient) -> None:
+    tags = [{"begin": f"{number:05d}{'x' * 200}", "end": ""} for number in range(4000)]
+    form = {"type": "structural_tag", "structures": tags, "triggers": ["y"] * 4000}
+    refused = await http.post(CHAT, json={"messages": [{"role": "user", "content": "x"}], "response_format": form})
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "response_format.structures")
 
 
 async def test_text_is_free(http: httpx.AsyncClient, target: ScriptedTarget) -> None:

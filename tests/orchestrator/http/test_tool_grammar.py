@@ -54,7 +54,7 @@ FORMATS = {
     "bare": "{{ tools }} <think></think>",
 }
 CLOSING = tokenizer_of(model_files("")).encode('"}]', ROOM)
-MODES = ("required", "named", "auto", "single", "either")
+MODES = ("required", "named", "auto", "single", "either", "allowed")
 
 
 def model_of(source: str, *, special: bool) -> Model:
@@ -71,7 +71,10 @@ def tokenizer_in(model: Model) -> Tokenizer:
 def constraint_of(mode: str, model: Model) -> Constraint:
     required, is_parallel = mode in ("required", "named"), mode not in ("single", "named")
     tools = Tools(
-        FUNCTIONS, "required" if required else "auto", "add" if mode == "named" else None, is_parallel=is_parallel
+        FUNCTIONS,
+        "required" if required else "auto",
+        ["add"] if mode in ("named", "allowed") else None,
+        is_parallel=is_parallel,
     )
     shape = made("response_format", json_schema=SHAPE) if mode == "either" else None
     structure = tools.constrained(shape, model)
@@ -138,6 +141,8 @@ def check(mode: str, content: str, calls: list[tuple[str, str]]) -> None:
         case "named":
             assert [name for name, _ in calls] == ["add"]
             assert not content
+        case "allowed":
+            assert {name for name, _ in calls} == {"add"}
         case "single":
             assert len(calls) == 1
         case _:
@@ -155,7 +160,7 @@ def test_what_a_constraint_lets_through_is_read_as_it_demands(name: str, mode: s
     matcher, num = matcher_of(constraint_of(mode, model), model), 0
     for number in range(6):
         text = ""
-        if mode in ("auto", "single"):
+        if mode in ("auto", "single", "allowed"):
             text = form.call.trigger if form.needs_tool or number % 2 else f"Hi. {form.call.trigger}"
         output = drawn(matcher, tokenizer.encode(text, ROOM), rng)
         if output is not None:

@@ -1,9 +1,11 @@
 """Tools in chat completions: what the prompt has of them, what the response has of calls and reasoning, and streams."""
 
 import json
+import re
 from typing import Any
 
 import httpx
+import pytest
 
 from outrider import wire
 from outrider.constraint import Constraint
@@ -21,7 +23,6 @@ QUESTION = {"role": "user", "content": "2 + 2?"}
 ASKED = {"messages": [QUESTION], "tools": [TOOL]}
 BEGIN, END = '<tool_call>\n{"name": "NAME", "arguments": ', "}\n</tool_call>"
 MARKS = [256 + SPECIAL.index(name) for name in ("<tool_call>", "</tool_call>")]
-BROKEN = {"name": "f", "arguments": "["}
 ARGUMENTS = '{"a": 2, "b": 2}'
 
 
@@ -132,6 +133,24 @@ async def test_content_may_be_null_beside_calls(asker: httpx.AsyncClient) -> Non
     assert answer.json()["choices"][0]["message"]["content"] == "The sum is 4."
 
 
+@pytest.mark.parametrize("more", [{}, {"session_id": "cut-1"}])
+async def test_a_call_that_was_cut_short_may_come_back(asker: httpx.AsyncClient, more: dict[str, Any]) -> None:
+    said = '<think>\nAdd them.\n</think>\n\nLet me see.\n<tool_call>\n{"name": "add", "arguments": {"a":'
+    # A token for each byte, and one for each marker.
+    num_tokens = len(re.sub("<.*?>", "M", said))
+    cut = (await asker.post(PATH, json={**ASKED, **more, "max_tokens": num_tokens})).json()["choices"][0]
+    assert cut["message"]["tool_calls"][0]["function"] == {"name": "add", "arguments": '{"a":'}
+    result = {"role": "tool", "tool_call_id": cut["message"]["tool_calls"][0]["id"], "content": "4"}
+    answer = await asker.post(PATH, json={**ASKED, **more, "messages": [QUESTION, cut["message"], result]})
+    assert answer.status_code == 200, answer.text
+
+
+def allowed(mode: str, *names: str) -> dict[str, Any]:
+    """The choice among these tools."""
+    tools = [{"type": "function", "function": {"name": name}} for name in names]
+    return {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": tools}}
+
+
 CHOICES: list[tuple[dict[str, Any], Any]] = [
     ({}, None),
     ({"tool_choice": "auto"}, None),
@@ -144,6 +163,13 @@ CHOICES: list[tuple[dict[str, Any], Any]] = [
         {"tools": [TOOL, OTHER], "tool_choice": {"type": "function", "function": {"name": "find"}}},
         (["find"], [SCHEMA], True, False),
     ),
+    ({"tools": [TOOL, OTHER], "tool_choice": allowed("auto", "add")}, (["add"], [""], False, False)),
+    (
+        {"tools": [TOOL, OTHER], "tool_choice": allowed("required", "find", "add")},
+        (["add", "find"], [SCHEMA] * 2, True, False),
+    ),
+    # All that there are: as free as without.
+    ({"tool_choice": allowed("auto", "add")}, None),
 ]
 
 
@@ -222,6 +248,27 @@ async def test_an_answer_or_calls(asker: httpx.AsyncClient, target: ScriptedTarg
     assert (constraint_of(target) or constraint).structural_tags is not None
 
 
+OLD_DIALECT = {"$schema": "http://json-schema.org/draft-03/schema#"}
+NO_SCHEMAS: list[dict[str, Any]] = [
+    {"guided_json": "not json"},
+    {"guided_json": "3"},
+    {"guided_json": "[" * 5000},
+    {"structured_outputs": {"json": "{"}},
+    {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": OLD_DIALECT}}},
+]
+
+
+async def test_what_is_no_schema_is_refused_alike_with_tools_and_without(asker: httpx.AsyncClient) -> None:
+    for fields in NO_SCHEMAS:
+        with_tools, without = [
+            await asker.post(PATH, json={"messages": [QUESTION], **tools, **fields})
+            for tools in ({"tools": [TOOL]}, {})
+        ]
+        assert with_tools.status_code == 400, with_tools.text
+        assert with_tools.json() == without.json()
+        assert with_tools.json()["error"]["param"] == next(iter(fields))
+
+
 def _named(number: int, parameters: Any = None) -> dict[str, Any]:
     return {"type": "function", "function": {"name": f"f{number}", "parameters": parameters}}
 
@@ -234,24 +281,25 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"tool_choice": "other"}, "tool_choice"),
     ({"tool_choice": {"type": "function", "function": {"name": "find"}}}, "tool_choice"),
     ({"tool_choice": {"type": "function", "function": {}}}, "tool_choice.function.name"),
+    ({"tool_choice": {"type": "function"}}, "tool_choice.function"),
+    ({"tool_choice": {"type": "allowed_tools"}}, "tool_choice.allowed_tools"),
+    ({"tool_choice": {"type": "custom", "custom": {"name": "add"}}}, "tool_choice.type"),
+    ({"tool_choice": 5}, "tool_choice"),
+    ({"tool_choice": allowed("none", "add")}, "tool_choice.allowed_tools.mode"),
+    ({"tool_choice": allowed("auto")}, "tool_choice.allowed_tools.tools"),
+    ({"tool_choice": allowed("auto", "add", "find")}, "tool_choice"),
     ({"tool_choice": {"type": "function", "function": {"name": ""}}}, "tool_choice"),
     ({"tools": [_named(number) for number in range(300)], "tool_choice": "required"}, "tools"),
     ({"tools": [_named(0, {"type": "string"})]}, "tools"),
     ({"tools": [_named(0, {"type": "string"})], "tool_choice": "required"}, "tools"),
     ({"tools": [_named(0, {"description": "x" * 300_000})], "tool_choice": "required"}, "tool_choice"),
+    ({"tools": [_named(0, OLD_DIALECT)], "tool_choice": "required"}, "tools"),
     ({"structured_outputs": {"regex": "x"}}, "structured_outputs"),
+    ({"guided_choice": ["x"], "tool_choice": "required"}, "guided_choice"),
+    ({"guided_grammar": "x", "tool_choice": {"type": "function", "function": {"name": "add"}}}, "guided_grammar"),
     ({"messages": [{"role": "tool", "tool_call_id": "x"}]}, "messages[0].content"),
     ({"messages": [{**QUESTION, "tool_calls": [{"function": {"name": "f"}}]}]}, "messages[0].tool_calls"),
     ({"messages": [{**QUESTION, "tool_call_id": "x"}]}, "messages[0].tool_call_id"),
-    (
-        {
-            "messages": [
-                QUESTION,
-                {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "["}}]},
-            ]
-        },
-        "messages",
-    ),
     ({"tools": [{"type": "function", "function": {"name": "f" * 65}}], "tool_choice": "required"}, "tools"),
 ]
 
@@ -262,6 +310,27 @@ async def test_what_makes_no_sense_is_refused_by_its_name(asker: httpx.AsyncClie
         assert refused.status_code == 400, refused.text
         assert refused.json()["error"]["param"] == parameter
         assert ": :" not in refused.json()["error"]["message"]
+
+
+async def test_tokenize_names_its_own_fields(asker: httpx.AsyncClient) -> None:
+    named: list[tuple[dict[str, Any], str]] = [
+        ({"messages": []}, "messages"),
+        ({"messages": [QUESTION] * 3000}, "messages"),
+        ({"messages": [{"role": "user", "content": "x" * 900_000}]}, "messages"),
+        ({"prompt": "x" * 900_000}, "prompt"),
+        ({"prompt": ""}, "prompt"),
+        ({"messages": [QUESTION], "tools": [TOOL, TOOL]}, "tools"),
+        ({"messages": [QUESTION], "chat_template_kwargs": {"tools": []}}, "chat_template_kwargs"),
+    ]
+    for body, field in named:
+        refused = await asker.post("/tokenize", json=body)
+        assert (refused.status_code, refused.json()["error"]["param"]) == (400, field), refused.text
+
+
+async def test_what_clients_say_of_caches_is_accepted(asker: httpx.AsyncClient) -> None:
+    part = {"type": "text", "text": "2 + 2?", "prompt_cache_breakpoint": {"mode": "explicit"}}
+    body = {"messages": [{"role": "user", "content": [part]}], "prompt_cache_options": {"mode": "explicit"}}
+    assert (await asker.post(PATH, json=body)).status_code == 200
 
 
 async def test_tokenize_takes_tools(asker: httpx.AsyncClient, answering: Orchestrator) -> None:

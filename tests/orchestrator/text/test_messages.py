@@ -125,10 +125,6 @@ def test_special_tokens_in_any_field_are_text(tokenizer: Tokenizer, evil: str) -
         (Message("user", "x", tool_calls=(Call("1", "f", "{}"),)), "tool_calls"),
         (Message("user", "x", "thought"), "reasoning"),
         (Message("user", "x", tool_call_id="1"), "tool_call_id"),
-        (Message("assistant", "", tool_calls=(Call("1", "f", "[]"),)), "arguments"),
-        (Message("assistant", "", tool_calls=(Call("1", "f", "{"),)), "arguments"),
-        (Message("assistant", "", tool_calls=(Call("1", "f", '{"a": "\\ud800"}'),)), "arguments"),
-        (Message("assistant", "", tool_calls=(Call("1", "f", '{"a":' * 80 + "1" + "}" * 80),)), "arguments"),
     ],
 )
 @pytest.mark.parametrize("tokenizer", [KNOWING, PLAIN], ids=["knowing", "plain"])
@@ -136,6 +132,13 @@ def test_a_wrong_message_is_refused_by_its_field(tokenizer: Tokenizer, message: 
     with pytest.raises(InvalidArgument) as refused:
         rendered(tokenizer, [QUESTION, message])
     assert refused.value.field == field
+
+
+@pytest.mark.parametrize("arguments", ["[]", '{"a": ', '{"a": "\\ud800"}', '{"a":' * 80 + "1" + "}" * 80])
+@pytest.mark.parametrize("tokenizer", [KNOWING, PLAIN], ids=["knowing", "plain"])
+def test_arguments_that_are_no_object_are_their_text(tokenizer: Tokenizer, arguments: str) -> None:
+    text = rendered(tokenizer, [QUESTION, Message("assistant", "", tool_calls=(Call("1", "f", arguments),))])
+    assert f'"arguments": {json.dumps(arguments)}}}\n</tool_call>' in text
 
 
 @pytest.mark.parametrize(
