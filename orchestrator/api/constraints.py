@@ -9,6 +9,7 @@ import os
 import signal
 import sys
 from collections import OrderedDict, deque
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final
 
@@ -44,6 +45,7 @@ class ConstraintChecks:
         self.started: deque[_Checker] = deque(maxlen=4)
         self._turn = asyncio.Semaphore(1)
         self._one_takes_long = False
+        self._next_long: Callable[[], None] | None = None
         self._idle: list[_Checker] = []
         self._num_queued = 0
         self._known: OrderedDict[tuple[str, Constraint], str | None] = OrderedDict()
@@ -117,11 +119,13 @@ class ConstraintChecks:
 
         def take_long() -> None:
             nonlocal has_ended
+            if self._one_takes_long:
+                self._next_long = take_long
+                return
+            self._one_takes_long = has_ended = True
+            self._turn.release()
             if checker is not None:
                 checker.run_last()
-            if not self._one_takes_long:
-                self._one_takes_long = has_ended = True
-                self._turn.release()
 
         await self._enter()
         timer = asyncio.get_running_loop().call_later(_LONG_S, take_long)
@@ -137,7 +141,11 @@ class ConstraintChecks:
             timer.cancel()
             if has_ended:
                 self._one_takes_long = False
+                if (next_long := self._next_long) is not None:
+                    self._next_long = None
+                    next_long()
             else:
+                self._next_long = None
                 self._turn.release()
         if checker.is_usable and not self._is_closed:
             self._idle.append(checker)
@@ -234,7 +242,7 @@ class _Checker:
         has_ended = (
             self._process.returncode is not None or self._process.stdout is None or self._process.stdout.at_eof()
         )
-        return not has_ended and not self._runs_last
+        return not has_ended and not self._runs_last and not self.is_killed
 
     def run_last(self) -> None:
         """Have the process run behind all others of the machine, for good."""
@@ -250,7 +258,8 @@ class _Checker:
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self.ended(), _END_S)
             self.kill()
-            if self._process.returncode == -signal.SIGALRM:
+            # Its own bound on the CPU ends it by SIGPROF, its own bound on memory by an exit of another kind.
+            if self._process.returncode in (None, -signal.SIGALRM, -signal.SIGKILL):
                 raise Overloaded("the machine had no time to check the constraint")
             _LOG.warning("a constraint was not compiled within its bounds", extra={"num_bytes": constraint.num_bytes})
             return f"{constraint.kind} takes more than {MAX_COMPILE_S:g} s or too much memory to compile"

@@ -13,7 +13,8 @@ class DecayingMean:
         max_ratio: an observation counts as at most so many times the mean, because one stall of the machine predicts
             little. A lasting change is followed all the same.
         doubts_first: whether at first the mean counts as at most so many times an observation, because it may have
-            been that stall; not for what is often near 0.
+            been that stall; not for what is often near 0. A mean that is too small corrects itself sooner: it is used,
+            and so observed.
     """
 
     def __init__(

@@ -20,19 +20,10 @@ _WORD_BITS: Final = 32
 
 
 class MatchedTree(NamedTuple):
-    """A proposal below the output that a matcher has followed.
-
-    Attributes:
-        matcher: it.
-        tree: the proposal.
-        forced: tokens that must follow the output, as far as they are known: the one token that is allowed at each of
-            these places, for which the library need not be asked. It takes as long for each as all that is forced is
-            long.
-    """
+    """A proposal below the output that a matcher has followed."""
 
     matcher: OutputMatcher
     tree: ProposalTree
-    forced: Sequence[int] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,10 +88,9 @@ def node_masks(items: Sequence[MatchedTree], vocabulary_size: int, tokens: Tenso
         return []
     jobs: list[tuple[LLMatcher, int, list[int]]] = []
     rows: list[list[int]] = []
-    forced: list[tuple[int, int]] = []
     num_rows = 0
     for item in items:
-        found, num_rows = _jobs(item, num_rows, jobs, forced)
+        found, num_rows = _jobs(item, num_rows, jobs)
         rows.append(found)
     words = torch.zeros(num_rows, -(-vocabulary_size // _WORD_BITS), dtype=torch.int32)
     row_bytes = words.shape[1] * words.element_size()
@@ -112,8 +102,6 @@ def node_masks(items: Sequence[MatchedTree], vocabulary_size: int, tokens: Tenso
     for matcher, _, _ in jobs:
         if matcher.is_error():
             raise ConstraintFailed(f"the constraint fails: {one_line(matcher.get_error())}")
-    for row, token_id in forced:
-        words[row, token_id // _WORD_BITS] = _bit(token_id)
     if tokens is not None:
         words &= tokens
     return [NodeMasks(words[found]) for found in rows]
@@ -151,62 +139,21 @@ def allowed_tree(
     return kept, [number for number in numbers if number != ROOT]
 
 
-def _jobs(
-    item: MatchedTree, first: int, jobs: list[tuple[LLMatcher, int, list[int]]], forced: list[tuple[int, int]]
-) -> tuple[list[int], int]:
-    """Return the row of each node of a tree, from row `first` on, and the next free row.
-
-    A job is added for each path whose masks the library computes, and for each place of what is forced its row and
-    token. Row `first` stays empty: it is that of nodes which are not allowed.
-    """
+def _jobs(item: MatchedTree, first: int, jobs: list[tuple[LLMatcher, int, list[int]]]) -> tuple[list[int], int]:
+    """Add a job for each path of a tree, from row `first` on; return the row of each node, and the next free row."""
     nodes = item.tree.nodes
+    parents = {node.parent for node in nodes}
+    leaves = [number for number in range(1 + len(nodes)) if number not in parents]
     rows = [first] * (1 + len(nodes))
-    first += 1
-    line = _forced_line(item)
-    for number, token_id in zip(line, item.forced, strict=False):
-        rows[number] = first
-        forced.append((first, token_id))
-        first += 1
-    if len(line) <= len(item.forced):
-        return rows, first
-    depth, start = len(line) - 1, line[-1]
-    matcher = _ahead(item.matcher.native, item.forced)
-    for path in _paths_below(item.tree, start, depth):
-        for place, number in enumerate((start, *path)):
-            rows[number] = first + place
+    for leaf in leaves:
+        path = item.tree.path(leaf)
+        for depth, number in enumerate(path, start=1):
+            rows[number] = first + depth
         # Each path has a copy, which is dropped behind it: see `OutputMatcher` about going back.
-        jobs.append((matcher.deep_copy() if path else matcher, first, [nodes[number - 1].token_id for number in path]))
+        matcher = item.matcher.native.deep_copy() if path else item.matcher.native
+        jobs.append((matcher, first, [nodes[number - 1].token_id for number in path]))
         first += 1 + len(path)
     return rows, first
-
-
-def _paths_below(tree: ProposalTree, start: int, depth: int) -> list[list[int]]:
-    """Return the path to each leaf below a node of some depth; an empty one where nothing is below it."""
-    parents = {node.parent for node in tree.nodes}
-    if start not in parents:
-        return [[]]
-    paths = [tree.path(leaf) for leaf in range(1, 1 + len(tree)) if leaf not in parents]
-    return [list(path[depth:]) for path in paths if start == ROOT or (len(path) > depth and path[depth - 1] == start)]
-
-
-def _forced_line(item: MatchedTree) -> list[int]:
-    """Return the base and the nodes below it that have the forced tokens."""
-    line = [ROOT]
-    for token_id in item.forced:
-        child = item.tree.child(line[-1], token_id)
-        if child is None:
-            break
-        line.append(child)
-    return line
-
-
-def _ahead(matcher: LLMatcher, forced: Sequence[int]) -> LLMatcher:
-    """Return a matcher after tokens that are forced; the one that is given stays where it is."""
-    if not forced:
-        return matcher
-    ahead = matcher.deep_copy()
-    ahead.consume_tokens(list(forced))
-    return ahead
 
 
 def _bit(token_id: int) -> int:

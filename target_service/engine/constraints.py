@@ -19,8 +19,10 @@ from outrider.parameters import AcceptanceRule, SamplingParameters
 from outrider.tokens import ROOT, NodeKind, ProposalNode, ProposalTree
 
 _MAX_COMPILE_S: Final = 10.0
-MAX_FORCED: Final = 32
-"""Forced tokens that a round verifies, at most."""
+_MAX_FORCED: Final = 32
+_FORCED_WORK: Final = 2000
+"""Bounds of the forced tokens that a round verifies: their number, and its product with the number of all that are
+known to be forced, since the mask at each place takes as long as what is forced behind it."""
 _MAX_REPLAYED: Final = 64
 """Tokens that a matcher follows at once; more, as after a failover, it follows beside the engine's thread."""
 _NO_TREE: Final = ProposalTree()
@@ -74,7 +76,7 @@ class RequestConstraint:
         on_ready: called, in any thread, once the grammar is compiled, or has come to a long output.
 
     Attributes:
-        forced: tokens that follow the output whatever the logits are, as far as they are known.
+        forced: tokens that are expected to follow the output whatever the logits are.
     """
 
     def __init__(
@@ -109,6 +111,16 @@ class RequestConstraint:
         return self._has_followed
 
     @property
+    def takes_proposals(self) -> bool:
+        """Whether proposals are verified."""
+        return self._takes_proposals
+
+    def forced_line(self, most: int) -> list[int]:
+        """Return the forced tokens that a round verifies, up to `most`."""
+        num = min(most, _MAX_FORCED, max(1, _FORCED_WORK // max(1, len(self.forced))))
+        return self.forced[: max(0, num)]
+
+    @property
     def compile_until(self) -> float:
         """Monotonic time until which the request waits for its grammar."""
         return self._started + _MAX_COMPILE_S
@@ -140,7 +152,8 @@ class RequestConstraint:
         self._has_followed, self._base = True, None
         is_forced = num == len(output) - self._forced_from and list(output[self._forced_from :]) == self.forced[:num]
         self.forced, self._forced_from = self.forced[num:] if is_forced else [], len(output)
-        # What is forced after an output takes long to find, and is forced still after a part of it.
+        # What is forced takes long to find where it is long. It is a proposal like any other: in the middle of it the
+        # library may want other tokens for the same text, and the masks say so.
         self.forced = self.forced or matcher.forced()
 
     def begin_anew(self) -> bool:
@@ -160,7 +173,7 @@ class RequestConstraint:
     def matched(self, tree: ProposalTree) -> MatchedTree:
         """Return a proposal of the request below its output."""
         self._is_explored = self._is_explored or bool(tree)
-        return MatchedTree(self.grammar.matcher, tree, self.forced)
+        return MatchedTree(self.grammar.matcher, tree)
 
     def taken(self, tree: ProposalTree) -> ProposalTree:
         """Return a proposal, or an empty one where none is taken any more."""

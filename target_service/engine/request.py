@@ -1,12 +1,12 @@
 """A request of the engine: what its rows, its draws and its features need beside `OpenRequest`."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from outrider.lm.model import KVCache
 from outrider.parameters import AcceptanceRule
 from outrider.speculation.randomness import KeyedSource
-from target_service.engine.constraints import MAX_FORCED, RequestConstraint
+from target_service.engine.constraints import RequestConstraint
 from target_service.engine.open_request import OpenRequest
 
 
@@ -41,7 +41,7 @@ class Request(OpenRequest[KVCache]):
         """Return the tokens, at most so many, that a round proposes because the constraint forces them."""
         if self.constraint is None or not self.speculation.terms.forced_tokens:
             return ()
-        return self.constraint.forced[: max(0, min(most, self.room - 1, MAX_FORCED))]
+        return self.constraint.forced_line(min(most, self.room - 1))
 
     def begin_round(self, now: float) -> None:
         """Begin a round, as all requests do; the constraint follows the output first.
@@ -52,6 +52,9 @@ class Request(OpenRequest[KVCache]):
         try:
             if self.constraint is not None and self.has_start and not self.finished:
                 self.constraint.follow()
+                terms = self.speculation.terms
+                if not self.constraint.takes_proposals:
+                    self.speculation.change(replace(terms, num_speculative_tokens=0, forced_tokens=False))
                 self.speculation.num_forced = len(self.constraint.forced) if self.speculation.terms.forced_tokens else 0
         finally:
             OpenRequest.begin_round(self, now)

@@ -1,7 +1,6 @@
 """A matcher's masks follow from the output alone, whichever way it came there."""
 
 import random
-import time
 
 import numpy as np
 import pytest
@@ -175,39 +174,6 @@ def test_what_is_allowed_besides_some_tokens(grammars: Grammars) -> None:
     every = NodeMasks(torch.full((2, 2), -1, dtype=torch.int32))
     assert every.allow_besides(token_words(range(64), 64)) == [False, False]
     assert every.allow_besides(token_words([*range(63), 99], 64)) == [True, True]
-
-
-def test_what_is_forced_needs_no_masks_of_its_own(grammars: Grammars) -> None:
-    """Along forced tokens the masks are known; below their end, and where only a part of them is proposed."""
-    draw = random.Random(4)
-    for number in (0, 1, 3, 5):
-        for _ in range(8):
-            walk = grammars.walk(number, draw, 12)
-            matcher = OutputMatcher(lambda number=number: grammars.fresh(number))
-            output = walk[: draw.randrange(len(walk) + 1)]
-            matcher.follow(output)
-            forced = matcher.forced()
-            line = (forced + walk)[: draw.randrange(len(forced) + 3)] if forced else walk[len(output) :]
-            tree = tree_below(draw, line)
-            known, asked = (node_masks([MatchedTree(matcher, tree, given)], SIZE)[0].words for given in (forced, ()))
-            assert torch.equal(known, asked)
-
-
-def test_a_long_forced_text_takes_no_longer_for_each_of_its_tokens(
-    grammars: Grammars, embedded_definition: str
-) -> None:
-    text = " ".join(f"word {number * 7919 % 1000}" for number in range(2000))
-    matcher = OutputMatcher(compiled(Constraint(choice=[text]), grammars.tokenizer).deep_copy)
-    forced = matcher.forced()
-    tree = ProposalTree()
-    for number, token_id in enumerate(forced[:32]):
-        tree.append(ProposalNode(number, token_id, NodeKind.GUESSED))
-    seconds = []
-    for ahead in (forced, ()):
-        started = time.perf_counter()
-        node_masks([MatchedTree(matcher, tree, ahead)], SIZE)
-        seconds.append(time.perf_counter() - started)
-    assert seconds[0] < seconds[1] / 8
 
 
 def test_a_replay_may_take_as_much_work_as_decoding(byte_definition: str) -> None:

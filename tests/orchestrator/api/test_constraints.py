@@ -106,6 +106,25 @@ async def test_one_that_takes_long_runs_last(checks: ConstraintChecks, monkeypat
     assert not first.is_usable and second is not first
 
 
+async def test_a_long_check_hands_its_turn_on_once_it_may(
+    checks: ConstraintChecks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two that take long run beside each other; when the first ends, the second lets others by, as the first did."""
+    await checks.check(Constraint(regex="first"), model())
+    monkeypatch.setattr(constraints, "_LONG_S", 0.1)
+    endless = [Constraint(json_schema=json.dumps({"multipleOf": 99999989 + 2 * n, "type": "integer"})) for n in (0, 1)]
+    first, second = (asyncio.create_task(checks.check(item, model())) for item in endless)
+    async with asyncio.timeout(30):
+        with pytest.raises(InvalidArgument, match="takes more than 2 s"):
+            await first
+        assert not second.done()
+        for number in range(3):
+            await checks.check(Constraint(regex=f"a{number}"), model())
+        assert not second.done()
+        with pytest.raises(InvalidArgument, match="takes more than 2 s"):
+            await second
+
+
 async def test_another_tokenizer_has_a_process_of_its_own(checks: ConstraintChecks) -> None:
     await checks.check(Constraint(regex="a"), model())
     await checks.check(Constraint(regex="a"), model("other"))

@@ -6,6 +6,8 @@ import random
 import re
 import threading
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,15 +16,18 @@ from outrider import wire
 from outrider.constraint import Constraint
 from outrider.errors import ConstraintFailed, InvalidArgument, Overloaded
 from outrider.grammar import compiler
-from outrider.grammar.compiler import num_at_once
+from outrider.grammar.compiler import GrammarCompiler, num_at_once
 from outrider.lm.byte_tokenizer import EOS
+from outrider.lm.embedded import ensure_embedded
+from outrider.lm.tokenizer import TOKENIZER_NAME
 from outrider.parameters import REPLAYABLE_RULES, AcceptanceRule, SamplingParameters
 from outrider.speculation.acceptance import AcceptanceRates
 from outrider.tokens import ROOT, Base, NodeKind, ProposalNode, ProposalTree, SparseDistribution
 from outrider.v1 import target_pb2 as pb
 from outrider.v1 import tokens_pb2
 from target_service.engine import constraints
-from target_service.engine.constraints import with_forced
+from target_service.engine.constraints import Constraints, Offered, RequestConstraint, with_forced
+from tests.masks import allowed_by
 from tests.proposals import chain
 from tests.target_service.conversation import Caller, target
 
@@ -184,6 +189,52 @@ async def test_what_is_forced_is_proposed_without_a_draft() -> None:
         short = parameters.replace(max_tokens=5)
         assert (await constrained(caller, 3, short, forced_tokens=True))[0] == plain[:5]
         assert (await constrained(caller, 4, parameters, forced_tokens=True, rule=AcceptanceRule.REJECTION))[0] == plain
+
+
+@dataclass(slots=True)
+class Alone:
+    """A request without an engine."""
+
+    parameters: SamplingParameters
+    output: list[int] = field(default_factory=list)
+    stop_token_ids: frozenset[int] = frozenset({2})
+    rule: AcceptanceRule = AcceptanceRule.COUPLED
+    constraint: RequestConstraint | None = None
+
+
+@pytest.mark.embedded
+@pytest.mark.parametrize("text", ["\U0001f642's mood", "\u4e2d\u200d's, it's", "a plain text of several words"])
+def test_forced_tokens_are_but_a_proposal(text: str) -> None:
+    """In the middle of what is forced the library may want other tokens for it than at its beginning."""
+    definition = (Path(ensure_embedded()) / TOKENIZER_NAME).read_text()
+    made = Constraints(GrammarCompiler(definition, 49152, [2]), 49152, [2])
+    parameters = SamplingParameters(constraint=Constraint(choice=[f"0{text}", f"1{text}"]))
+
+    def at(output: list[int], *, forced: bool = False) -> Alone:
+        request = Alone(parameters)
+        grammar = made.begin(parameters)
+        assert grammar is not None and grammar.matcher
+        made.attach(request, grammar, lambda: None)
+        for end in range(1, len(output) + 1) if forced else [len(output)]:
+            request.output = output[:end]
+            assert request.constraint is not None
+            request.constraint.follow()
+        return request
+
+    def allowed(request: Alone, tree: ProposalTree | None = None) -> tuple[list[set[int]], int]:
+        [found] = made.masked([Offered(request, tree or ProposalTree())])
+        assert found is not None and found[1] is not None
+        kept, masks = found
+        return [allowed_by(masks.masks[number]) for number in range(1 + len(kept))], len(kept)
+
+    plain: list[int] = []
+    while 2 not in (tokens := allowed(at(plain, forced=True))[0][0]):
+        plain.append(min(tokens))
+        # One that took over here allows the same.
+        assert allowed(at(plain[:-1]))[0][0] == tokens
+    masks, num_kept = allowed(at([]), chain(tuple(plain)))
+    assert num_kept == len(plain)
+    assert masks == [allowed(at(plain[:end]))[0][0] for end in range(len(plain) + 1)]
 
 
 async def test_forced_tokens_and_a_draft_go_together() -> None:
