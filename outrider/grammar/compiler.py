@@ -51,11 +51,6 @@ class CompiledGrammar:
         return self._future.done()
 
     @property
-    def has_begun(self) -> bool:
-        """Whether its turn has come; else others come first."""
-        return self._future.running() or self._future.done()
-
-    @property
     def matcher(self) -> OutputMatcher:
         """The matcher of the request's output, for one thread; waits for it.
 

@@ -15,7 +15,7 @@ from typing import Final
 
 from outrider.control.pass_times import PassTimes
 from outrider.control.policy import WorkerStatistics
-from outrider.errors import ConstraintFailed, OutriderError, Overloaded
+from outrider.errors import OutriderError, Overloaded
 from outrider.grammar.compiler import GrammarCompiler
 from outrider.lm.model import LanguageModel
 from outrider.lm.pages import KVUsage
@@ -201,11 +201,10 @@ class Engine:
         """Forget the sessions that have been idle for too long; end requests whose constraint takes too long."""
         self.requests.expire()
         now = time.monotonic()
-        for request, until, has_begun in self._compiling():
+        for request, until in self._compiling():
             if now >= until:
-                problem = "the constraint is not compiled within its time"
-                # Where it was not its turn yet, another target may be free.
-                self.host.fail_request(request, ConstraintFailed(problem) if has_begun else Overloaded(problem))
+                # It was checked to take less of a core: this machine is busy, and another target may be free.
+                self.host.fail_request(request, Overloaded("the constraint is not compiled within its time"))
 
     def step(self) -> bool:
         """Run a step of this process's draft, then a pass if any session is ready; return whether anything was run."""
@@ -230,7 +229,7 @@ class Engine:
         """Return the seconds until a wait for a proposal is over, or a session too old; None where there is neither."""
         now = time.monotonic()
         until = self._scheduler.next_time(self.requests.open_ones, now)
-        compile_until = min((until for _, until, _ in self._compiling()), default=None)
+        compile_until = min((until for _, until in self._compiling()), default=None)
         ends = [max(0.0, end - now) for end in (until, compile_until) if end is not None]
         waits = (*ends, self.requests.next_expiry_s())
         return min((wait_s for wait_s in waits if wait_s is not None), default=None)
@@ -239,10 +238,10 @@ class Engine:
         """Run one token; raise `EngineFailed` if the model runs no pass any more."""
         probe(self._model)
 
-    def _compiling(self) -> list[tuple[Request, float, bool]]:
-        """Return the requests that wait for their constraint, until when each does, and whether its turn has come."""
+    def _compiling(self) -> list[tuple[Request, float]]:
+        """Return the requests that wait for their constraint, and until when each does."""
         constrained = [(request, request.constraint) for request in self.requests.open_ones if request.constraint]
-        return [(request, own.compile_until, own.grammar.has_begun) for request, own in constrained if not own.is_ready]
+        return [(request, own.compile_until) for request, own in constrained if not own.is_ready]
 
     def _follow(self, request: Request) -> None:
         """Go on with a request whose constraint is compiled."""

@@ -22,7 +22,7 @@ def test_a_grammar_is_one_requests_own(compiler: GrammarCompiler) -> None:
     ready = threading.Event()
     grammar, other = compiler.begin(Constraint(regex="ab")), compiler.begin(Constraint(regex="ab"))
     grammar.on_ready(ready.set)
-    assert ready.wait(20) and grammar.is_ready and grammar.has_begun
+    assert ready.wait(20) and grammar.is_ready
     first = grammar.matcher.forced()[:1]
     grammar.matcher.follow(first)
     assert other.matcher.forced()[:1] == first and grammar.matcher.forced()[:1] != first
@@ -70,7 +70,7 @@ def test_the_number_that_waits_is_bounded_and_those_that_are_dropped_wait_no_mor
     with pytest.raises(Overloaded, match="256 constraints wait"):
         for number in range(300):
             waiting.append(compiler.begin(Constraint(regex=f"b{number}")))
-    assert not waiting[-1].has_begun
+    assert not waiting[-1].is_ready
     for grammar in waiting:
         grammar.drop()
     last = compiler.begin(Constraint(regex="a39"))

@@ -500,7 +500,7 @@ async def test_a_request_waits_for_its_grammar_for_a_bounded_time(monkeypatch: p
         for _ in range(num_at_once()):
             compiler._threads.submit(lambda: hold.wait(20))
         error = await refusal(caller, 1, SamplingParameters(seed=1, constraint=Constraint(regex="late")))
-        # It was not its turn yet: another target may be free.
+        # Another target may be free.
         assert isinstance(error, Overloaded) and "not compiled within" in error.message
         # Without a constraint nothing waits.
         output, _ = await constrained(caller, 2, SamplingParameters(seed=1, max_tokens=4))
