@@ -82,7 +82,9 @@ async def output(client: OutriderClient, parameters: SamplingParameters, specula
 @pytest_asyncio.fixture(scope="module", loop_scope="session")
 async def texts() -> AsyncIterator[OutriderClient]:
     """A client of the stack of models with text."""
-    async with LocalStack(text_stack()) as stack, stack.client() as client:
+    options = text_stack()
+    options = replace(options, drafts=(*options.drafts, DraftOptions(drafter="suffix")))
+    async with LocalStack(options) as stack, stack.client() as client:
         await until_all_in_rotation(stack)
         yield client
 
@@ -94,6 +96,8 @@ async def test_no_drafter_and_no_tree_changes_a_constrained_text(texts: Outrider
         Speculation(drafter="model", lookahead=0, max_nodes=12),
         Speculation(drafter="model", lookahead=0, num_speculative_tokens=3),
         Speculation(drafter="ngram"),
+        # It has the plain text of before.
+        Speculation(drafter="suffix"),
     )
     num_accepted = 0
     for name, constraint in CONSTRAINTS.items():
