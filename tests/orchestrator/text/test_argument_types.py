@@ -60,7 +60,7 @@ def test_the_time_does_not_grow_with_what_a_schema_stands_for() -> None:
     definitions["Wide"] = {"anyOf": [{"type": "integer"}] * 20_000, "enum": [1] * 100_000}
     names = [f"x{n}" for n in range(1000)]
     properties = {name: {"anyOf": [{"$ref": "#/$defs/Wide"}, {"$ref": "#/$defs/D0"}]} for name in names}
-    began = time.process_time()
+    began = time.thread_time()
     typed = typed_arguments(dict.fromkeys(names, "1"), {"properties": properties, "$defs": definitions})
-    assert time.process_time() - began < 5
+    assert time.thread_time() - began < 5
     assert typed == dict.fromkeys(names, 1)
