@@ -6,8 +6,8 @@ from dataclasses import dataclass, replace
 from outrider.lm.model import KVCache
 from outrider.parameters import AcceptanceRule
 from outrider.speculation.randomness import KeyedSource
-from target_service.engine.constraints import RequestConstraint
 from target_service.engine.open_request import OpenRequest
+from target_service.engine.request_constraint import RequestConstraint
 
 
 @dataclass(slots=True, eq=False, kw_only=True)

@@ -13,8 +13,8 @@ from outrider.speculation.logprobs import token_logprobs
 from outrider.speculation.sampling import NoPossibleToken, SamplingMetadata, TokenHistory, target_distribution
 from outrider.speculation.verification import Outcome, follow_draws, verify_rejection
 from outrider.tokens import ROOT, ProposalTree, TokenLogprobs, TokenOrigin
-from target_service.engine.constraints import RoundMasks
 from target_service.engine.request import Request
+from target_service.engine.request_constraint import RoundMasks
 from target_service.engine.results import RoundResult
 
 

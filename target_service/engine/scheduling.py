@@ -9,9 +9,10 @@ from outrider.control.pass_times import PassTimes
 from outrider.lm.model import SessionStep
 from outrider.tokens import ProposalTree, TokenSpan
 from target_service.engine.batch_delay import BatchDelay
-from target_service.engine.constraints import Constraints, Offered, RoundMasks, with_forced
+from target_service.engine.constraints import Constraints, Offered, with_forced
 from target_service.engine.pass_budget import PassBudget
 from target_service.engine.request import Request
+from target_service.engine.request_constraint import RoundMasks
 
 _NO_TREE: Final = ProposalTree()
 _MIN_ROWS: Final = 4

@@ -17,8 +17,9 @@ from outrider.lm.tokenizer import TOKENIZER_NAME
 from outrider.parameters import AcceptanceRule, SamplingParameters
 from outrider.speculation.verification import DecisionSource, draft_rejection, verify_rejection
 from outrider.tokens import ROOT, NodeKind, ProposalNode, ProposalTree, SparseDistribution
-from target_service.engine.constraints import Constraints, Offered, RequestConstraint
+from target_service.engine.constraints import Constraints, Offered
 from target_service.engine.request import Request
+from target_service.engine.request_constraint import RequestConstraint
 from target_service.engine.rounds import Round, decide_all
 from tests.exactness.judged import MAX_LEN, request_of
 from tests.exactness.models import Text, total_variation

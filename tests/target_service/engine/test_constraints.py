@@ -25,8 +25,9 @@ from outrider.speculation.acceptance import AcceptanceRates
 from outrider.tokens import ROOT, Base, NodeKind, ProposalNode, ProposalTree, SparseDistribution
 from outrider.v1 import target_pb2 as pb
 from outrider.v1 import tokens_pb2
-from target_service.engine import constraints
-from target_service.engine.constraints import Constraints, Offered, RequestConstraint, with_forced
+from target_service.engine import request_constraint
+from target_service.engine.constraints import Constraints, Offered, with_forced
+from target_service.engine.request_constraint import RequestConstraint
 from tests.masks import allowed_by
 from tests.proposals import chain
 from tests.target_service.conversation import Caller, target
@@ -492,7 +493,7 @@ async def test_models_without_text_take_no_constraint() -> None:
 
 
 async def test_a_request_waits_for_its_grammar_for_a_bounded_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(constraints, "_MAX_COMPILE_S", 0.3)
+    monkeypatch.setattr(request_constraint, "_MAX_COMPILE_S", 0.3)
     hold = threading.Event()
     async with target(MODEL) as (engine, caller):
         compiler = engine._scheduler._constraints._compiler
