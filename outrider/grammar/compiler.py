@@ -10,15 +10,18 @@ import os
 import threading
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
-from typing import Any, Final, TypeVar
+from typing import Any, Final, NamedTuple, TypeVar
 
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 from tokenizers import Tokenizer
+from torch import Tensor
 
 from outrider.constraint import FIELD, Constraint
 from outrider.errors import ConstraintFailed, InvalidArgument, OutriderError, Overloaded
+from outrider.grammar.masks import NodeMasks, masks_apart
 from outrider.grammar.matcher import OutputMatcher
 from outrider.grammar.source import grammar_of, one_line
+from outrider.tokens import ProposalTree
 
 ResultT = TypeVar("ResultT")
 _MAX_PENDING: Final = 256
@@ -32,18 +35,27 @@ _LIMITS: Final = LLParserLimits(
 )
 
 
+class _Ready(NamedTuple):
+    """What a thread has prepared: the matcher, and masks that were computed apart from it."""
+
+    matcher: OutputMatcher
+    masks: NodeMasks | None = None
+
+
 class CompiledGrammar:
     """The grammar of one request: it is being compiled, or follows a long output, or is ready.
 
     Args:
         threads: that do both.
         compile_grammar: returns a matcher at the beginning of an output.
+        vocabulary_size: V, of its masks.
     """
 
-    def __init__(self, threads: "_Threads", compile_grammar: Callable[[], LLMatcher]) -> None:
+    def __init__(self, threads: "_Threads", compile_grammar: Callable[[], LLMatcher], vocabulary_size: int) -> None:
         self._threads = threads
         self._compile = compile_grammar
-        self._future = threads.submit(lambda: OutputMatcher(compile_grammar().deep_copy))
+        self._vocabulary_size = vocabulary_size
+        self._future = threads.submit(lambda: _Ready(self._begun()))
 
     @property
     def is_ready(self) -> bool:
@@ -57,12 +69,12 @@ class CompiledGrammar:
         Raises:
             OutriderError: the constraint cannot be compiled.
         """
-        try:
-            return self._future.result()
-        except OutriderError:
-            raise
-        except (Exception, CancelledError) as error:
-            raise InvalidArgument(f"cannot be compiled: {error}", FIELD) from error
+        return self._ready().matcher
+
+    @property
+    def masks(self) -> NodeMasks | None:
+        """The masks that `begin_anew` has been asked for; waits for them."""
+        return self._ready().masks
 
     def on_ready(self, fn: Callable[[], object]) -> None:
         """Have a function called, in any thread, once the matcher can be used; at once where it can."""
@@ -71,16 +83,38 @@ class CompiledGrammar:
     def follow(self, output: Sequence[int]) -> None:
         """Have the matcher, which is ready, come to a long output beside the threads that need it."""
         matcher, tokens = self.matcher, list(output)
-        self._future = self._threads.submit(lambda: _after(matcher, tokens))
+        self._future = self._threads.submit(lambda: _Ready(_after(matcher, tokens)))
 
-    def begin_anew(self, output: Sequence[int]) -> None:
-        """Compile it once more, and come to an output."""
-        begin, tokens = self._compile, list(output)
-        self._future = self._threads.submit(lambda: _after(OutputMatcher(begin().deep_copy), tokens))
+    def begin_anew(self, output: Sequence[int], tree: ProposalTree, tokens: Tensor | None) -> None:
+        """Compile it once more, and come to an output.
+
+        Args:
+            output: so far.
+            tree: proposal whose masks are wanted too, each path by a grammar of its own.
+            tokens: see `node_masks`.
+        """
+        so_far = list(output)
+
+        def prepare() -> _Ready:
+            masks = masks_apart(self._begun, so_far, tree, self._vocabulary_size, tokens) if tree else None
+            return _Ready(_after(self._begun(), so_far), masks)
+
+        self._future = self._threads.submit(prepare)
 
     def drop(self) -> None:
         """Compile it no more, where that has not begun: its request has ended."""
         self._future.cancel()
+
+    def _begun(self) -> OutputMatcher:
+        return OutputMatcher(self._compile().deep_copy)
+
+    def _ready(self) -> _Ready:
+        try:
+            return self._future.result()
+        except OutriderError:
+            raise
+        except (Exception, CancelledError) as error:
+            raise InvalidArgument(f"cannot be compiled: {error}", FIELD) from error
 
 
 def _after(matcher: OutputMatcher, output: Sequence[int]) -> OutputMatcher:
@@ -144,7 +178,9 @@ class GrammarCompiler:
         """
         if (num := self._threads.num_pending) >= _MAX_PENDING:
             raise Overloaded(f"{num} constraints wait to be compiled, the limit")
-        return CompiledGrammar(self._threads, lambda: compiled(constraint, self._tokenizer.result()))
+        return CompiledGrammar(
+            self._threads, lambda: compiled(constraint, self._tokenizer.result()), self.vocabulary_size
+        )
 
     def close(self) -> None:
         """End the threads: what is running finishes, what waits does not begin."""

@@ -1,7 +1,7 @@
 """The tokens that constraints allow after the nodes of many proposals, computed in native calls on all cores."""
 
 import os
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import Final, NamedTuple
@@ -43,6 +43,11 @@ class NodeMasks:
 
     def __len__(self) -> int:
         return len(self.words)
+
+    @property
+    def base(self) -> "NodeMasks":
+        """The mask after the base alone."""
+        return NodeMasks(self.words[:1])
 
     def allow_any(self) -> list[bool]:
         """Return for the base and each node whether any token is allowed after it."""
@@ -107,6 +112,43 @@ def node_masks(items: Sequence[MatchedTree], vocabulary_size: int, tokens: Tenso
     return [NodeMasks(words[found]) for found in rows]
 
 
+def masks_apart(
+    begin: Callable[[], OutputMatcher],
+    output: Sequence[int],
+    tree: ProposalTree,
+    vocabulary_size: int,
+    tokens: Tensor | None = None,
+) -> NodeMasks:
+    """Return the masks of a tree as they are where the output itself comes to its nodes, one after the other.
+
+    Each path has a matcher of its own, so that what the library computes for one counts towards no bound of another.
+    Nothing is allowed after a node where the grammar exceeds a bound: an output that comes there fails.
+
+    Args:
+        begin: returns a new matcher that shares nothing with others, at the beginning of an output.
+        output: so far.
+        tree: proposal below it.
+        vocabulary_size: V.
+        tokens: see `node_masks`.
+    """
+    words = torch.zeros(1 + len(tree), -(-vocabulary_size // _WORD_BITS), dtype=torch.int32)
+    for leaf in _leaves(tree):
+        matcher, followed = begin(), list(output)
+        for number in (ROOT, *tree.path(leaf)):
+            try:
+                if number != ROOT:
+                    node = tree.node(number)
+                    if not NodeMasks(words).allows([node.parent], [node.token_id])[0]:
+                        break
+                    followed.append(node.token_id)
+                matcher.follow(followed)
+                [masks] = node_masks([MatchedTree(matcher, ProposalTree())], vocabulary_size, tokens)
+            except ConstraintFailed:
+                break
+            words[number] = masks[ROOT]
+    return NodeMasks(words)
+
+
 def allowed_tree(
     tree: ProposalTree, masks: NodeMasks, ends: Collection[int] = (), *, keeps_drafted: bool
 ) -> tuple[ProposalTree, list[int]]:
@@ -142,10 +184,8 @@ def allowed_tree(
 def _jobs(item: MatchedTree, first: int, jobs: list[tuple[LLMatcher, int, list[int]]]) -> tuple[list[int], int]:
     """Add a job for each path of a tree, from row `first` on; return the row of each node, and the next free row."""
     nodes = item.tree.nodes
-    parents = {node.parent for node in nodes}
-    leaves = [number for number in range(1 + len(nodes)) if number not in parents]
     rows = [first] * (1 + len(nodes))
-    for leaf in leaves:
+    for leaf in _leaves(item.tree):
         path = item.tree.path(leaf)
         for depth, number in enumerate(path, start=1):
             rows[number] = first + depth
@@ -154,6 +194,12 @@ def _jobs(item: MatchedTree, first: int, jobs: list[tuple[LLMatcher, int, list[i
         jobs.append((matcher, first, [nodes[number - 1].token_id for number in path]))
         first += 1 + len(path)
     return rows, first
+
+
+def _leaves(tree: ProposalTree) -> list[int]:
+    """Return the nodes without children; the root alone where there are none."""
+    parents = {node.parent for node in tree.nodes}
+    return [number for number in range(1 + len(tree)) if number not in parents]
 
 
 def _bit(token_id: int) -> int:

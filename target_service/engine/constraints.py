@@ -82,20 +82,18 @@ class Constraints:
 
     def _masked_together(self, rounds: Sequence[Offered]) -> Iterator[tuple[ProposalTree, RoundMasks] | None]:
         pairs = [(own, own.taken(item.tree)) for item in rounds if (own := item.request.constraint) is not None]
-        fresh = [(own, tree) for own, tree in pairs if tree or own.base_masks is None]
+        known = [own.known_masks(tree) for own, tree in pairs]
+        fresh = [pair for pair, masks in zip(pairs, known, strict=True) if masks is None]
         found: Iterator[NodeMasks | None]
         try:
             found = iter(self._node_masks(fresh))
         except ConstraintFailed:
             found = iter([self._masked_alone(own, tree) for own, tree in fresh])
-        for own, tree in pairs:
-            if not tree and (base := own.base_masks) is not None:
-                yield tree, base
-            elif (masks := next(found)) is None:
+        for (own, tree), masks in zip(pairs, known, strict=True):
+            if masks is None and (masks := next(found)) is None:
                 yield None
             else:
-                if not tree:
-                    own.keep_base(masks)
+                own.keep_base(masks)
                 yield own.round(tree, masks)
 
     def _masked_alone(self, own: RequestConstraint, tree: ProposalTree) -> NodeMasks | None:
@@ -103,7 +101,7 @@ class Constraints:
         try:
             return self._node_masks([(own, tree)])[0]
         except ConstraintFailed:
-            if own.begin_anew():
+            if own.begin_anew(tree, self._tokens):
                 return None
             raise
 

@@ -5,7 +5,7 @@ Whatever changes the output (a round, a span after a failover, a rollback) moves
 
 import time
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final, Protocol
 
 from torch import Tensor
@@ -14,7 +14,7 @@ from outrider.errors import ConstraintFailed
 from outrider.grammar.compiler import CompiledGrammar
 from outrider.grammar.masks import MatchedTree, NodeMasks, allowed_tree, token_words
 from outrider.parameters import AcceptanceRule, SamplingParameters
-from outrider.tokens import ProposalTree
+from outrider.tokens import ROOT, ProposalTree
 
 _MAX_COMPILE_S: Final = 10.0
 _MAX_FORCED: Final = 32
@@ -65,7 +65,9 @@ class RequestConstraint:
     """The constraint of one open request. Called in the engine's thread.
 
     Proposals decide about nothing: what the library computes for one counts towards the bounds of the grammar that it
-    was compiled to. Where such a bound is reached, the grammar is compiled anew, and takes no proposals any more.
+    was compiled to. Where such a bound is reached, the grammar is compiled anew, and takes no proposals any more; but
+    for the drafted tokens of that very round under `rejection`, which must not be left out for their values: their
+    masks are computed apart.
 
     Args:
         grammar: of the constraint.
@@ -91,10 +93,11 @@ class RequestConstraint:
         self._started = time.monotonic()
         self._has_followed = self._is_explored = False
         self._takes_proposals = True
+        self._apart = _NO_TREE
         self._base: NodeMasks | None = None
         self._stop_words: Tensor | None = None
         self.forced: list[int] = []
-        self._forced_from = 0
+        self._forced_from = self._anew_from = 0
         if not grammar.is_ready:
             grammar.on_ready(on_ready)
 
@@ -148,19 +151,28 @@ class RequestConstraint:
                 raise
             return
         self._has_followed, self._base = True, None
+        if len(output) != self._anew_from:
+            self._apart = _NO_TREE
         is_forced = num == len(output) - self._forced_from and list(output[self._forced_from :]) == self.forced[:num]
         self.forced, self._forced_from = self.forced[num:] if is_forced else [], len(output)
         # What is forced takes long to find where it is long. It is a proposal like any other: in the middle of it the
         # library may want other tokens for the same text, and the masks say so.
         self.forced = self.forced or matcher.forced()
 
-    def begin_anew(self) -> bool:
-        """Compile the grammar anew, after a failure for which a proposal may be to blame; return whether one may be."""
+    def begin_anew(self, tree: ProposalTree = _NO_TREE, tokens: Tensor | None = None) -> bool:
+        """Compile the grammar anew, after a failure for which a proposal may be to blame; return whether one may be.
+
+        Args:
+            tree: proposal of the round that failed.
+            tokens: see `node_masks`.
+        """
         if not self._is_explored:
             return False
         self._hold()
         self._is_explored = self._takes_proposals = False
-        self.grammar.begin_anew(self._request.output)
+        self._apart = _drafted_part(tree) if self._request.rule is AcceptanceRule.REJECTION else _NO_TREE
+        self._anew_from = len(self._request.output)
+        self.grammar.begin_anew(self._request.output, self._apart, tokens)
         self.grammar.on_ready(self._on_ready)
         return True
 
@@ -174,8 +186,14 @@ class RequestConstraint:
         return MatchedTree(self.grammar.matcher, tree)
 
     def taken(self, tree: ProposalTree) -> ProposalTree:
-        """Return a proposal, or an empty one where none is taken any more."""
-        return tree if self._takes_proposals else _NO_TREE
+        """Return what a round verifies of a proposal: all of it, or what must be where none is taken any more."""
+        return tree if self._takes_proposals else self._apart
+
+    def known_masks(self, tree: ProposalTree) -> NodeMasks | None:
+        """Return the masks of a proposal that was taken, where they are known already."""
+        if not tree:
+            return self._base
+        return None if self._takes_proposals else self.grammar.masks
 
     def round(self, tree: ProposalTree, masks: NodeMasks) -> tuple[ProposalTree, RoundMasks]:
         """Return the allowed part of a proposal, and its masks."""
@@ -190,8 +208,8 @@ class RequestConstraint:
         return None if self._base is None else self._classified(_NO_TREE, self._base)
 
     def keep_base(self, masks: NodeMasks) -> None:
-        """Keep the mask after the output, for a round without a proposal."""
-        self._base = masks
+        """Keep the mask after the output, which is the first of these, for a round without a proposal."""
+        self._base = masks.base
 
     def _classified(self, tree: ProposalTree, masks: NodeMasks) -> RoundMasks:
         stops = self._request.stop_token_ids
@@ -210,3 +228,14 @@ class RequestConstraint:
                 ends = any(masks.allows([number] * len(self._eos_token_ids), list(self._eos_token_ids)))
                 (must_end if ends else dead).add(number)
         return RoundMasks(masks, free, frozenset(must_end), frozenset(dead))
+
+
+def _drafted_part(tree: ProposalTree) -> ProposalTree:
+    """Return the drafted nodes of a tree, and those above them."""
+    drafted = [number for number, node in enumerate(tree.nodes, start=1) if node.draft_distribution is not None]
+    kept = sorted({number for leaf in drafted for number in tree.path(leaf)})
+    part, numbers = ProposalTree(), {ROOT: ROOT}
+    for number in kept:
+        node = tree.node(number)
+        numbers[number] = part.append(replace(node, parent=numbers[node.parent]))
+    return part

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from outrider.constraint import Constraint
 from outrider.errors import ConstraintFailed
-from outrider.grammar.compiler import compiled, load_tokenizer
+from outrider.grammar.compiler import GrammarCompiler, compiled, load_tokenizer
 from outrider.grammar.matcher import OutputMatcher
 from outrider.lm.byte_tokenizer import EOS, VOCABULARY_SIZE, byte_tokenizer
 from outrider.lm.tokenizer import TOKENIZER_NAME
@@ -178,3 +178,56 @@ def test_a_chain_ends_with_a_node_that_nothing_can_follow(seed: int) -> None:
     law = {(0,): float(target[3][0])}
     law |= {(a, b): float(target[3][a] * target[a][b]) for a in (1, 2) for b in range(3)}
     assert total_variation(found, law) < TOLERANCE
+
+
+def test_a_drafted_token_beyond_a_bound_is_judged_by_its_distribution() -> None:
+    """After `aa` the library reaches a bound: plain decoding fails there, and a draft gets there no more often."""
+    weights = torch.full((VOCABULARY_SIZE,), -torch.inf, dtype=torch.float64)
+    weights[[A, B, C]] = torch.tensor([0.2, 0.5, 0.3], dtype=torch.float64).log()
+    logits = weights.expand(VOCABULARY_SIZE + 1, -1).clone()
+    logits[:, EOS] = logits[:, A]
+    support = (A, B, C)
+    compiler = GrammarCompiler(byte_tokenizer().files[TOKENIZER_NAME].decode(), VOCABULARY_SIZE, [EOS])
+    constraint = Constraint(regex="a{60000}|[bc]")
+    num_anew = 0
+
+    def one_round(source: DecisionSource) -> Text:
+        nonlocal num_anew
+        tree = ProposalTree()
+        shares = torch.zeros(VOCABULARY_SIZE, dtype=torch.float64)
+        shares[list(support)] = torch.tensor([0.6, 0.1, 0.3], dtype=torch.float64)
+        for position in range(2):
+            token_id = draft_rejection(shares, 0, position, source, ROOT)
+            sparse = SparseDistribution(support, tuple(shares[list(support)].tolist()))
+            tree.append(ProposalNode(position, token_id, NodeKind.DRAFTED, sparse))
+        tree.append(ProposalNode(ROOT, EOS, NodeKind.GUESSED))
+        request = request_of(
+            [],
+            SamplingParameters(max_tokens=50, constraint=constraint),
+            AcceptanceRule.REJECTION,
+            stop_token_ids={EOS},
+            source=source,
+        )
+        made = Constraints(compiler, VOCABULARY_SIZE, (EOS,))
+        made.attach(request, made.begin(request.parameters), lambda: None)
+        own = request.constraint
+        assert own is not None and own.grammar.matcher
+        own.follow()
+        [found] = made.masked([Offered(request, tree)])
+        if found is None:
+            num_anew += 1
+            assert own.grammar.matcher and not own.takes_proposals
+            own.follow()
+            [found] = made.masked([Offered(request, ProposalTree())])
+            assert found is not None
+        [result] = decide_all([Round(request, 0, *found)], rows_after(logits, (), found[0]), MAX_LEN)
+        return result.token_ids[:1]
+
+    found: dict[Text, float] = {}
+    try:
+        for token_ids, probability in every_run(one_round):
+            found[token_ids] = found.get(token_ids, 0.0) + probability
+    finally:
+        compiler.close()
+    assert num_anew
+    assert total_variation(found, {(A,): 0.2, (B,): 0.5, (C,): 0.3}) < TOLERANCE

@@ -12,7 +12,7 @@ from llguidance import LLMatcher, LLTokenizer
 from outrider.constraint import Constraint, StructuralTag, StructuralTags
 from outrider.errors import ConstraintFailed
 from outrider.grammar.compiler import compiled, load_tokenizer, token_ids_of
-from outrider.grammar.masks import MatchedTree, NodeMasks, allowed_tree, node_masks, token_words
+from outrider.grammar.masks import MatchedTree, NodeMasks, allowed_tree, masks_apart, node_masks, token_words
 from outrider.grammar.matcher import OutputMatcher
 from outrider.lm.byte_tokenizer import EOS, VOCABULARY_SIZE
 from outrider.tokens import ROOT, NodeKind, ProposalNode, ProposalTree, SparseDistribution
@@ -89,6 +89,8 @@ def test_after_any_way_the_mask_is_a_fresh_matchers(grammars: Grammars, number: 
         tree = tree_below(draw, walk[len(output) :])
         masks = node_masks([MatchedTree(matcher, tree)], SIZE)[0]
         assert tokens_of(masks[ROOT]) == grammars.mask_after(number, output)
+        apart = masks_apart(lambda: OutputMatcher(lambda: grammars.fresh(number)), output, tree, SIZE)
+        assert torch.equal(apart.words, masks.words)
         kept, numbers = allowed_tree(tree, masks, keeps_drafted=False)
         for place, kept_number in enumerate(numbers, start=1):
             path = [kept.node(node).token_id for node in kept.path(place)]

@@ -406,6 +406,20 @@ async def test_a_proposal_that_leads_beyond_a_bound_fails_no_request(rule: Accep
         assert again == output
 
 
+async def test_drafted_tokens_beyond_a_bound_are_judged_in_their_round() -> None:
+    """Under `rejection` they count whatever they are, so the round that failed has them still; none after it has."""
+    constraint = Constraint(regex="cb(b{2}|a{60000})")
+    parameters = SamplingParameters(temperature=0, seed=1, constraint=constraint, logit_bias={ids_of("b")[0]: 100})
+    [a], [b] = ids_of("a"), ids_of("b")
+    sparse = SparseDistribution((a, b), (0.5, 0.5))
+    nodes = [ProposalNode(parent, token_id, NodeKind.DRAFTED, sparse) for parent, token_id in enumerate([b, a, a, a])]
+    async with target(MODEL) as (_, caller):
+        output, num_rounds = await constrained(
+            caller, 1, parameters, lambda output: nodes if len(output) == 1 else [], rule=AcceptanceRule.REJECTION
+        )
+        assert text_of(output[:-1]) == "cbbb" and num_rounds == 4
+
+
 @pytest.mark.parametrize("rule", REPLAYABLE_RULES)
 async def test_a_target_that_takes_over_may_do_the_work_of_the_first(rule: AcceptanceRule) -> None:
     constraint = Constraint(regex="[ab]*a[ab]{300}")
