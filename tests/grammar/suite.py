@@ -26,7 +26,7 @@ _URI: Final = "http://json-schema.org/draft-0{}/schema#"
 _TOKENIZER: Final = load_tokenizer(byte_tokenizer().files[TOKENIZER_NAME].decode(), VOCABULARY_SIZE, [EOS])
 _MAX_REASON: Final = 120
 _NOT_VALID: Final = {
-    '"//foo.bar/?baz=qux#quux"': "RFC 3986: a URI begins with its scheme. Later versions of the suite have it as invalid"
+    '"//foo.bar/?baz=qux#quux"': "RFC 3986: a URI begins with its scheme. Later versions of the suite call it invalid"
 }
 """Instances, as JSON, that the suite calls valid though their schema's `format` has them invalid, and why."""
 _VALID: Final = ("valid, passed", "valid, passed in order", "valid, missed")
