@@ -55,6 +55,7 @@ class CompiledGrammar:
         self._threads = threads
         self._compile = compile_grammar
         self._vocabulary_size = vocabulary_size
+        self._is_dropped = False
         self._future = threads.submit(lambda: _Ready(self._begun()))
 
     @property
@@ -102,10 +103,13 @@ class CompiledGrammar:
         self._future = self._threads.submit(prepare)
 
     def drop(self) -> None:
-        """Compile it no more, where that has not begun: its request has ended."""
+        """Compile it no more: its request has ended. What is being compiled is finished."""
+        self._is_dropped = True
         self._future.cancel()
 
     def _begun(self) -> OutputMatcher:
+        if self._is_dropped:
+            raise CancelledError
         return OutputMatcher(self._compile().deep_copy)
 
     def _ready(self) -> _Ready:

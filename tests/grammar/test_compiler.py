@@ -5,12 +5,15 @@ import random
 import threading
 
 import pytest
+from llguidance import LLMatcher, LLTokenizer
 
 from outrider.constraint import Constraint
 from outrider.errors import ConstraintFailed, InvalidArgument, Overloaded
 from outrider.grammar import GRAMMAR_LIBRARY
+from outrider.grammar import compiler as module
 from outrider.grammar.compiler import GrammarCompiler, compiled, load_tokenizer, num_at_once
 from outrider.lm.byte_tokenizer import EOS, VOCABULARY_SIZE
+from outrider.tokens import ROOT, NodeKind, ProposalNode, ProposalTree
 
 
 @pytest.fixture
@@ -78,6 +81,35 @@ def test_the_number_that_waits_is_bounded_and_those_that_are_dropped_wait_no_mor
     assert last.matcher.forced()
     with pytest.raises(InvalidArgument, match="cannot be compiled"):
         _ = waiting[-1].matcher
+    compiler.close()
+
+
+def test_a_tree_of_many_paths_is_dropped_with_its_request(
+    compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each path is compiled for itself; a request that has ended waits for one of them at most."""
+    grammar = compiler.begin(Constraint(regex="[a-z]"))
+    assert grammar.matcher
+    begun, hold, num = threading.Event(), threading.Event(), 0
+
+    def slow(constraint: Constraint, tokenizer: LLTokenizer) -> LLMatcher:
+        nonlocal num
+        num += 1
+        begun.set()
+        assert hold.wait(20)
+        return compiled(constraint, tokenizer)
+
+    monkeypatch.setattr(module, "compiled", slow)
+    tree = ProposalTree()
+    for token_id in range(64, 80):
+        tree.append(ProposalNode(ROOT, token_id, NodeKind.GUESSED))
+    grammar.begin_anew([], tree, None)
+    assert begun.wait(20)
+    grammar.drop()
+    hold.set()
+    with pytest.raises(InvalidArgument, match="cannot be compiled"):
+        _ = grammar.matcher
+    assert num == 1
     compiler.close()
 
 
