@@ -16,10 +16,11 @@ from typing import Final
 from orchestrator.workers.model import Model
 from outrider.constraint import FIELD, Constraint
 from outrider.errors import InvalidArgument, Overloaded, Unavailable
-from outrider.grammar.checking import MAX_COMPILE_S
 
 _LOG: Final = logging.getLogger(__name__)
 _MODULE: Final = "outrider.grammar.checking"
+_MAX_CPU_S: Final = 2.0
+"""Seconds of the CPU that a constraint may take; a large legitimate schema takes 0.2."""
 _LONG_S: Final = 1.0
 """Of a check: from then on it has a lower priority, and the next one runs beside it, so that it does not hold up all
 others. But for that one runs at a time, since what serves needs the cores."""
@@ -263,7 +264,7 @@ class _Checker:
             if self._process.returncode in (None, -signal.SIGALRM, -signal.SIGKILL):
                 raise Overloaded("the machine had no time to check the constraint")
             _LOG.warning("a constraint was not compiled within its bounds", extra={"num_bytes": constraint.num_bytes})
-            return f"{constraint.kind} takes more than {MAX_COMPILE_S:g} s or too much memory to compile"
+            return f"{constraint.kind} takes more than {_MAX_CPU_S:g} s or too much memory to compile"
         problem: str | None = json.loads(answer)
         return problem
 
@@ -295,5 +296,6 @@ def _first_line(model: Model) -> bytes:
         "tokenizer": model.tokenizer.backend.to_str(),
         "vocabulary_size": model.vocabulary_size,
         "eos_token_ids": list(model.eos_token_ids),
+        "max_cpu_s": _MAX_CPU_S,
     }
     return json.dumps(content).encode()

@@ -2,8 +2,8 @@
 
 Some schemas take llguidance minutes and gigabytes to compile, and a thread cannot be ended. This process can: it has a
 bound on its memory, and the system ends it where a constraint takes too much of the CPU's time. It reads lines of JSON
-from standard input, the first with the tokenizer, each other with a constraint, and writes a line for each: null, or
-what is wrong with it. It ends with its input.
+from standard input, the first with the tokenizer and the bound on that time, each other with a constraint, and writes a
+line for each: null, or what is wrong with it. It ends with its input.
 """
 
 import json
@@ -21,8 +21,6 @@ from outrider.errors import OutriderError
 from outrider.grammar.compiler import compiled, load_tokenizer
 from outrider.grammar.matcher import OutputMatcher
 
-MAX_COMPILE_S: Final = 2.0
-"""Seconds of the CPU that a constraint may take; a large legitimate schema takes 0.2."""
 _MAX_MORE_BYTES: Final = 256 << 20
 """Of memory that compiling takes beside the tokenizer; schemas of thousands of properties take 20 MB."""
 _MAX_WALL_S: Final = 20.0
@@ -45,7 +43,7 @@ def main() -> None:
     _answer(None)
     for line in sys.stdin:
         # By default these signals end a process, whatever it is doing.
-        signal.setitimer(signal.ITIMER_PROF, MAX_COMPILE_S)
+        signal.setitimer(signal.ITIMER_PROF, first["max_cpu_s"])
         signal.setitimer(signal.ITIMER_REAL, _MAX_WALL_S)
         try:
             _walk(compiled(Constraint.from_dict(json.loads(line)), tokenizer))
