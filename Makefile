@@ -59,7 +59,7 @@ demo: install ## Starts every service on this machine and shows one generation.
 
 # Two test processes whose threads spin while they wait for each other take each other's cores.
 test: lint ## Runs every check and every test but the slow ones. Takes 8 minutes on 2 cores.
-	@OMP_WAIT_POLICY=passive $(BIN)/python -m pytest -q -n $(WORKERS) --dist loadgroup --durations=10 $(ARGS)
+	@OMP_WAIT_POLICY=passive $(BIN)/python -m pytest -q -n $(WORKERS) --dist loadfile --durations=10 $(ARGS)
 
 test-all: install ## Runs the tests that `make test` leaves out, in parts; PART=exactness runs one of them. Takes hours.
 	@$(BIN)/python -m tests.parts $(PART)
