@@ -25,9 +25,6 @@ def plain_messages(messages: Sequence[Message], tools: Sequence[dict[str, Any]],
         messages: the messages.
         tools: as chat templates expect them; none for a request without.
         has_system: whether the template takes system messages; else the first message tells of the tools.
-
-    Raises:
-        InvalidArgument: the arguments of a call are not a JSON object.
     """
     plain: list[Message] = []
     is_result = False

@@ -125,7 +125,7 @@ def _check_triggers(tags: StructuralTags) -> None:
     triggers = sorted({tag.trigger or tag.begin for tag in tags.tags})
     for one, other in pairwise(triggers):
         if other.startswith(one):
-            raise InvalidArgument(f"structural_tags has the trigger {one!r}, with which {other!r} begins", FIELD)
+            raise InvalidArgument(f"the trigger {other!r} of a tag begins with another one, {one!r}", FIELD)
 
 
 def _tagged(tags: StructuralTags, constraint: Constraint, tokenizer: LLTokenizer) -> str:
