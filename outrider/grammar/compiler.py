@@ -56,7 +56,8 @@ class CompiledGrammar:
         self._compile = compile_grammar
         self._vocabulary_size = vocabulary_size
         self._is_dropped = False
-        self._future = threads.submit(lambda: _Ready(self._begun()))
+        self._expected: list[int] = []
+        self._future = threads.submit(lambda: _Ready(_after(self._begun(), self._expected)))
 
     @property
     def is_ready(self) -> bool:
@@ -80,6 +81,10 @@ class CompiledGrammar:
     def on_ready(self, fn: Callable[[], object]) -> None:
         """Have a function called, in any thread, once the matcher can be used; at once where it can."""
         self._future.add_done_callback(lambda _: fn())
+
+    def expect(self, output: Sequence[int]) -> None:
+        """Have the matcher come to an output as soon as it is compiled, in the same turn, if that has not begun."""
+        self._expected = list(output)
 
     def follow(self, output: Sequence[int]) -> None:
         """Have the matcher, which is ready, come to a long output beside the threads that need it."""

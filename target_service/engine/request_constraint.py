@@ -127,16 +127,17 @@ class RequestConstraint:
         return self._started + _MAX_COMPILE_S
 
     def follow(self) -> None:
-        """Come to the request's output; do nothing before the grammar is compiled.
+        """Come to the request's output, once the grammar is compiled.
 
         `has_followed` says whether it is there: a long output it follows beside this thread.
 
         Raises:
             OutriderError: it cannot be compiled, does not allow the output, or exceeds a bound.
         """
-        if not self.is_ready:
-            return
         output = self._request.output
+        if not self.is_ready:
+            self.grammar.expect(output)
+            return
         try:
             matcher = self.grammar.matcher
             num = matcher.num_missing(output)

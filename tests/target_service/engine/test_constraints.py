@@ -338,6 +338,39 @@ async def test_a_closed_request_is_compiled_no_more() -> None:
         hold.set()
 
 
+async def test_requests_that_are_taken_over_wait_once_for_the_compiling_threads(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A long output is followed where the grammar is compiled, not behind the grammars of all others."""
+    hold, num_followed = threading.Event(), 0
+    follow = compiler.CompiledGrammar.follow
+
+    def counted(grammar: compiler.CompiledGrammar, output: Sequence[int]) -> None:
+        nonlocal num_followed
+        num_followed += 1
+        follow(grammar, output)
+
+    monkeypatch.setattr(compiler.CompiledGrammar, "follow", counted)
+    parameters = SamplingParameters(seed=8, max_tokens=320, constraint=Constraint(regex="[ab]{400}"))
+    async with target(MODEL) as (engine, caller):
+        plain, _ = await constrained(caller, 1, parameters)
+    async with target(MODEL) as (engine, caller):
+        found = engine._scheduler._constraints._compiler
+        assert found is not None
+        for _ in range(num_at_once()):
+            found._threads.submit(lambda: hold.wait(20))
+        span = [*PROMPT, *plain[:300]]
+        await caller.open(1, span, parameters, stop_token_ids=(EOS,), prompt_len=len(PROMPT))
+        await caller.span(1, 0, span)
+        await caller.open(2, PROMPT, SamplingParameters(seed=8, max_tokens=4), stop_token_ids=(EOS,))
+        await caller.span(2, 0, PROMPT)
+        # The engine has taken the first span when it answers the second one.
+        assert [verdict async for verdict in caller.verdicts(2)]
+        hold.set()
+        output = [token_id async for verdict in caller.verdicts(1) for token_id in verdict.token_ids]
+        assert output == plain[300:] and not num_followed
+
+
 async def test_forced_tokens_keep_within_the_rows_of_a_pass(monkeypatch: pytest.MonkeyPatch) -> None:
     parameters = SamplingParameters(seed=1, max_tokens=60, constraint=Constraint(choice=["abcdefghijklmnopqrstuvwxyz"]))
     async with target(MODEL) as (engine, caller):
