@@ -29,7 +29,7 @@ from outrider.client import (
 )
 from outrider.constraint import Constraint
 from outrider.grammar import GRAMMAR_LIBRARY
-from outrider.grammar.compiler import compiled, load_tokenizer
+from outrider.grammar.compilation import compiled, load_tokenizer
 from outrider.lm.embedded import ensure_embedded
 from outrider.parameters import SamplingParameters
 

@@ -1,8 +1,9 @@
 """Which tokens a constraint allows: grammars, compiled by llguidance, and the matchers that follow an output.
 
-`source` writes a constraint as a grammar, `compiler` compiles grammars for one tokenizer and keeps them, `matcher`
-follows the output of a request, `masks` has the tokens that may follow the nodes of many proposals computed together,
-natively and on all cores, `checking` is a process that compiles constraints to check them.
+`source` writes a constraint as a grammar, `compilation` compiles a grammar, `compiler` those of a worker's requests in
+threads of its own, `matcher` follows the output of a request, `masks` has the tokens that may follow the nodes of many
+proposals computed together, natively and on all cores, `checking` is a process that compiles constraints to check them.
+The orchestrator uses what needs no model library: all but `compiler` and `masks`.
 
 What is allowed after a text follows from the constraint and the text's tokens alone: whether these were drafted,
 generated here or elsewhere, and in which order a matcher came there, changes nothing.

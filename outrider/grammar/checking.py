@@ -18,7 +18,7 @@ from llguidance import LLMatcher
 
 from outrider.constraint import Constraint
 from outrider.errors import OutriderError
-from outrider.grammar.compiler import compiled, load_tokenizer
+from outrider.grammar.compilation import compiled, load_tokenizer
 from outrider.grammar.matcher import OutputMatcher
 
 _MAX_MORE_BYTES: Final = 256 << 20

@@ -10,7 +10,8 @@ from torch import Tensor
 
 from outrider.constraint import Constraint
 from outrider.errors import ConstraintFailed
-from outrider.grammar.compiler import GrammarCompiler, compiled, load_tokenizer
+from outrider.grammar.compilation import compiled, load_tokenizer
+from outrider.grammar.compiler import GrammarCompiler
 from outrider.grammar.matcher import OutputMatcher
 from outrider.lm.byte_tokenizer import EOS, VOCABULARY_SIZE, byte_tokenizer
 from outrider.lm.tokenizer import TOKENIZER_NAME

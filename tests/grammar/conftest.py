@@ -3,7 +3,7 @@
 import pytest
 from llguidance import LLTokenizer
 
-from outrider.grammar.compiler import load_tokenizer
+from outrider.grammar.compilation import load_tokenizer
 from outrider.lm.byte_tokenizer import EOS, VOCABULARY_SIZE, byte_tokenizer
 from outrider.lm.embedded import ensure_embedded
 from outrider.lm.tokenizer import TOKENIZER_NAME

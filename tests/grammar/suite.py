@@ -17,7 +17,7 @@ from llguidance import LLMatcher
 from outrider.constraint import Constraint
 from outrider.errors import InvalidArgument
 from outrider.grammar import GRAMMAR_LIBRARY
-from outrider.grammar.compiler import compiled, load_tokenizer
+from outrider.grammar.compilation import compiled, load_tokenizer
 from outrider.lm.byte_tokenizer import EOS, VOCABULARY_SIZE, byte_tokenizer
 from outrider.lm.tokenizer import TOKENIZER_NAME
 

@@ -11,7 +11,8 @@ from outrider.constraint import Constraint
 from outrider.errors import ConstraintFailed, InvalidArgument, Overloaded
 from outrider.grammar import GRAMMAR_LIBRARY
 from outrider.grammar import compiler as module
-from outrider.grammar.compiler import GrammarCompiler, compiled, load_tokenizer, num_at_once
+from outrider.grammar.compilation import compiled, load_tokenizer
+from outrider.grammar.compiler import GrammarCompiler, num_at_once
 from outrider.lm.byte_tokenizer import EOS, VOCABULARY_SIZE
 from outrider.tokens import ROOT, NodeKind, ProposalNode, ProposalTree
 

@@ -11,7 +11,8 @@ from llguidance import LLMatcher, LLTokenizer
 
 from outrider.constraint import Constraint, StructuralTag, StructuralTags
 from outrider.errors import ConstraintFailed
-from outrider.grammar.compiler import compiled, load_tokenizer, token_ids_of
+from outrider.grammar.compilation import compiled, load_tokenizer
+from outrider.grammar.compiler import token_ids_of
 from outrider.grammar.masks import MatchedTree, NodeMasks, allowed_tree, masks_apart, node_masks, token_words
 from outrider.grammar.matcher import OutputMatcher
 from outrider.lm.byte_tokenizer import EOS, VOCABULARY_SIZE

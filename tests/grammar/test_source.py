@@ -7,7 +7,7 @@ from llguidance import LLMatcher, LLTokenizer
 
 from outrider.constraint import Constraint, StructuralTag, StructuralTags
 from outrider.errors import InvalidArgument
-from outrider.grammar.compiler import compiled
+from outrider.grammar.compilation import compiled
 from outrider.grammar.source import one_line
 from outrider.lm.byte_tokenizer import EOS
 

@@ -23,7 +23,7 @@ from outrider.client import (
     StackOptions,
 )
 from outrider.constraint import Constraint, StructuralTag, StructuralTags
-from outrider.grammar.compiler import compiled, load_tokenizer
+from outrider.grammar.compilation import compiled, load_tokenizer
 from outrider.lm.byte_tokenizer import EOS, VOCABULARY_SIZE, byte_tokenizer
 from outrider.lm.embedded import ensure_embedded
 from outrider.lm.loading import load_model

@@ -23,7 +23,7 @@ from orchestrator.text.parts import CallPiece, Content, merged
 from orchestrator.text.tokenizer import Tokenizer
 from orchestrator.workers.model import Model
 from outrider.constraint import Constraint
-from outrider.grammar.compiler import compiled, load_tokenizer
+from outrider.grammar.compilation import compiled, load_tokenizer
 from outrider.parameters import SamplingParameters
 from outrider.v1 import tokens_pb2
 from tests.orchestrator.answering import EOS_TOKEN_ID, ROOM, model_files, tokenizer_of
