@@ -43,15 +43,17 @@ RUN --mount=type=secret,id=pip,target=/etc/pip.conf --mount=type=secret,id=ca \
 COPY k8s/trim.sh /wheels/
 RUN /wheels/trim.sh environment
 
+# PyTorch first, which no change of the code makes anew.
 FROM installer AS worker-environment
 ARG TORCH_INDEX=
 RUN python -m venv --without-pip /opt/outrider
 COPY k8s/constraints.txt /wheels/
+RUN --mount=type=secret,id=pip,target=/etc/pip.conf --mount=type=secret,id=ca \
+    pip --python /opt/outrider/bin/python install --constraint /wheels/constraints.txt \
+       ${TORCH_INDEX:+--extra-index-url "${TORCH_INDEX}"} torch
 COPY --from=wheel /wheels /wheels
 RUN --mount=type=secret,id=pip,target=/etc/pip.conf --mount=type=secret,id=ca \
     pip --python /opt/outrider/bin/python install --constraint /wheels/constraints.txt \
-       ${TORCH_INDEX:+--extra-index-url "${TORCH_INDEX}"} torch \
-    && pip --python /opt/outrider/bin/python install --constraint /wheels/constraints.txt \
        "$(echo /wheels/outrider-*.whl)[draft,target,tracing]" accelerate
 
 # The native operators of outrider.lm, which need a compiler only here.
