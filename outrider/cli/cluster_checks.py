@@ -210,28 +210,36 @@ class _ClusterChecks:
             group = item["apiVersion"].rpartition("/")[0]
             namespace = self._overlay.namespace_of(item) if resource.get("namespaced") else ""
             for verb in _VERBS:
-                is_there = (
-                    item["kind"] == "Namespace"
-                    and verb == "create"
-                    and await self._find(f"/api/v1/namespaces/{quote(item['metadata']['name'])}") is not None
-                )
+                is_there = item["kind"] == "Namespace" and verb == "create" and await self._has_namespace(item)
                 if not is_there:
                     name = resource["name"] + (f".{group}" if group else "")
                     asked[(verb, group, resource["name"], namespace)] = name
         allowed = await _all(*(self._may(*question) for question in asked))
-        denied = defaultdict(set)
+        denied: dict[str, list[str]] = defaultdict(list)
         for (verb, _, _, _), name, is_allowed in zip(asked, asked.values(), allowed, strict=True):
-            if not is_allowed:
-                denied[verb].add(name)
-        if not denied:
+            if not is_allowed and verb not in denied[name]:
+                denied[name].append(verb)
+        by_verbs: dict[str, list[str]] = defaultdict(list)
+        for name, verbs in denied.items():
+            by_verbs[", ".join(verbs)].append(name)
+        if not by_verbs:
             return [
                 Finding("permissions", State.HOLDS, f"may {', '.join(_VERBS)} each of {len(set(asked.values()))} kinds")
             ]
         remedy = "have a role bound that allows it, or have somebody else apply the overlay"
         return [
-            Finding("permissions", State.FAILS, f"may not {verb} {listed(names)}", remedy)
-            for verb, names in denied.items()
+            Finding("permissions", State.FAILS, f"may not {verbs} {listed(names)}", remedy)
+            for verbs, names in by_verbs.items()
         ]
+
+    async def _has_namespace(self, item: Manifest) -> bool:
+        """Return whether a namespace exists; one that may not be read counts as missing."""
+        try:
+            return await self._find(f"/api/v1/namespaces/{quote(item['metadata']['name'])}") is not None
+        except ApiError as error:
+            if error.status in _FORBIDDEN:
+                return False
+            raise
 
     async def _may(self, verb: str, group: str, resource: str, namespace: str) -> bool:
         attributes = {"verb": verb, "group": group, "resource": resource, "namespace": namespace}
@@ -285,13 +293,20 @@ class _ClusterChecks:
         async def check() -> list[Finding]:
             if kind not in _PLACES:
                 return [Finding(kind, State.ADVICE, f"cannot be checked: {listed(item.name for item in references)}")]
-            problems = await _all(*(self._problem(reference) for reference in references))
+            try:
+                problems = await _all(*(self._problem(reference) for reference in references))
+            except ApiError as error:
+                needed = listed(_described(item) for item in references if not item.is_optional) or "none"
+                raise ApiError(error.status, f"{error.reason}; required: {needed}") from None
+            pairs = list(zip(references, problems, strict=True))
+            missing = {(item.namespace, item.name) for item, problem in pairs if problem and not item.is_optional}
             bad = [
                 Finding(kind, State.ADVICE if item.is_optional else State.FAILS, problem, _remedy(item))
-                for item, problem in zip(references, problems, strict=True)
-                if problem
+                for item, problem in pairs
+                # What is missing and required by one is not worth a second line for those that do without it.
+                if problem and not (item.is_optional and (item.namespace, item.name) in missing)
             ]
-            good = [item for item, problem in zip(references, problems, strict=True) if not problem]
+            good = [item for item, problem in pairs if not problem]
             there = [Finding(kind, State.HOLDS, f"there: {listed(map(_described, good))}")] if good else []
             return there + bad
 
@@ -435,7 +450,11 @@ class _ClusterChecks:
         text = f"{len(policies)} policies: whether the network plug-in enforces them cannot be seen from the API"
         remedy = "try a connection that they forbid"
         found = [Finding("network policies", State.ADVICE, text, remedy)]
-        namespaces = await self._list("/api/v1/namespaces")
+        try:
+            namespaces = await self._list("/api/v1/namespaces")
+        except ApiError as error:
+            text = f"whether namespaces have the labels that they select cannot be checked: {error}"
+            return [*found, Finding("network policies", State.ADVICE, text)]
         made = [_labels(item) for item in (*namespaces, *self._overlay.of("Namespace"))]
         wanted: dict[str, set[str]] = defaultdict(set)
         for policy in policies:

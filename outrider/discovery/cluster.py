@@ -113,6 +113,8 @@ class Cluster:
         from kubernetes.aio import client, config
         from kubernetes.aio.config.config_exception import ConfigException
 
+        if self._kubeconfig is None and self._context:
+            raise InvalidArgument("a pod's service account has no contexts: give a kubeconfig", "context")
         settings = client.Configuration()
         try:
             if self._kubeconfig is None:

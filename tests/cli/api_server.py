@@ -33,7 +33,7 @@ class ApiServer:
         kinds: the kinds that are served, with their API version.
         metrics: resources of custom.metrics.k8s.io/v1beta1, such as pods/NAME; None where the group is not served.
         denied: verb and resource of what an access review does not allow.
-        refused: status that requests below a path get.
+        refused: status that requests below a path get; a path that ends in $ has none below it.
         page_len: objects of each page of a list, at most.
         requests: method and path of each request.
     """
@@ -88,7 +88,7 @@ class ApiServer:
         """Answer any request."""
         self.requests.append((request.method, request.path))
         for prefix, status in self.refused.items():
-            if request.path.startswith(prefix):
+            if f"{request.path}$".startswith(prefix):
                 return web.json_response({"kind": "Status", "message": f"{request.path} is forbidden"}, status=status)
         if request.method == "POST":
             return await self._review(request)

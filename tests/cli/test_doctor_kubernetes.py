@@ -378,6 +378,29 @@ async def test_no_node_is_ready(server: ApiServer) -> None:
     assert told == [f"{TARGET}: no node is ready", f"{REDIS}: no node is ready"]
 
 
+async def test_a_key_that_is_optional_is_no_second_line(server: ApiServer) -> None:
+    optional = "{name: outrider-redis, key: kv-blocks-url, optional: true}"
+    mine = OVERLAY.replace("{name: outrider-hub, key: token, optional: true}", optional)
+    assert (await failing(mine))["state"] == "warn"
+    server.remove("outrider-redis")
+    assert (await failing(mine))["state"] == "fail"
+
+
+async def test_a_namespace_that_may_not_be_read(server: ApiServer) -> None:
+    server.refused["/api/v1/namespaces/outrider$"] = 403
+    server.denied.add(("create", "namespaces"))
+    bad = {item["check"]: item for item in await findings() if item["state"] in ("fail", "unknown")}
+    assert {name: item["state"] for name, item in bad.items()} == {"permissions": "fail", "namespace": "unknown"}
+    assert bad["permissions"]["found"] == "may not create namespaces", "it may be missing"
+
+
+async def test_labels_of_namespaces_that_may_not_be_read_are_a_warning(server: ApiServer) -> None:
+    server.refused["/api/v1/namespaces$"] = 403
+    failed = await failing()
+    assert (failed["check"], failed["state"]) == ("network policies", "warn")
+    assert "(403)" in failed["found"]
+
+
 async def test_what_is_not_required_is_a_warning(server: ApiServer) -> None:
     server.remove("outrider-hub")
     failed = await failing()
@@ -516,6 +539,7 @@ async def test_what_may_not_be_read_is_unknown(server: ApiServer, path: str, che
     failed = await failing()
     assert (failed["check"], failed["state"]) == (check, "unknown")
     assert failed["found"].startswith("cannot be checked: ") and "(403)" in failed["found"]
+    assert (check != "Secret") or "required: outrider-redis (sessions-url)" in failed["found"]
     assert failed["remedy"] == "ask somebody who may read it"
 
 
