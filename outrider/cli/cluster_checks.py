@@ -76,7 +76,7 @@ async def check_cluster(cluster: Cluster, overlay: Overlay | None) -> list[Findi
 
     Args:
         cluster: the cluster.
-        overlay: what is to be deployed; None checks what every deployment requires.
+        overlay: what is to be deployed; None checks the server alone.
 
     Raises:
         InvalidArgument: there is no cluster to connect to, or an object of the overlay lacks what its kind requires.
