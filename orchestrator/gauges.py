@@ -21,6 +21,8 @@ def _read(admission: Admission, replicas: Replicas) -> Iterable[Metric]:
     num_open = admission.num_active + admission.num_queued
     yield gauge("requests_open", "Requests that are generating or waiting.", num_open)
     yield gauge("max_requests_running", "Requests that may generate at once.", admission.max_active)
+    about = "Share of the KV cache of all targets in rotation that sessions hold; 1 where there is no target."
+    yield gauge("targets_kv_cache_usage_ratio", about, replicas.kv_cache_usage)
     workers = GaugeMetricFamily(
         f"{PREFIX}workers", "Workers that this orchestrator has found.", labels=["role", "in_rotation"]
     )

@@ -40,6 +40,12 @@ class OrchestratorSettings(ServingSettings):
         description="JSON file with tenants, their tokens and limits; with it, calls without a valid token are "
         "refused.",
     )
+    replica: str = Field(
+        "",
+        max_length=253,
+        pattern=r"^[A-Za-z0-9._:-]*$",
+        description="Name of this orchestrator, in the header X-Outrider-Replica of its responses; empty sends none.",
+    )
     redis_url: str = Field("redis://127.0.0.1:6379/0", description="URL of the Redis or Valkey with the sessions.")
     redis_timeout_s: float = Field(1.0, gt=0, le=60, description="Timeout of each Redis call, in seconds.")
     durability: str = Field(

@@ -53,6 +53,11 @@ class GenerationService:
         self._leasing = Leasing(services.store, services.replicas)
         self._running: dict[tuple[str, str], Generation] = {}
 
+    @property
+    def replica(self) -> str:
+        """Name of this orchestrator, which responses carry; empty where it has none."""
+        return self._services.settings.replica
+
     async def drain(self) -> None:
         """Admit no further request; running streams continue within the drain budget."""
         self._admission.close()

@@ -9,6 +9,7 @@ import grpc
 
 from orchestrator.api.service import GenerationService
 from outrider.errors import OutriderError
+from outrider.serving.affinity import REPLICA
 from outrider.v1 import generation_pb2, generation_pb2_grpc
 
 
@@ -23,9 +24,13 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         request: generation_pb2.GenerateRequest,
         context: grpc.aio.ServicerContext[generation_pb2.GenerateRequest, generation_pb2.GenerateResponse],
     ) -> AsyncIterator[generation_pb2.GenerateResponse]:
-        """Stream a continuation."""
+        """Stream a continuation; its initial metadata names this orchestrator, if it has a name."""
+        replica = self._service.replica
         async with aclosing(self._service.generate(request, context.invocation_metadata())) as events:
             async for event in events:
+                if replica:
+                    await context.send_initial_metadata(((REPLICA, replica),))
+                    replica = ""
                 try:
                     yield event
                 except OutriderError as error:

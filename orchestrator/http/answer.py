@@ -8,11 +8,12 @@ from typing import Final, TypeAlias
 from starlette.responses import Response
 
 from orchestrator.api.service import GenerationService
-from orchestrator.http.asgi import Receive, Scope, Send, send_body, send_error
+from orchestrator.http.asgi import Headers, Receive, Scope, Send, send_body, send_error
 from orchestrator.http.errors import as_http, encoded
 from orchestrator.http.forms import Form
 from orchestrator.http.protocol import ABORT
 from outrider.errors import DeadlineExceeded, Overloaded, RequestNotFound, SessionNotFound
+from outrider.serving.affinity import REPLICA, SESSION
 from outrider.serving.interceptor import Metadata
 from outrider.v1 import generation_pb2
 
@@ -119,7 +120,7 @@ class Answer(Response):
         if self._streams:
             await self._send(send, form.end(), more=False)
         else:
-            await send_body(send, encoded(form.whole()), headers=self._request_id_header())
+            await send_body(send, encoded(form.whole()), headers=self._id_headers())
 
     async def _begin(self, send: Send) -> None:
         headers = [
@@ -127,7 +128,7 @@ class Answer(Response):
             (b"cache-control", b"no-cache"),
             # Proxies that would collect the stream first.
             (b"x-accel-buffering", b"no"),
-            *self._request_id_header(),
+            *self._id_headers(),
         ]
         await send({"type": "http.response.start", "status": 200, "headers": headers})
         self._has_begun = True
@@ -157,8 +158,15 @@ class Answer(Response):
         except TimeoutError:
             raise _NotRead(f"nothing was read of the stream for {_READER_TIMEOUT_S:g} s") from None
 
-    def _request_id_header(self) -> list[tuple[bytes, bytes]]:
-        return [(b"x-request-id", self._messages[0].request_id.encode())]
+    def _id_headers(self) -> Headers:
+        """Return the names of the request, of its session where it names one, and of this orchestrator."""
+        first, replica = self._messages[0], self._service.replica
+        headers = [(b"x-request-id", first.request_id.encode())]
+        if first.session_id:
+            headers.append((SESSION.encode(), first.session_id.encode()))
+        if replica:
+            headers.append((REPLICA.encode(), replica.encode()))
+        return headers
 
     async def _fail(self, send: Send, error: Exception) -> None:
         refusal = as_http(error, self._names)

@@ -21,6 +21,7 @@ from orchestrator.http.parsing import names_with
 from orchestrator.http.requests import chat_prompt
 from orchestrator.http.responses import RESPONSES_ROUTES, ResponsesRoutes
 from orchestrator.http.routes import Json, RouteTable
+from orchestrator.http.session_header import with_session
 from orchestrator.http.structure import structure_of
 from orchestrator.http.tools import tools_of
 from outrider.errors import InvalidArgument
@@ -50,7 +51,7 @@ class Api(OllamaRoutes, ResponsesRoutes):
 
     async def chat(self, request: Request) -> Response:
         """Complete a conversation."""
-        body = ChatBody.parse(request.state.body)
+        body = with_session(ChatBody.parse(request.state.body), request)
         model = await self._model(body.model)
         terms = chat.chat_terms(body, model)
 
@@ -71,7 +72,7 @@ class Api(OllamaRoutes, ResponsesRoutes):
 
     async def completions(self, request: Request) -> Response:
         """Complete prompts."""
-        body = CompletionBody.parse(request.state.body)
+        body = with_session(CompletionBody.parse(request.state.body), request)
         model = await self._model(body.model)
         structure = structure_of(body)
         prompts = completions.prompts(body, structure)

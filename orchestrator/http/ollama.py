@@ -26,6 +26,7 @@ from orchestrator.http.parsing import Said, names_with, parse
 from orchestrator.http.playground import accepts_page, page
 from orchestrator.http.requests import chat_prompt
 from orchestrator.http.routes import Json, Routes, RouteTable
+from orchestrator.http.session_header import with_session
 from orchestrator.http.tools import Tools, tools_of
 from orchestrator.workers.model import Model
 from outrider.serving.interceptor import Metadata
@@ -65,7 +66,7 @@ class OllamaRoutes(Routes):
 
     async def ollama_chat(self, request: Request) -> Response:
         """Complete a conversation, as Ollama's API does."""
-        body = OllamaChatBody.parse(request.state.body)
+        body = with_session(OllamaChatBody.parse(request.state.body), request)
         model = await self._ollama_model(body.model)
         if not body.messages:
             return self._loaded(body, model, OllamaChatForm)
@@ -76,7 +77,7 @@ class OllamaRoutes(Routes):
 
     async def ollama_generate(self, request: Request) -> Response:
         """Complete a prompt, as Ollama's API does."""
-        body = OllamaGenerateBody.parse(request.state.body)
+        body = with_session(OllamaGenerateBody.parse(request.state.body), request)
         model = await self._ollama_model(body.model)
         prompt = _prompt_of(body, model)
         if not body.prompt:

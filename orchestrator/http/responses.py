@@ -21,6 +21,7 @@ from orchestrator.http.response_bodies import (
 from orchestrator.http.response_events import PREFIX, ResponseForm
 from orchestrator.http.response_input import input_messages
 from orchestrator.http.routes import Routes, RouteTable
+from orchestrator.http.session_header import with_session
 from orchestrator.http.structure import Structure, made, refusal
 from orchestrator.http.tools import Tools
 from orchestrator.workers.model import Model
@@ -39,7 +40,7 @@ class ResponsesRoutes(Routes):
 
     async def responses(self, request: Request) -> Response:
         """Respond to input."""
-        body = ResponsesBody.parse(request.state.body)
+        body = with_session(ResponsesBody.parse(request.state.body), request)
         model = await self._model(body.model)
         tools = _tools(body)
         structure = tools.constrained(_structure(body), model)

@@ -204,6 +204,18 @@ class Replicas:
             for link, problem in known
         ]
 
+    @property
+    def kv_cache_usage(self) -> float:
+        """Share of the KV cache of all targets in rotation that sessions hold, as last polled; 1 without a target.
+
+        A target that reports no budget counts as empty.
+        """
+        ready = [link for link in self.targets if not self.target_problem(link)]
+        budget_bytes = sum(link.info.kv_budget_bytes for link in ready if link.info)
+        if not ready:
+            return 1.0
+        return sum(link.load.kv_used_bytes for link in ready) / budget_bytes if budget_bytes else 0.0
+
     def counts(self) -> Iterator[tuple[str, int, int]]:
         """Yield each role, its number of workers in rotation and its number out of rotation."""
         for role, links, problem in (

@@ -15,6 +15,7 @@ from outrider.cli.bench import bench
 from outrider.cli.chat import chat
 from outrider.cli.demo import demo
 from outrider.cli.distill import distill
+from outrider.cli.doctor import doctor
 from outrider.cli.examples import ExampleSection
 from outrider.cli.generate import INTERRUPTED, generate
 from outrider.cli.info import info
@@ -134,5 +135,5 @@ def main(context: click.Context, debug: bool) -> None:
         click.echo(context.get_help())
 
 
-for command in (up, generate, chat, info, bench, distill, plan_command, demo):
+for command in (up, generate, chat, info, bench, distill, plan_command, doctor, demo):
     main.add_command(command)

@@ -23,6 +23,7 @@ from outrider.client.retry import Attempts, ClientClosed, Deadline, RetryPolicy,
 from outrider.client.stream import ResumableStream
 from outrider.errors import OutriderError
 from outrider.parameters import SamplingParameters
+from outrider.serving.affinity import SESSION
 from outrider.serving.channel import open_channel
 from outrider.serving.spans import fail, traceparent_of
 from outrider.serving.status import error_from_rpc
@@ -174,7 +175,9 @@ class AsyncClient:
     async def _events(self, request: GenerationRequest, timeout_s: float | None) -> AsyncGenerator[Event, None]:
         attempts = Attempts(self.retry, Deadline.after(timeout_s), len(self.addresses))
         with _traced() as span, self._ended_by_close():
-            metadata = (*self._metadata, *_trace_context(span))
+            # Beside the message's own field: a gateway reads metadata only.
+            session = ((SESSION, request.session_id),) if request.session_id else ()
+            metadata = (*self._metadata, *session, *_trace_context(span))
             stream = ResumableStream(request, self._stubs(), attempts, metadata, span)
             async with aclosing(stream.events()) as events:
                 async for event in events:

@@ -45,6 +45,12 @@ def ensure_embedded() -> Path:
     return folder
 
 
+def check_available() -> None:
+    """Check that the model is converted, or can be; raise `ModelUnsupported`."""
+    if not (cache_dir() / _FOLDER).is_dir():
+        _package_folder()
+
+
 def _package_folder() -> Path:
     # The package's __init__ imports llama.cpp, so that it must not be imported.
     spec = importlib.util.find_spec(_PACKAGE)

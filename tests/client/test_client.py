@@ -280,6 +280,14 @@ async def test_metadata_travels_with_every_call() -> None:
     assert service.metadata[0]["tenant"] == "a"
 
 
+async def test_a_gateway_sees_the_session_of_each_generation() -> None:
+    service = ScriptedService()
+    async with serving(service) as addresses, OutriderClient(addresses) as client:
+        await client.complete(request(session_id="chat-1"))
+        await client.complete(request())
+    assert [call.get("x-outrider-session") for call in service.metadata] == ["chat-1", None]
+
+
 async def test_a_request_begun_elsewhere_is_resumed_at_its_offset() -> None:
     service = ScriptedService([whole(6)])
     events = await run(service, session_id="s", request_id="r", resume_offset=6)

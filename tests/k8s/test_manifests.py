@@ -38,7 +38,7 @@ from tests.k8s.rendering import (
 )
 
 SCHEMAS = "1.37"
-CUSTOM = {"PodMonitor", "PrometheusRule", "ScaledObject"}
+CUSTOM = {"InferencePool", "PodMonitor", "PrometheusRule", "ScaledObject"}
 """Kinds that operators bring along; their schemas are not Kubernetes' own."""
 GIVEN = {
     "outrider-hub",

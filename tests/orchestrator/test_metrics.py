@@ -90,3 +90,23 @@ async def test_no_target_is_an_outcome(session_store_url: str) -> None:
             await orchestrator.events(asking())
         await until(orchestrator, "requests_total", 1, outcome="UNAVAILABLE")
         assert told(orchestrator, "commit_seconds_count") == 0
+
+
+async def test_the_kv_cache_of_all_targets_in_rotation(session_store_url: str) -> None:
+    async with ScriptedTarget("t0") as one, ScriptedTarget("t1") as other:
+        for target, budget, used in ((one, 3000, 1500), (other, 1000, 100)):
+            target.info.kv_budget_bytes = budget
+            target.load.kv_used_bytes = used
+        async with orchestrating(session_store_url, (one, other)) as orchestrator:
+            await until(orchestrator, "targets_kv_cache_usage_ratio", 0.4)
+            await one.die()
+            await until(orchestrator, "targets_kv_cache_usage_ratio", 0.1)
+            await other.die()
+            await until(orchestrator, "targets_kv_cache_usage_ratio", 1.0)
+
+
+async def test_targets_without_a_budget_count_as_empty(session_store_url: str, target: ScriptedTarget) -> None:
+    async with orchestrating(session_store_url, (target,)) as orchestrator:
+        target.load.kv_used_bytes = 100
+        await orchestrator.events(asking())
+        assert told(orchestrator, "targets_kv_cache_usage_ratio") == 0

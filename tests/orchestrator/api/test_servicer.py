@@ -292,3 +292,14 @@ async def test_a_resumed_stream_goes_on_within_the_text(session_store_url: str) 
                 rest = text_of(await orchestrator.events(request))
                 assert text.endswith(rest)
                 assert rest or offset > 10
+
+
+@pytest.mark.parametrize("replica", ["orchestrator-7", ""])
+async def test_the_initial_metadata_names_the_orchestrator(
+    session_store_url: str, target: ScriptedTarget, replica: str
+) -> None:
+    async with orchestrating(session_store_url, (target,), replica=replica) as orchestrator:
+        call = orchestrator.stub.Generate(asking())
+        assert dict(await call.initial_metadata()).get("x-outrider-replica", "") == replica
+        events = [event async for event in call]
+        assert events[-1].HasField("finished")
