@@ -33,8 +33,7 @@ def ensure_embedded() -> Path:
     Raises:
         ModelUnsupported: the package with the GGUF file is not installed.
     """
-    shipped = Path(sys.prefix) / "share" / "outrider" / _FOLDER
-    if shipped.is_dir():
+    if (shipped := _shipped()).is_dir():
         return shipped
     folder = cache_dir() / _FOLDER
     if not folder.is_dir():
@@ -47,8 +46,13 @@ def ensure_embedded() -> Path:
 
 def check_available() -> None:
     """Check that the model is converted, or can be; raise `ModelUnsupported`."""
-    if not (cache_dir() / _FOLDER).is_dir():
+    if not _shipped().is_dir() and not (cache_dir() / _FOLDER).is_dir():
         _package_folder()
+
+
+def _shipped() -> Path:
+    """Return where images bring the converted model."""
+    return Path(sys.prefix) / "share" / "outrider" / _FOLDER
 
 
 def _package_folder() -> Path:
