@@ -14,7 +14,7 @@ compiler=${2:-}
 compile() {
   find "$1" -name __pycache__ -prune -exec rm -rf {} +
   # Packages have files for other versions of Python, which this one cannot compile.
-  python -m compileall -qq -j 0 --invalidation-mode unchecked-hash "$1" || true
+  PYTHONDONTWRITEBYTECODE=1 python -m compileall -qq -j 0 --invalidation-mode unchecked-hash "$1" || true
 }
 
 trim_root() {
@@ -54,7 +54,11 @@ import sys
 from pathlib import Path
 
 import kubernetes
+import outrider.discovery.cluster
 import outrider.discovery.endpoint_slices
+
+# The client loads each of its classes when it is first used.
+from kubernetes.aio.client import ApiClient, Configuration, CustomObjectsApi
 
 loaded = {getattr(module, "__file__", None) for module in list(sys.modules.values())}
 for kind in ("api", "models"):
@@ -67,6 +71,8 @@ END
   if [ -z "$compiler" ]; then
     rm -rf "$packages"/torch/include "$packages"/numpy/_core/include
   fi
+  # The embedded model was converted by root, for root.
+  chmod -R a+rX /opt/outrider
   compile "$packages"
 }
 
