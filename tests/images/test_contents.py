@@ -44,7 +44,7 @@ def test_no_pip_no_headers_no_compiler_no_setuid(image: Image, report: Report) -
         programs = {path.name for path in Path(image.root).rglob("*bin/*")}
         assert "python" in programs
         assert not programs & _COMPILERS
-        # Packages have sources of their own beside their code; what a compiler needs of Python and PyTorch is not there.
+        # Packages bring sources of their own; what a compiler needs of Python and PyTorch is not there.
         assert "Python.h" not in {path.name for path in found}
         assert not list(Path(image.root).glob("usr/**/include/*"))
         assert not list(Path(image.root).glob(f"{PACKAGES}/torch/include"))
