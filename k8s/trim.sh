@@ -50,16 +50,18 @@ trim_environment() {
   fi
   if [ -d "$packages"/kubernetes ]; then
     /opt/outrider/bin/python - <<'END'
+import re
 import sys
 from pathlib import Path
 
 import kubernetes
-import outrider.discovery.cluster
 import outrider.discovery.endpoint_slices
+from kubernetes.aio import client
 
 # The client loads each of its classes when it is first used.
-from kubernetes.aio.client import ApiClient, Configuration, CustomObjectsApi
-
+for path in Path(outrider.discovery.__file__).parent.glob("*.py"):
+    for name in re.findall(r"\bclient\.([A-Z]\w+)", path.read_text()):
+        getattr(client, name)
 loaded = {getattr(module, "__file__", None) for module in list(sys.modules.values())}
 for kind in ("api", "models"):
     for path in Path(kubernetes.__file__).parent.rglob(f"client/{kind}/*.py"):
