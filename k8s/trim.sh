@@ -14,7 +14,7 @@ compiler=${2:-}
 compile() {
   find "$1" -name __pycache__ -prune -exec rm -rf {} +
   # Packages have files for other versions of Python, which this one cannot compile.
-  python -m compileall -qq -j 0 --invalidation-mode unchecked-hash "$1" || true
+  PYTHONDONTWRITEBYTECODE=1 python -m compileall -qq -j 0 --invalidation-mode unchecked-hash "$1" || true
 }
 
 trim_root() {
@@ -50,12 +50,18 @@ trim_environment() {
   fi
   if [ -d "$packages"/kubernetes ]; then
     /opt/outrider/bin/python - <<'END'
+import re
 import sys
 from pathlib import Path
 
 import kubernetes
 import outrider.discovery.endpoint_slices
+from kubernetes.aio import client
 
+# The client loads each of its classes when it is first used.
+for path in Path(outrider.discovery.__file__).parent.glob("*.py"):
+    for name in re.findall(r"\bclient\.([A-Z]\w+)", path.read_text()):
+        getattr(client, name)
 loaded = {getattr(module, "__file__", None) for module in list(sys.modules.values())}
 for kind in ("api", "models"):
     for path in Path(kubernetes.__file__).parent.rglob(f"client/{kind}/*.py"):
@@ -67,6 +73,8 @@ END
   if [ -z "$compiler" ]; then
     rm -rf "$packages"/torch/include "$packages"/numpy/_core/include
   fi
+  # The embedded model was converted by root, for root.
+  chmod -R a+rX /opt/outrider
   compile "$packages"
 }
 
