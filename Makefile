@@ -19,6 +19,11 @@ ARGS ?=
 WORKERS ?= 2
 
 CHECKOV := .venv-checkov/bin/checkov
+# Types and validators of kinds that are not Kubernetes' own.
+CUSTOM_KINDS := .cache/custom-kinds
+CUSTOM_KINDS_STAMP := $(CUSTOM_KINDS)/.installed
+CUSTOM_KINDS_PACKAGES := typescript@5.9.3 @kubernetes-models/cert-manager@6.0.0 @kubernetes-models/gateway-api@2.0.0 \
+  @kubernetes-models/keda@2.0.0 @kubernetes-models/prometheus-operator@6.0.0
 CLIENTS := .venv-clients
 AS_ROOT := $(shell [ "$$(id -u)" = 0 ] || echo sudo)
 CLIENTS_STAMP := $(CLIENTS)/.installed
@@ -230,12 +235,14 @@ k8s-config: install ## Writes the ConfigMaps' env files and the dashboard of k8s
 k8s-constraints: install ## Writes the versions that images are built with.
 	@$(BIN)/python -m k8s.constrain
 
-k8s-check: install $(CHECKOV) ## Renders and validates all manifests, runs their tests and checkov.
+k8s-check: install $(CHECKOV) $(CUSTOM_KINDS_STAMP) ## Renders and validates all manifests, runs their tests and checkov.
 	@$(BIN)/python -m pytest -q tests/k8s $(ARGS)
-	@for name in local production; do \
-	  $(BIN)/kubectl kustomize k8s/overlays/$$name > .checkov-$$name.yaml; \
+	@PATH="$(CURDIR)/$(DOCS)/bin:$$PATH" $(BIN)/python -m tests.k8s.custom_kinds $(CUSTOM_KINDS)
+	@trap 'rm -f .checkov-*.yaml' EXIT; \
+	$(BIN)/python -m tests.k8s.rendering > .checkov-components.yaml; \
+	for name in local production; do $(BIN)/kubectl kustomize k8s/overlays/$$name > .checkov-$$name.yaml; done; \
+	for name in components local production; do \
 	  $(CHECKOV) --config-file k8s/checkov.yaml --file .checkov-$$name.yaml; \
-	  rm .checkov-$$name.yaml; \
 	done
 	@$(CHECKOV) --config-file k8s/checkov.yaml --framework dockerfile --file Dockerfile
 
@@ -258,6 +265,13 @@ $(IMAGES_STAMP): Makefile
 kube-apiserver: install ## Builds a kube-apiserver (once, 5 minutes, Debian 12 only) and tests what talks to one. Takes 2 minutes.
 	@tests/kube/build.sh .cache/kube-apiserver
 	@$(BIN)/python -m pytest -q tests/kube -m kube $(ARGS)
+
+$(CUSTOM_KINDS_STAMP): Makefile | $(DOCS_STAMP)
+	@echo "install: types of custom kinds in $(CUSTOM_KINDS)"
+	@mkdir -p $(CUSTOM_KINDS)
+	@PATH="$(CURDIR)/$(DOCS)/bin:$$PATH" node $(DOCS)/nodejs/lib/node_modules/npm/bin/npm-cli.js install --silent \
+	  --prefix $(CUSTOM_KINDS) --cache $(DOCS)/npm-cache --no-audit --no-fund $(CUSTOM_KINDS_PACKAGES)
+	@touch $@
 
 # Its pins are at odds with ours, so it has an environment of its own.
 $(CHECKOV):

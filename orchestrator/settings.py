@@ -46,7 +46,11 @@ class OrchestratorSettings(ServingSettings):
         pattern=r"^[A-Za-z0-9._:-]*$",
         description="Name of this orchestrator, in the header X-Outrider-Replica of its responses; empty sends none.",
     )
-    redis_url: str = Field("redis://127.0.0.1:6379/0", description="URL of the Redis or Valkey with the sessions.")
+    redis_url: str = Field(
+        "redis://127.0.0.1:6379/0",
+        description="URL of the Redis or Valkey with the sessions; rediss:// uses TLS, with ?ssl_ca_certs=FILE for an "
+        "authority that the system does not trust.",
+    )
     redis_timeout_s: float = Field(1.0, gt=0, le=60, description="Timeout of each Redis call, in seconds.")
     durability: str = Field(
         "none",

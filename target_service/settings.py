@@ -50,7 +50,9 @@ class TargetSettings(WorkerSettings, ModelOptions):
         "text may then depend on load and failovers, and statistics report it.",
     )
     kv_blocks_url: str = Field(
-        "", description="Redis or Valkey for blocks of the KV cache, which any target restores; empty for none."
+        "",
+        description="Redis or Valkey for blocks of the KV cache, which any target restores; empty for none. TLS as for "
+        "the orchestrator's Redis.",
     )
     kv_blocks_secret_file: Path | None = Field(
         None,

@@ -4,6 +4,7 @@ A message names the problem, and never where Redis is, nor what was sent to it.
 """
 
 import re
+import ssl
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Final, NoReturn
@@ -89,6 +90,12 @@ def _translation(error: Exception) -> OutriderError | None:
     if isinstance(error, exceptions.InvalidResponse):
         return Unavailable("the session store is no Redis")
     if isinstance(error, exceptions.ConnectionError | exceptions.TimeoutError | OSError):
+        # redis-py raises its own error for that of the connection, which then is only the context.
+        match error.__context__:
+            case ssl.SSLCertVerificationError():
+                return Unavailable("the certificate of the session store is not of an authority that is trusted")
+            case FileNotFoundError() | PermissionError():
+                return Unavailable("a file that the URL of the session store names cannot be read")
         return Unavailable("the session store does not answer")
     return None
 

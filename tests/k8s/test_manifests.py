@@ -1,10 +1,9 @@
 """The manifests are valid, and fit each other and the services' settings."""
 
+import functools
 import json
 import re
-import shutil
-import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,13 +18,16 @@ from outrider.cli.main import main
 from outrider.discovery.endpoints import DnsPlace, parse_place
 from outrider.serving.settings import PREFIX
 from tests.k8s.rendering import (
+    ALTERNATIVES,
     COMPONENT,
     COMPONENTS,
     K8S,
     OVERLAYS,
     SERVICES,
     Manifest,
+    all_together,
     container,
+    containers,
     environment,
     kustomize,
     labels,
@@ -33,38 +35,50 @@ from tests.k8s.rendering import (
     of,
     overlay,
     pod,
+    pod_makers,
     with_components,
     workloads,
 )
 
 SCHEMAS = "1.37"
-CUSTOM = {"InferencePool", "PodMonitor", "PrometheusRule", "ScaledObject"}
-"""Kinds that operators bring along; their schemas are not Kubernetes' own."""
+CUSTOM = {
+    "BackendTLSPolicy",
+    "Certificate",
+    "GRPCRoute",
+    "HTTPRoute",
+    "InferencePool",
+    "Issuer",
+    "PodMonitor",
+    "PrometheusRule",
+    "ScaledObject",
+}
+"""Kinds that operators bring along; their schemas are not Kubernetes' own, and `make k8s-check` has them."""
 GIVEN = {
     "outrider-hub",
     "outrider-redis",
+    "outrider-registry",
     "outrider-tenants",
     *(f"outrider-{service}-tls" for service in SERVICES),
 }
 """Secrets that whoever deploys makes; the overlays and components say so."""
+GIVEN_MAPS = {"outrider-authority", "outrider-redis-authority"}
+"""ConfigMaps likewise."""
 FROM_ELSEWHERE = {"redis_url": "redis://redis:6379/0", "kv_blocks_url": "redis://redis:6379/0", "replica": "pod-0"}
 
 every_overlay = pytest.mark.parametrize("name", OVERLAYS)
-
-
-@pytest.fixture
-def scratch() -> Iterator[Path]:
-    """Yields a folder below `k8s`: kustomize takes nothing from outside."""
-    folder = Path(tempfile.mkdtemp(dir=K8S, prefix=".test-"))
-    yield folder
-    shutil.rmtree(folder)
 
 
 def validate(objects: list[Manifest]) -> None:
     assert objects
     for item in objects:
         if item["kind"] not in CUSTOM:
-            kubernetes_validate.validate(item, SCHEMAS, strict=True)
+            validate_text(json.dumps(item))
+
+
+@functools.cache
+def validate_text(text: str) -> None:
+    """Asserts that an object is valid; most objects are in many renderings, and each takes a schema to be read."""
+    kubernetes_validate.validate(json.loads(text), SCHEMAS, strict=True)
 
 
 @every_overlay
@@ -91,23 +105,25 @@ def test_every_component_goes_with_the_base_alone(component: str, scratch: Path)
     check_references(objects)
 
 
-def test_all_components_go_together(scratch: Path) -> None:
-    objects = with_components(scratch, *COMPONENTS)
+@pytest.mark.parametrize("alternative", ALTERNATIVES)
+def test_all_components_go_together(alternative: str) -> None:
+    objects = all_together(alternative)
     validate(objects)
     check_references(objects)
+    check_restricted(objects)
     assert not of(objects, "HorizontalPodAutoscaler"), "KEDA scales in their place"
 
 
 @every_overlay
 def test_selectors_match(name: str) -> None:
     objects = overlay(name)
-    pods = [labels(workload) for workload in workloads(objects).values()]
+    pods = [labels(workload) for workload in pod_makers(objects).values()]
     for workload in workloads(objects).values():
         assert matches(workload["spec"]["selector"], labels(workload))
         assert sum(matches(workload["spec"]["selector"], found) for found in pods) == 1
     for service in of(objects, "Service").values():
         assert sum(matches({"matchLabels": service["spec"]["selector"]}, found) for found in pods) == 1
-        speaks_http = [port.get("appProtocol") for port in service["spec"]["ports"]] == ["http"]
+        speaks_http = [port["name"] for port in service["spec"]["ports"]] == ["http"]
         is_headless = service["spec"].get("clusterIP") == "None"
         assert is_headless != speaks_http, "an HTTP/2 connection through a ClusterIP stays with one pod"
     for budget in of(objects, "PodDisruptionBudget").values():
@@ -145,7 +161,7 @@ def test_ports_are_those_of_the_settings(name: str) -> None:
             assert known["OUTRIDER_HTTP_ADDRESS"].endswith(f":{ports['http']}")
         for port in of(objects, "Service")[service]["spec"]["ports"]:
             assert ports[port["targetPort"]] == port["port"]
-        check_probes(service, container(workload), ports["grpc"])
+        check_probes(service, container(workload), ports.get("health", ports["grpc"]))
 
 
 @every_overlay
@@ -221,27 +237,42 @@ def check_references(objects: list[Manifest]) -> None:
     """Asserts that ConfigMaps, Secrets, accounts, roles and volumes that are named exist, or are whoever deploys's."""
     secrets, maps, accounts = set(of(objects, "Secret")), of(objects, "ConfigMap"), of(objects, "ServiceAccount")
     given = GIVEN | secrets
-    num_references = 0
-    for workload in workloads(objects).values():
-        spec, only = pod(workload), container(workload)
+    read = set()
+    for workload in pod_makers(objects).values():
+        spec, mounted = pod(workload), set()
         assert spec["serviceAccountName"] in accounts
-        for item in only.get("envFrom", ()):
-            assert item["configMapRef"]["name"] in maps
-        for item in only.get("env", ()):
-            if reference := item.get("valueFrom", {}).get("secretKeyRef"):
-                is_generated = any(name.startswith(f"{reference['name']}-") for name in secrets)
-                assert reference["name"] in (secrets if is_generated else given), "the suffix is lost"
-                num_references += 1
+        for item in spec.get("imagePullSecrets", ()):
+            assert item["name"] in given
+        for one in containers(workload):
+            for item in one.get("envFrom", ()):
+                assert item["configMapRef"]["name"] in maps
+            for item in one.get("env", ()):
+                source = item.get("valueFrom", {})
+                if reference := source.get("secretKeyRef"):
+                    is_generated = any(name.startswith(f"{reference['name']}-") for name in secrets)
+                    assert reference["name"] in (secrets if is_generated else given), "the suffix is lost"
+                    read.add(reference["key"])
+                if reference := source.get("configMapKeyRef"):
+                    assert reference["name"] in maps
+                    assert reference.get("optional") or reference["key"] in maps[reference["name"]]["data"]
+            mounted |= {mount["name"] for mount in one["volumeMounts"]}
         volumes = {item["name"]: item for item in spec.get("volumes", ())}
         for claim in workload["spec"].get("volumeClaimTemplates", ()):
             volumes[claim["metadata"]["name"]] = claim
-        assert {mount["name"] for mount in only["volumeMounts"]} == set(volumes)
+        assert mounted == set(volumes)
         for volume in volumes.values():
+            assert len(volume) == 2 or "volumeClaimTemplates" in workload["spec"], "of one kind"
             if "secret" in volume:
                 assert volume["secret"]["secretName"] in given
+            if "configMap" in volume:
+                assert volume["configMap"]["name"] in maps.keys() | GIVEN_MAPS
+            if "persistentVolumeClaim" in volume:
+                assert volume["persistentVolumeClaim"]["claimName"] in of(objects, "PersistentVolumeClaim")
+        if name := spec.get("priorityClassName"):
+            assert name in of(objects, "PriorityClass")
     # Targets on vLLM keep no KV blocks in Redis.
     keeps_blocks = environment(objects, workloads(objects)["target"]).get("OUTRIDER_ENGINE") != "vllm"
-    assert num_references >= 3 + keeps_blocks, "both URLs of Redis, and the hub's token"
+    assert {"sessions-url", "token", *(("kv-blocks-url",) if keeps_blocks else ())} <= read
     namespaces = set(of(objects, "Namespace"))
     for binding in of(objects, "RoleBinding").values():
         assert all({subject.get("namespace")} == namespaces for subject in binding["subjects"] if namespaces)
@@ -265,17 +296,24 @@ def test_generated_secrets_hold_what_is_asked_of_them(name: str) -> None:
 
 @every_overlay
 def test_pods_are_restricted_and_bounded(name: str) -> None:
-    for workload in workloads(overlay(name)).values():
-        spec, only = pod(workload), container(workload)
+    check_restricted(overlay(name))
+
+
+def check_restricted(objects: list[Manifest]) -> None:
+    """Asserts that pods are what the restricted profile allows, within bounds, and have the rights that they need."""
+    for workload in pod_makers(objects).values():
+        spec = pod(workload)
         assert spec["securityContext"]["runAsNonRoot"]
         assert spec["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
-        security = only["securityContext"]
-        assert security["readOnlyRootFilesystem"]
-        assert not security["allowPrivilegeEscalation"]
-        assert security["capabilities"] == {"drop": ["ALL"]}
-        for bound in ("requests", "limits"):
-            assert {"cpu", "memory"} <= set(only["resources"][bound])
+        for one in containers(workload):
+            security = one["securityContext"]
+            assert security["readOnlyRootFilesystem"]
+            assert not security["allowPrivilegeEscalation"]
+            assert security["capabilities"] == {"drop": ["ALL"]}
+            for bound in ("requests", "limits"):
+                assert {"cpu", "memory"} <= set(one["resources"][bound])
         for volume in spec.get("volumes", ()):
+            assert "hostPath" not in volume, "the restricted profile refuses it"
             assert "emptyDir" not in volume or volume["emptyDir"]["sizeLimit"]
         wants_token = spec.get("automountServiceAccountToken", True)
         assert wants_token == (workload["metadata"]["name"] == "orchestrator")
@@ -291,10 +329,16 @@ def test_what_is_written_is_on_a_volume(name: str) -> None:
         assert {known["HOME"], known["HF_HOME"], known["XDG_CACHE_HOME"], "/tmp"} <= mounts
 
 
+def nodes(spec: Manifest) -> list[Manifest]:
+    """Returns the terms, of which a node must fulfil one."""
+    required = spec["affinity"]["nodeAffinity"]["requiredDuringSchedulingIgnoredDuringExecution"]
+    return required["nodeSelectorTerms"]
+
+
 def test_production_keeps_drafts_off_targets_nodes() -> None:
     found = workloads(overlay("production"))
     draft, target = pod(found["draft"]), pod(found["target"])
-    assert draft["nodeSelector"] != target["nodeSelector"]
+    assert nodes(draft) != nodes(target)
     (rule,) = draft["affinity"]["podAntiAffinity"]["requiredDuringSchedulingIgnoredDuringExecution"]
     assert matches(rule["labelSelector"], labels(found["target"]))
     for service in ("draft", "target"):
@@ -312,7 +356,7 @@ def test_the_network_is_closed_but_for_what_is_needed(name: str) -> None:
     (calls,) = [rule for rule in policies["workers"]["spec"]["ingress"] if rule is not scrape]
     (caller,) = calls["from"]
     assert matches(caller["podSelector"], {COMPONENT: "orchestrator"})
-    assert ("redis-elsewhere" in policies) == (name == "production"), "where Redis is not in the namespace"
+    assert ("managed-redis-sessions" in policies) == (name == "production"), "where Redis is not in the namespace"
     reached = [
         peer["podSelector"] for rule in policies["orchestrator"]["spec"]["egress"] for peer in rule.get("to", ())
     ]

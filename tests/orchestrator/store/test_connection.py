@@ -2,12 +2,16 @@
 
 import asyncio
 from collections.abc import AsyncIterator
+from pathlib import Path
+from urllib.parse import urlsplit
 
 import pytest
 import redis.asyncio
 
 from orchestrator.store.connection import RedisConnection
 from outrider.errors import DataLoss, Unavailable
+from tests.serving.certificates import Authority
+from tests.serving.tls_front import tls_front
 
 KEY_NAMES = ("session", "log", "deleted")
 KEYS = tuple(f"{{tag}}:{name}" for name in KEY_NAMES)
@@ -88,3 +92,22 @@ async def test_no_caller_waits_for_ever(connection: RedisConnection, monkeypatch
     monkeypatch.setattr(connection, "_execute", cancelled)
     with pytest.raises(asyncio.CancelledError):
         await asyncio.wait_for(connection.run("cancel", KEYS, "tenant", ""), 5)
+
+
+async def test_tls_trusts_the_authority_that_the_url_names(session_store_url: str, tmp_path: Path) -> None:
+    authority, other = Authority(tmp_path / "right"), Authority(tmp_path / "wrong")
+    plain = urlsplit(session_store_url)
+    with tls_front(plain.port or 0, *authority.issue("redis")) as port:
+        for file, problem in (
+            (authority.file, None),
+            (other.file, "not of an authority that is trusted"),
+            (tmp_path / "missing.pem", "names cannot be read"),
+        ):
+            url = f"rediss://:{plain.password or ''}@localhost:{port}{plain.path}?ssl_ca_certs={file}"
+            connection = RedisConnection(url)
+            if problem is None:
+                await connection.check()
+            else:
+                with pytest.raises(Unavailable, match=problem):
+                    await connection.check()
+            await connection.close()

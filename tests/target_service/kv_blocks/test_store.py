@@ -4,11 +4,14 @@ import os
 import signal
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
 from outrider.local.valkey import EmbeddedValkey
 from target_service.kv_blocks.store import BlockStore, BlockStoreError
+from tests.serving.certificates import Authority
+from tests.serving.tls_front import tls_front
 
 FIRST, SECOND, THIRD = (bytes([number]) * 32 for number in range(3))
 
@@ -90,3 +93,17 @@ def test_a_server_without_room_is_an_error(server: EmbeddedValkey) -> None:
             for number in range(8):
                 store.put([(bytes([number]) * 32, b"", content)])
         store.close()
+
+
+def test_tls_trusts_the_authority_that_the_url_names(server: EmbeddedValkey, tmp_path: Path) -> None:
+    authority, other = Authority(tmp_path / "right"), Authority(tmp_path / "wrong")
+    with tls_front(server.port, *authority.issue("redis")) as port:
+        start = server.url.replace("redis:", "rediss:").replace(server.address, f"localhost:{port}")
+        store = BlockStore(f"{start}?ssl_ca_certs={authority.file}", timeout_s=5, ttl_s=10)
+        store.put([(FIRST, b"", memoryview(b"a"))])
+        assert store.get([FIRST]) == [b"a"]
+        store.close()
+        stranger = BlockStore(f"{start}?ssl_ca_certs={other.file}", timeout_s=5, ttl_s=10)
+        with pytest.raises(BlockStoreError, match="certificate verify failed"):
+            stranger.get([FIRST])
+        stranger.close()

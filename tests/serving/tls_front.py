@@ -1,0 +1,54 @@
+"""A server that speaks TLS for one that does not: the embedded Valkey is built without it."""
+
+import asyncio
+import ssl
+import threading
+from collections.abc import Coroutine, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+
+@contextmanager
+def tls_front(port: int, certificate: Path, key: Path) -> Iterator[int]:
+    """Yields a loopback port whose connections go on, without TLS, to another one."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(certificate, key)
+    loop = asyncio.new_event_loop()
+    thread = threading.Thread(target=loop.run_forever)
+    thread.start()
+
+    def run(work: Coroutine[Any, Any, Any]) -> Any:
+        return asyncio.run_coroutine_threadsafe(work, loop).result(10)
+
+    server = run(asyncio.start_server(lambda *side: _connect(port, *side), "127.0.0.1", 0, ssl=context))
+    try:
+        yield server.sockets[0].getsockname()[1]
+    finally:
+        run(_end(server))
+        loop.call_soon_threadsafe(loop.stop)
+        thread.join()
+        loop.close()
+
+
+async def _end(server: asyncio.Server) -> None:
+    server.close()
+    await server.wait_closed()
+    others = asyncio.all_tasks() - {asyncio.current_task()}
+    await asyncio.gather(*others, return_exceptions=True)
+
+
+async def _connect(port: int, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    behind_reader, behind_writer = await asyncio.open_connection("127.0.0.1", port)
+    await asyncio.gather(_copy(reader, behind_writer), _copy(behind_reader, writer))
+
+
+async def _copy(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    try:
+        while data := await reader.read(1 << 16):
+            writer.write(data)
+            await writer.drain()
+    except OSError:
+        pass
+    finally:
+        writer.close()
