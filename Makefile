@@ -247,7 +247,7 @@ k8s-check: install $(CHECKOV) $(CUSTOM_KINDS_STAMP) ## Renders and validates all
 	@$(CHECKOV) --config-file k8s/checkov.yaml --framework dockerfile --file Dockerfile
 
 # Without an engine that answers, buildah builds on a Debian of mmdebstrap's. Containers are tried under runc, as root.
-images: install $(IMAGES_STAMP) ## Builds the images into .cache/images, lists and audits their packages, and runs each. Takes 30 minutes.
+images: install $(IMAGES_STAMP) ## Builds the images into .cache/images, lists and audits their packages, and runs each. Takes an hour.
 	@{ command -v runc && { docker info || podman info || command -v buildah mmdebstrap; }; } >/dev/null 2>&1 || { \
 	  echo "install: buildah, runc and mmdebstrap"; $(AS_ROOT) apt-get update -qq; \
 	  $(AS_ROOT) apt-get install -y -qq --no-install-recommends buildah runc mmdebstrap >/dev/null; }
