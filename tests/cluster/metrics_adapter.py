@@ -13,7 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any, Final
-from urllib.parse import parse_qs, urlsplit
+from urllib.parse import parse_qs, unquote, urlsplit
 
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -100,7 +100,8 @@ class MetricsAdapter:
                 "groupVersion": f"{GROUP}/{VERSION}",
                 "resources": resources,
             }
-        prefix, _, name = parts.path.rpartition("/")
+        # The API server escapes the star that is for all pods.
+        prefix, _, name = unquote(parts.path).rpartition("/")
         if prefix != f"{PATH}/namespaces/{self._namespace}/pods/*" or name not in self._names:
             return None
         values = self.values(name, parse_qs(parts.query).get("labelSelector", [""])[0])
