@@ -47,7 +47,7 @@ MERMAID_VERSION := 12.3.0
 JSON_SCHEMA_SUITE := .cache/json-schema-test-suite
 JSON_SCHEMA_SUITE_VERSION := 0.0.10
 
-.PHONY: help install demo test test-all bench-check lint proto-check proto-release schemas wheel format exactness faults sanitize attacks browser playground-pictures clients chaos vllm bench docs docs-pages docs-picture quickstart json-schema-suite k8s-config k8s-constraints k8s-check images kube-apiserver clean
+.PHONY: help install demo test test-all bench-check lint proto-check proto-release schemas wheel format exactness faults sanitize attacks browser playground-pictures clients chaos vllm bench docs docs-pages docs-picture quickstart json-schema-suite k8s-config k8s-constraints k8s-check images cluster clean
 
 help: ## Shows this list.
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / {printf "  make %-16s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -262,9 +262,13 @@ $(IMAGES_STAMP): Makefile
 	@$(IMAGES)/bin/python -m pip --disable-pip-version-check --quiet install 'cyclonedx-bom>=7,<8' 'pip-audit>=2.10,<3'
 	@touch $@
 
-kube-apiserver: install ## Builds a kube-apiserver (once, 5 minutes, Debian 12 only) and tests what talks to one. Takes 2 minutes.
-	@tests/kube/build.sh .cache/kube-apiserver
-	@$(BIN)/python -m pytest -q tests/kube -m kube $(ARGS)
+cluster: install ## Builds a Kubernetes node (once, 15 minutes, Debian 12 only) and tests the manifests on it, as root. Takes 30 minutes.
+	@command -v mmdebstrap dpkg-source >/dev/null || { echo "install: mmdebstrap, dpkg-dev"; $(AS_ROOT) apt-get update -qq; \
+	  $(AS_ROOT) apt-get install -y -qq --no-install-recommends mmdebstrap dpkg-dev patch xz-utils >/dev/null; }
+	@[ -e .cache/images/built.json ] || $(MAKE) --no-print-directory images
+	@$(AS_ROOT) tests/cluster/build.sh .cache/cluster
+	@$(AS_ROOT) $(BIN)/python -m tests.cluster.archive .cache/cluster
+	@$(AS_ROOT) $(BIN)/python -m tests.cluster.isolated $(BIN)/python -m pytest -q tests/cluster -m cluster $(ARGS)
 
 $(CUSTOM_KINDS_STAMP): Makefile | $(DOCS_STAMP)
 	@echo "install: types of custom kinds in $(CUSTOM_KINDS)"

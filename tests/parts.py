@@ -34,7 +34,7 @@ PARTS: Final[Mapping[str, Sequence[str]]] = {
     "site": (),
     "kubernetes": (),
 }
-_MADE: Final[Mapping[str, str]] = {"browser": "browser", "site": "docs", "kubernetes": "kube-apiserver"}
+_MADE: Final[Mapping[str, str]] = {"browser": "browser", "site": "docs", "kubernetes": "cluster"}
 """Parts that need more than Python packages, and the make targets that install it."""
 _NO_TESTS: Final = 5
 

@@ -31,8 +31,16 @@ def _key(request: GenerationRequest) -> tuple[object, ...]:
 
 
 def plain(request: GenerationRequest) -> Sequence[int]:
-    """Returns what plain decoding gave; see `Scene.learn`."""
+    """Returns what plain decoding gave; see `learn`."""
     return _PLAIN[_key(request)]
+
+
+async def learn(client: OutriderClient, *requests: GenerationRequest) -> None:
+    """Has plain decoding's text of these requests made, while all is well."""
+    new = [request for request in requests if _key(request) not in _PLAIN]
+    asked = [replace(item, request_id="", session_id="", speculation=Speculation(disabled=True)) for item in new]
+    generations = await asyncio.gather(*(client.complete(item, timeout_s=60) for item in asked))
+    _PLAIN.update((_key(item), list(one.token_ids)) for item, one in zip(new, generations, strict=True))
 
 
 @dataclass(slots=True)
@@ -51,10 +59,7 @@ class Scene:
 
     async def learn(self, *requests: GenerationRequest) -> None:
         """Has plain decoding's text of these requests made, while all is well."""
-        new = [request for request in requests if _key(request) not in _PLAIN]
-        asked = [replace(item, request_id="", session_id="", speculation=Speculation(disabled=True)) for item in new]
-        generations = await asyncio.gather(*(self.client.complete(item, timeout_s=60) for item in asked))
-        _PLAIN.update((_key(item), list(one.token_ids)) for item, one in zip(new, generations, strict=True))
+        await learn(self.client, *requests)
 
     async def survive(
         self,

@@ -7,12 +7,12 @@ from pathlib import Path
 import pytest
 
 from bench.api_server import pod
-from tests.kube.control_plane import ControlPlane
+from tests.cluster.control_plane import ControlPlane
 from tests.orchestrator.scripted import ScriptedDraft, ScriptedTarget
 from tests.orchestrator.stage import Orchestrator, asking, tokens_of, until
 from tests.workers.test_discovered import EXPECTED, finding, list_target, until_links
 
-pytestmark = pytest.mark.kube
+pytestmark = pytest.mark.cluster
 
 
 @pytest.fixture

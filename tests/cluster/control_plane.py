@@ -1,4 +1,4 @@
-"""A real kube-apiserver with its etcd, and as much of an administrator as discovery needs one."""
+"""The cluster's kube-apiserver alone with its etcd, which tests stop, start and compact, and its administrator."""
 
 import asyncio
 import base64
@@ -18,10 +18,10 @@ from typing import Any, Final
 import aiohttp
 
 from bench.api_server import NAMESPACE
+from tests.cluster.node import CACHE, PROGRAMS
 from tests.k8s.rendering import K8S, kustomize
 from tests.serving.certificates import Authority
 
-PROGRAMS: Final = Path(__file__).parents[2] / ".cache" / "kube-apiserver"
 ACCOUNT: Final = "orchestrator"
 _START_S: Final = 120.0
 _CALL_S: Final = 20.0
@@ -279,9 +279,11 @@ class ControlPlane:
         return True
 
     def _run(self, name: str, *arguments: str) -> subprocess.Popen[bytes]:
-        program = PROGRAMS / name
-        if not program.is_file():
-            raise AssertionError(f"no {name} in {PROGRAMS}: `make kube-apiserver` builds it")
+        program = next(
+            (path for path in (PROGRAMS / name, CACHE / "node" / "usr" / "bin" / name) if path.is_file()), None
+        )
+        if program is None:
+            raise AssertionError(f"no {name} in {CACHE}: `make cluster` builds it")
         with (self._folder / f"{name}.log").open("ab") as log:
             return subprocess.Popen(
                 [*_END_WITH_PARENT, str(program), *arguments],

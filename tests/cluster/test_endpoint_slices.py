@@ -11,11 +11,11 @@ from bench.api_server import NAMESPACE, pod
 from outrider.discovery.cluster import Cluster
 from outrider.discovery.endpoint_slices import EndpointSlices
 from outrider.discovery.endpoints import Endpoint
+from tests.cluster.control_plane import ControlPlane, RefusedError
 from tests.discovery.test_endpoint_slices import PLACE, Told, watching
-from tests.kube.control_plane import ControlPlane, RefusedError
 from tests.orchestrator.stage import until
 
-pytestmark = pytest.mark.kube
+pytestmark = pytest.mark.cluster
 
 NUM_MANY = 1000
 """Endpoints in one slice, as many as a cluster may be told to put there."""
