@@ -108,7 +108,7 @@ def _docker(arguments: Sequence[str]) -> None:
         if option == "--target" and not value.isupper():
             assert re.search(rf"^FROM \S+ AS {value}$", file, re.MULTILINE), value
         if option == "--build-arg":
-            assert re.search(rf"^ARG {value.partition('=')[0]}=", file, re.MULTILINE), value
+            assert re.search(rf"^ARG {value.partition('=')[0]}(=|$)", file, re.MULTILINE), value
 
 
 _CHECKS: Final[Mapping[str, Callable[[Sequence[str]], None]]] = {

@@ -68,7 +68,7 @@ def test_the_environment_of_pip_counts_most() -> None:
     listing = (
         ":env:.find-links='/wheels'\n:env:.default-timeout='9'\nglobal.find-links='/other'\nglobal.cert='/a.pem'\n"
     )
-    assert pip_settings(listing) == {"find-links": "/w", "timeout": "9", "cert": "/a.pem"}
+    assert pip_settings(listing) == {"find-links": "/wheels", "timeout": "9", "cert": "/a.pem"}
     assert pip_settings("") == {}
 
 
