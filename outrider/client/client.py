@@ -234,7 +234,7 @@ OutriderClient = AsyncClient
 def _connect(tls: TlsFiles | None, address: str) -> aio.Channel:
     """Open a channel that detects within 15 s that an orchestrator hangs, and at once that one has ended."""
     credentials = None if tls is None else tls.channel_credentials()
-    return open_channel(address, credentials=credentials, keepalive_s=_KEEPALIVE_S)
+    return open_channel(address, credentials=credentials, keepalive_s=_KEEPALIVE_S, balances=True)
 
 
 @contextmanager

@@ -27,8 +27,9 @@ def open_channel(
     credentials: grpc.ChannelCredentials | None = None,
     keepalive_s: float = DEFAULT_KEEPALIVE_S,
     tls_name: str = "",
+    balances: bool = False,
 ) -> grpc.aio.Channel:
-    """Return a channel of its own connection, which is made with the first call.
+    """Return a channel of its own connections, which are made with the first call.
 
     Args:
         address: host:port, or any gRPC target name.
@@ -36,8 +37,12 @@ def open_channel(
         keepalive_s: seconds of silence after which the peer is pinged; servers take pings five seconds apart. A peer
             that does not answer for as long again, two seconds at least and five at most, counts as dead.
         tls_name: that the peer's certificate must have, where it is not that of the address.
+        balances: whether calls go by turns to all addresses of a name, such as those of a headless Service; else all
+            go to one of them.
     """
     options: list[tuple[str, int | str]] = [*_options(keepalive_s)]
+    if balances:
+        options.append(("grpc.lb_policy_name", "round_robin"))
     if tls_name:
         options.append(("grpc.ssl_target_name_override", tls_name))
     if credentials is None:

@@ -129,6 +129,19 @@ async def test_a_server_that_stops_is_left_for_the_other() -> None:
     assert second.requests[0].resume_offset == 4
 
 
+async def test_calls_go_by_turns_to_all_addresses_of_a_name() -> None:
+    """As to those of a headless Service: one of two that ends takes no more than its own calls with it."""
+    services = ScriptedService(), ScriptedService()
+    async with serving(*services) as addresses:
+        async with OutriderClient(f"ipv4:{','.join(addresses)}", retry=QUICK) as client:
+            # Until both are connected, the one that is serves all.
+            async with asyncio.timeout(20):
+                while not all(len(service.requests) > 2 for service in services):
+                    await client.complete(request())
+        async with OutriderClient(f"ipv4:127.0.0.1:1,{addresses[0]}", retry=QUICK) as client:
+            assert (await client.complete(request())).text == TEXT
+
+
 async def test_an_address_where_nobody_listens_is_passed_over() -> None:
     service = ScriptedService()
     async with serving(service) as (address,), OutriderClient(["127.0.0.1:1", address], retry=QUICK) as client:
