@@ -3,7 +3,7 @@
 `source` writes a constraint as a grammar, `compilation` compiles a grammar, `compiler` those of a worker's requests in
 threads of its own, `matcher` follows the output of a request, `masks` has the tokens that may follow the nodes of many
 proposals computed together, natively and on all cores, `checking` is a process that compiles constraints to check them.
-The orchestrator uses what needs no model library: all but `compiler` and `masks`.
+All but `masks` runs without a model library.
 
 What is allowed after a text follows from the constraint and the text's tokens alone: whether these were drafted,
 generated here or elsewhere, and in which order a matcher came there, changes nothing.

@@ -9,18 +9,21 @@ import os
 import threading
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
-from typing import Any, Final, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeVar
 
 from llguidance import LLMatcher
 from tokenizers import Tokenizer
-from torch import Tensor
 
 from outrider.constraint import FIELD, Constraint
 from outrider.errors import ConstraintFailed, InvalidArgument, OutriderError, Overloaded
 from outrider.grammar.compilation import compiled, load_tokenizer
-from outrider.grammar.masks import NodeMasks, masks_apart
 from outrider.grammar.matcher import OutputMatcher
 from outrider.tokens import ProposalTree
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from outrider.grammar.masks import NodeMasks
 
 ResultT = TypeVar("ResultT")
 _MAX_PENDING: Final = 256
@@ -31,7 +34,7 @@ class _Ready(NamedTuple):
     """What a thread has prepared: the matcher, and masks that were computed apart from it."""
 
     matcher: OutputMatcher
-    masks: NodeMasks | None = None
+    masks: "NodeMasks | None" = None
 
 
 class CompiledGrammar:
@@ -66,7 +69,7 @@ class CompiledGrammar:
         return self._ready().matcher
 
     @property
-    def masks(self) -> NodeMasks | None:
+    def masks(self) -> "NodeMasks | None":
         """The masks that `begin_anew` has been asked for; waits for them."""
         return self._ready().masks
 
@@ -83,7 +86,7 @@ class CompiledGrammar:
         matcher, tokens = self.matcher, list(output)
         self._future = self._threads.submit(lambda: _Ready(_after(matcher, tokens)))
 
-    def begin_anew(self, output: Sequence[int], tree: ProposalTree, tokens: Tensor | None) -> None:
+    def begin_anew(self, output: Sequence[int], tree: ProposalTree, tokens: "Tensor | None") -> None:
         """Compile it once more, and come to an output.
 
         Args:
@@ -91,6 +94,9 @@ class CompiledGrammar:
             tree: proposal whose masks are wanted too, each path by a grammar of its own.
             tokens: see `node_masks`.
         """
+        # Only targets ask for masks here; drafts from text run without torch.
+        from outrider.grammar.masks import masks_apart
+
         so_far = list(output)
 
         def prepare() -> _Ready:

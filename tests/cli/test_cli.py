@@ -229,7 +229,7 @@ def test_words_share_the_origins_of_tokens(text: str, num: int, expected: str) -
         (("generate", "x", "--drafter", "model"), 2, "draft_model: "),
         (("generate", "x", "--drafter", "ngram", "--num-layers", "3"), 2, "num_layers goes with --drafter layers"),
         (("info",), 2, "Missing option '--address'"),
-        (("info", "--address", "127.0.0.1:1"), 1, "failed to connect"),
+        (("info", "--address", "127.0.0.1:1"), 1, "Failed to connect"),
         (("info", "--address", "localhost"), 2, "'--address': 'localhost' has no port"),
         (("chat", "--address", "127.0.0.1:http"), 2, "'--address': '127.0.0.1:http' must be host:port"),
         (("up", "--address", "127.0.0.1:1", "--num-orchestrators", "2"), 2, "--address goes with one orchestrator"),

@@ -1,6 +1,7 @@
 """A server that speaks TLS for one that does not: the embedded Valkey is built without it."""
 
 import asyncio
+import contextlib
 import ssl
 import threading
 from collections.abc import Coroutine, Iterator
@@ -41,6 +42,11 @@ async def _end(server: asyncio.Server) -> None:
 async def _connect(port: int, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
     behind_reader, behind_writer = await asyncio.open_connection("127.0.0.1", port)
     await asyncio.gather(_copy(reader, behind_writer), _copy(behind_reader, writer))
+    for side in (writer, behind_writer):
+        # TLS would wait for the other side's goodbye, and the socket with it.
+        side.transport.abort()
+        with contextlib.suppress(OSError):
+            await side.wait_closed()
 
 
 async def _copy(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
