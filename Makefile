@@ -247,7 +247,7 @@ k8s-check: install $(CHECKOV) $(CUSTOM_KINDS_STAMP) ## Renders and validates all
 	@$(CHECKOV) --config-file k8s/checkov.yaml --framework dockerfile --file Dockerfile
 
 # Without an engine that answers, buildah builds on a Debian of mmdebstrap's. Containers are tried under runc, as root.
-images: install $(IMAGES_STAMP) ## Builds the images into .cache/images, lists and audits their packages, and runs each. Takes an hour.
+images: install $(IMAGES_STAMP) ## Builds the images into .cache/images, lists and audits their packages, and runs each.
 	@{ command -v runc && { docker info || podman info || command -v buildah mmdebstrap; }; } >/dev/null 2>&1 || { \
 	  echo "install: buildah, runc and mmdebstrap"; $(AS_ROOT) apt-get update -qq; \
 	  $(AS_ROOT) apt-get install -y -qq --no-install-recommends buildah runc mmdebstrap >/dev/null; }
@@ -262,7 +262,7 @@ $(IMAGES_STAMP): Makefile
 	@$(IMAGES)/bin/python -m pip --disable-pip-version-check --quiet install 'cyclonedx-bom>=7,<8' 'pip-audit>=2.10,<3'
 	@touch $@
 
-cluster: install ## Builds a Kubernetes node (once, 15 minutes, Debian 12 only) and tests the manifests on it, as root. Takes 30 minutes.
+cluster: install ## Builds a Kubernetes node (once, 15 minutes, Debian 12 only) and tests the manifests on it, as root.
 	@command -v mmdebstrap dpkg-source >/dev/null || { echo "install: mmdebstrap, dpkg-dev"; $(AS_ROOT) apt-get update -qq; \
 	  $(AS_ROOT) apt-get install -y -qq --no-install-recommends mmdebstrap dpkg-dev patch xz-utils >/dev/null; }
 	@[ -e .cache/images/built.json ] || $(MAKE) --no-print-directory images

@@ -88,7 +88,7 @@ def _check_device(device: str) -> Iterator[Finding]:
 def _has_gpu() -> bool:
     try:
         import torch
-    except Exception:
+    except Exception:  # `_check_device` says why
         return False
     return bool(torch.cuda.is_available())
 
