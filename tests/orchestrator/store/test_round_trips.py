@@ -76,7 +76,8 @@ class Gate:
             running.add_done_callback(self._tasks.discard)
 
     async def _carry(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, is_up: bool) -> None:
-        with contextlib.suppress(OSError):
+        # Closed where it is cancelled too: the other direction may have ended just before.
+        with contextlib.closing(writer), contextlib.suppress(OSError):
             while data := await reader.read(1 << 16):
                 # Connections are made, and the store is watched, beside requests.
                 if is_up and (writer in self._held or (self._is_shut and b"outrider:{" in data)):
@@ -85,7 +86,6 @@ class Gate:
                         self._changed.notify_all()
                 else:
                     writer.write(data)
-        writer.close()
 
 
 @pytest.fixture
