@@ -101,10 +101,14 @@ async def measure(options: Options) -> BenchResult:
 
 
 async def _loads(client: OutriderClient, loads: Sequence[int], options: Options) -> list[tuple[str, str, float, float]]:
-    """Return the rates of plain decoding with a schema and without, for each number of sessions."""
+    """Return the rates of plain decoding with a schema and without, for each number of sessions.
+
+    In each round both run twice, each once before the other: what slows down over time slows both down.
+    """
     found = []
+    free, schema = (FREE, None), (SCHEMA, Constraint(json_schema=json.dumps(_ENDLESS)))
     for num in loads:
-        for mode, constraint in ((FREE, None), (SCHEMA, Constraint(json_schema=json.dumps(_ENDLESS)))):
+        for mode, constraint in (free, schema, schema, free):
             parameters = SamplingParameters(temperature=0, max_tokens=options.num_tokens, ignore_eos=constraint is None)
             if constraint is not None:
                 parameters = parameters.replace(constraint=constraint)

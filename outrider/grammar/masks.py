@@ -109,7 +109,7 @@ def node_masks(items: Sequence[MatchedTree], vocabulary_size: int, tokens: Tenso
             raise ConstraintFailed(f"the constraint fails: {one_line(matcher.get_error())}")
     if tokens is not None:
         words &= tokens
-    return [NodeMasks(words[found]) for found in rows]
+    return [NodeMasks(_rows(words, found)) for found in rows]
 
 
 def masks_apart(
@@ -194,6 +194,13 @@ def _jobs(item: MatchedTree, first: int, jobs: list[tuple[LLMatcher, int, list[i
         jobs.append((matcher, first, [nodes[number - 1].token_id for number in path]))
         first += 1 + len(path)
     return rows, first
+
+
+def _rows(words: Tensor, numbers: Sequence[int]) -> Tensor:
+    """Return some rows: where they follow each other, as those of a chain do, without a copy."""
+    first = numbers[0]
+    end = first + len(numbers)
+    return words[first:end] if list(numbers) == list(range(first, end)) else words[list(numbers)]
 
 
 def _leaves(tree: ProposalTree) -> list[int]:

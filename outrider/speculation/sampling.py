@@ -12,6 +12,7 @@ from functools import cache
 from itertools import chain
 from math import inf
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional
@@ -199,13 +200,20 @@ def target_weights(scores: Tensor, metadata: Sequence[SamplingMetadata]) -> Tens
 def _only_allowed(logits: Tensor, metadata: Sequence[SamplingMetadata]) -> Tensor:
     """Return logits in at least float32, minus infinity for tokens that the constraint of their row does not allow."""
     rows = [number for number, row in enumerate(metadata) if row.allowed is not None]
-    masks = torch.stack([row.allowed for row in metadata if row.allowed is not None])
+    masks = torch.stack([row.allowed for row in metadata if row.allowed is not None]).view(torch.uint8)
     dtype = torch.promote_types(logits.dtype, torch.float32)
+    table = _summands(dtype, logits.device)
     # Bytes to eight summands each; in a CPU's order of bytes their bits are those of the words, the lowest first.
-    summands = functional.embedding(masks.view(torch.uint8).int().to(logits.device), _summands(dtype, logits.device))
-    summands = summands.flatten(1)[:, : logits.shape[-1]]
-    if len(rows) == len(metadata):
-        return logits + summands
+    if logits.device.type == "cpu":
+        # In this thread, which is done before others of torch are awake.
+        found = np.take(table.numpy(), masks.numpy(), axis=0).reshape(len(rows), -1)[:, : logits.shape[-1]]
+        if len(rows) == len(metadata):
+            return torch.from_numpy(np.add(found, logits.to(dtype).numpy(), out=found))
+        summands = torch.from_numpy(found)
+    else:
+        summands = functional.embedding(masks.int().to(logits.device), table).flatten(1)[:, : logits.shape[-1]]
+        if len(rows) == len(metadata):
+            return logits + summands
     return logits.to(dtype, copy=True).index_add_(0, torch.tensor(rows, device=logits.device), summands)
 
 
