@@ -9,14 +9,14 @@ from typing import Any, Final
 import click
 from click.core import ParameterSource
 
-from outrider.cli.cluster_checks import check_cluster
 from outrider.cli.examples import ExampleCommand
-from outrider.cli.finding import Finding, State
-from outrider.cli.machine_checks import LocalStackPlan, check_machine
-from outrider.cli.overlay import Overlay, read_overlay
 from outrider.cli.stack_arguments import variable_option
 from outrider.cli.up import ADDRESS, HTTP_ADDRESS
 from outrider.discovery.cluster import Cluster
+from outrider.doctor.cluster_checks import check_cluster
+from outrider.doctor.finding import Finding, State
+from outrider.doctor.machine_checks import LocalStackPlan, check_machine
+from outrider.doctor.overlay import Overlay, read_overlay
 from outrider.errors import DeadlineExceeded, Unavailable
 
 _ALL_S: Final = 180.0

@@ -12,10 +12,10 @@ import pytest
 import yaml
 from click.testing import CliRunner, Result
 
-from outrider.cli import cluster_checks
 from outrider.cli.main import main
-from outrider.cli.overlay import quantity, read_overlay
-from outrider.cli.pod_security import violations
+from outrider.doctor import cluster_reader
+from outrider.doctor.overlay import quantity, read_overlay
+from outrider.doctor.pod_security import violations
 from outrider.errors import InvalidArgument
 from tests.cli.api_server import ApiServer, serving
 from tests.k8s.rendering import K8S, OVERLAYS
@@ -564,7 +564,7 @@ async def test_a_server_out_of_reach(server: ApiServer) -> None:
 async def test_a_server_that_does_not_answer(
     server: ApiServer, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(cluster_checks, "CALL_S", 0.2)
+    monkeypatch.setattr(cluster_reader, "CALL_S", 0.2)
     with socket.create_server(("127.0.0.1", 0)) as silent:
         server.port = silent.getsockname()[1]
         server.kubeconfig(tmp_path)

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Final
 from urllib.parse import urlsplit
 
-from outrider.cli.finding import Finding, State
+from outrider.doctor.finding import Finding, State
 from outrider.errors import ModelUnsupported, Unavailable
 from outrider.local.listening import check_free
 from outrider.local.valkey import EmbeddedValkey

@@ -3,8 +3,8 @@
 from collections import defaultdict
 from collections.abc import Mapping
 
-from outrider.cli.finding import Finding, State, listed
-from outrider.cli.overlay import Manifest, PodTemplate, quantity
+from outrider.doctor.finding import Finding, State, listed
+from outrider.doctor.overlay import Manifest, PodTemplate, quantity
 
 
 def _is_ready(node: Manifest) -> bool:
