@@ -28,11 +28,14 @@ NUM_TOKENS = 100
 
 @pytest_asyncio.fixture(scope="module", loop_scope="session")
 async def stack(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[LocalStack]:
-    """A target whose texts repeat little in themselves, and a draft that it always waits for."""
+    """A target whose texts repeat little in themselves, and a draft that it always waits for, once it takes part.
+
+    Passes take 10 ms, so that on a busy machine few of them come before the draft does.
+    """
     tenants: Path = tmp_path_factory.mktemp("tenants") / "tenants.json"
     tenants.write_text(json.dumps({name: {"tokens": [token]} for name, token in TOKENS.items()}))
     options = StackOptions(
-        model="markov:vocabulary=512,order=2,seed=5",
+        model="markov:vocabulary=512,order=2,seed=5,step_s=0.01",
         drafts=(DraftOptions("suffix"),),
         target_threads=1,
         target_environment={"OUTRIDER_ADAPTIVE_SPECULATION": "false"},
