@@ -1,5 +1,6 @@
 """Checks of what pods are given: nodes that take them, storage, metrics to scale by, and the network's rules."""
 
+import contextlib
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from typing import Final
@@ -40,10 +41,11 @@ async def check_storage(reader: ClusterReader, overlay: Overlay) -> list[Finding
     }
     mark = "storageclass.kubernetes.io/is-default-class"
     is_default = any((item["metadata"].get("annotations") or {}).get(mark) == "true" for item in classes)
+    has_volumes = not is_default and await _has_volumes_without_class(reader, overlay)
     found, good = [], []
     for user, claim in claims:
         name = claim.get("storageClassName")
-        if name == "" or claim.get("volumeName"):
+        if name == "" or claim.get("volumeName") or (name is None and has_volumes):
             text = f"{user} takes a PersistentVolume without a StorageClass: whether one fits cannot be seen"
             found.append(Finding("storage", State.ADVICE, text, "kubectl get persistentvolumes"))
         elif name is None and not is_default:
@@ -57,6 +59,15 @@ async def check_storage(reader: ClusterReader, overlay: Overlay) -> list[Finding
         else:
             good.append(f"{user} ({name or 'the default'})")
     return [*([Finding("storage", State.HOLDS, f"StorageClass for {listed(good)}")] if good else []), *found]
+
+
+async def _has_volumes_without_class(reader: ClusterReader, overlay: Overlay) -> bool:
+    """Return whether claims that name no class could get a volume where no class is the default."""
+    volumes = overlay.of("PersistentVolume")
+    # Whoever may not list volumes sees those of the overlay.
+    with contextlib.suppress(ApiError):
+        volumes = [*volumes, *await reader.list("/api/v1/persistentvolumes")]
+    return any(not (item.get("spec") or {}).get("storageClassName") for item in volumes)
 
 
 async def check_autoscaling(reader: ClusterReader, overlay: Overlay) -> list[Finding]:

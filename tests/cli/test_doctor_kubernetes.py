@@ -493,6 +493,14 @@ async def test_storage_classes(server: ApiServer, storage: str, state: str, foun
     assert told["state"] == state and told["found"].startswith(found)
 
 
+async def test_a_volume_without_a_class_may_fit_where_no_class_is_the_default(server: ApiServer) -> None:
+    without_default(server)
+    volume = "apiVersion: v1\nkind: PersistentVolume\nmetadata: {name: disk}\nspec: {capacity: {storage: 1Gi}}\n"
+    found = await findings(overlay=f"{OVERLAY}---\n{volume}")
+    (told,) = [item for item in found if item["check"] == "storage"]
+    assert told["state"] == "warn" and "without a StorageClass" in told["found"]
+
+
 @pytest.mark.parametrize(
     ("image", "state", "found"),
     [

@@ -126,6 +126,8 @@ def _lines(node: Path, *command: str) -> set[str]:
 def _run_as_init(arguments: Sequence[str]) -> int:
     """Runs a command as the first process of its namespace, which every orphan there gets as its parent."""
     signal.signal(signal.SIGINT, lambda *_: None)
+    # A new network namespace has a loopback that is down, and some tests have no node that would do this.
+    _lines(CACHE / "node", "ip", "link", "set", "lo", "up")
     process = subprocess.Popen(arguments)
     while True:
         pid, status = os.wait()

@@ -351,7 +351,6 @@ class Node:
     def _make_network(self) -> None:
         # An address that is not of the loopback, as a node has one. Nothing is connected to this bridge.
         for command in (
-            "ip link set lo up",
             "ip link add node0 type bridge",
             f"ip address add {ADDRESS}/24 dev node0",
             "ip link set node0 up",

@@ -38,10 +38,9 @@ def test_what_runs_has_all_that_it_requires(
     objects = convert(kustomize(K8S / "overlays" / "local"), {}).objects
     findings = doctor(markov, objects, tmp_path / "overlay.json")
     record_property("num_findings", len(findings))
-    assert failed(findings) == {
-        # One node without metrics APIs: the tests of scaling bring theirs.
-        "autoscaling": next(item["found"] for item in findings if item["check"] == "autoscaling")
-    }
+    assert failed(findings) == {}
+    # The node has no metrics API, which the tests of scaling bring, and volumes without a StorageClass.
+    assert {item["check"] for item in findings if item["state"] == "warn"} >= {"autoscaling", "storage"}
     assert {item["check"] for item in findings} >= {"version", "kinds", "permissions", "namespace", "nodes", "storage"}
 
 
