@@ -19,6 +19,8 @@ _MOST_PING_TIMEOUT_S: Final = 5.0
 _INITIAL_BACKOFF_MS: Final = 100
 _MAX_BACKOFF_MS: Final = 2000
 _MIN_CONNECT_TIMEOUT_MS: Final = 1000
+# gRPC's own 30 s are longer than a rolling update, after which none of the addresses that a name had answers.
+_MIN_RESOLUTION_MS: Final = 1000
 
 
 def open_channel(
@@ -85,6 +87,7 @@ def _options(keepalive_s: float) -> tuple[tuple[str, int], ...]:
         ("grpc.initial_reconnect_backoff_ms", _INITIAL_BACKOFF_MS),
         ("grpc.min_reconnect_backoff_ms", _MIN_CONNECT_TIMEOUT_MS),
         ("grpc.max_reconnect_backoff_ms", _MAX_BACKOFF_MS),
+        ("grpc.dns_min_time_between_resolutions_ms", _MIN_RESOLUTION_MS),
         # A shared connection would also share its backoff with channels to a process that is gone.
         ("grpc.use_local_subchannel_pool", 1),
         # Services connect directly, whatever http_proxy is set to.
