@@ -44,6 +44,13 @@ def test_images_run_as_who_the_manifests_say() -> None:
             assert pod(workload)["securityContext"]["runAsUser"] == int(user)
 
 
+def test_images_begin_with_a_base_of_a_fixed_tag() -> None:
+    (base,) = re.findall(r"^ARG PYTHON=(\S+)$", DOCKERFILE, re.MULTILINE)
+    assert re.fullmatch(r"python:\d+\.\d+\.\d+-slim-\w+", base)
+    bases = {stage.base for stage in dockerfile.DOCKERFILE.values()} - set(dockerfile.DOCKERFILE)
+    assert bases == {"${PYTHON}", "scratch", "worker-packages-${EMBEDDED}"}
+
+
 def test_the_orchestrators_image_has_no_model_library() -> None:
     stage = DOCKERFILE.partition("AS orchestrator-environment")[2].partition("\nFROM")[0]
     assert "[orchestrator,tracing]" in stage
