@@ -3,6 +3,7 @@
 from collections import defaultdict
 from collections.abc import Mapping
 
+from outrider.doctor.cluster_reader import labels_of
 from outrider.doctor.finding import Finding, State, listed
 from outrider.doctor.overlay import Manifest, PodTemplate, quantity
 
@@ -52,7 +53,7 @@ def check_nodes(template: PodTemplate, nodes: list[Manifest]) -> Finding:
 
 
 def _is_selected(spec: Manifest, node: Manifest) -> bool:
-    labels = _labels(node)
+    labels = labels_of(node)
     if not (spec.get("nodeSelector") or {}).items() <= labels.items():
         return False
     affinity = (spec.get("affinity") or {}).get("nodeAffinity") or {}
@@ -120,7 +121,3 @@ def _lacking(requests: Mapping[str, float], node: Manifest) -> list[str]:
     """Return the resources of which a node has less than a pod requests, whatever runs there."""
     allocatable = (node.get("status") or {}).get("allocatable") or {}
     return [name for name, amount in requests.items() if quantity(allocatable.get(name, 0)) < amount]
-
-
-def _labels(node: Manifest) -> Mapping[str, str]:
-    return node["metadata"].get("labels") or {}

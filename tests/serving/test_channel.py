@@ -118,3 +118,36 @@ async def test_a_stopped_client_is_found_out_by_pings(worker, draft):
         finally:
             client.kill()
             await client.wait()
+
+
+class _Names(asyncio.DatagramProtocol):
+    """Answers each question for an IPv4 address with the loopback's, and any other with nothing."""
+
+    num_asked = 0
+
+    def connection_made(self, transport):
+        self._transport = transport
+
+    def datagram_received(self, data, address):
+        end = data.index(b"\0", 12) + 5
+        is_ipv4 = data[end - 4 : end - 2] == b"\0\1"
+        self.num_asked += is_ipv4
+        answer = b"\xc0\x0c\0\1\0\1\0\0\0\0\0\4\x7f\0\0\1" if is_ipv4 else b""
+        self._transport.sendto(
+            data[:2] + b"\x81\x80\0\1\0" + bytes([is_ipv4]) + bytes(4) + data[12:end] + answer, address
+        )
+
+
+async def test_a_name_without_an_address_that_answers_is_looked_up_again_within_seconds():
+    loop = asyncio.get_running_loop()
+    transport, names = await loop.create_datagram_endpoint(_Names, local_addr=("127.0.0.1", 0))
+    port = transport.get_extra_info("sockname")[1]
+    try:
+        # Nothing listens at port 1. gRPC's own bound of 30 s between two lookups would let one be made.
+        async with open_channel(f"dns://127.0.0.1:{port}/orchestrator.test:1", balances=True) as channel:
+            channel.get_state(try_to_connect=True)
+            async with asyncio.timeout(20):
+                while names.num_asked < 3:
+                    await asyncio.sleep(0.05)
+    finally:
+        transport.close()
