@@ -13,6 +13,8 @@ from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from typing import Final
 
+from outrider.serving.accepting import stop_accepting
+
 _READ_BYTES: Final = 64 << 10
 _MAX_PARTS: Final = 256
 """Maximum parts in flight per direction of a connection: 16 MiB; then the sender is blocked."""
@@ -63,6 +65,7 @@ class Proxy:
         self.up = Link()
         self.down = Link()
         self.is_refusing = False
+        self._is_closed = False
         self.num_accepted = 0
         self.address = ""
 
@@ -79,7 +82,9 @@ class Proxy:
 
     async def close(self) -> None:
         """Close all connections and stop to listen."""
+        self._is_closed = True
         if self._listener is not None:
+            await stop_accepting(self._listener)
             self._listener.close()
         self.reset()
         for task in self._tasks:
@@ -102,7 +107,8 @@ class Proxy:
         self._tasks.add(task)
         self.num_accepted += 1
         try:
-            if self.is_refusing:
+            # One that was accepted just before the end begins after it.
+            if self.is_refusing or self._is_closed:
                 _abort(writer)
                 return
             # asyncio's streams log an error for a connection task that ends as cancelled.

@@ -13,6 +13,7 @@ import uvicorn
 from orchestrator.http.asgi import App
 from orchestrator.http.protocol import BoundedProtocol
 from outrider.errors import InvalidArgument, Unavailable
+from outrider.serving.accepting import stop_accepting
 from outrider.serving.tls import TlsFiles
 
 _LOG: Final = logging.getLogger(__name__)
@@ -84,6 +85,9 @@ class HttpServer:
         if self._task is not None:
             self._server.should_exit = True
             await self._task
+            # Those that came meanwhile, and those whose clients do not read the rest of a response.
+            for connection in list(self._server.server_state.connections):
+                connection.transport.abort()
 
     def _bind(self) -> socket.socket:
         try:
@@ -105,11 +109,16 @@ class HttpServer:
 
 
 class _Server(uvicorn.Server):
-    """A server that leaves signals to the process."""
+    """A server that leaves signals to the process, and loses no connection as it ends."""
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
         yield
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        for server in self.servers:
+            await stop_accepting(server)
+        await super().shutdown(sockets)
 
 
 async def _renew(context: ssl.SSLContext, tls: TlsFiles) -> None:

@@ -1,6 +1,7 @@
 """What a Redis may hold or answer on purpose, and who may reach it."""
 
 import asyncio
+import contextlib
 import json
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
@@ -19,6 +20,7 @@ from orchestrator.store.store import SessionStore
 from outrider.errors import DataLoss, OutriderError, Overloaded, Unavailable
 from outrider.local.valkey import EmbeddedValkey
 from outrider.parameters import AcceptanceRule, SamplingParameters
+from outrider.serving.accepting import stop_accepting
 from outrider.serving.status import peer_errors
 from outrider.v1 import generation_pb2 as pb
 from tests.orchestrator.scripted import ScriptedTarget
@@ -327,12 +329,13 @@ async def answering(answer: bytes) -> AsyncIterator[str]:
     """A server that gives one answer to whoever connects; yields its address."""
 
     async def answer_all(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        writer.write(answer)
-        await writer.drain()
-        writer.close()
+        with contextlib.closing(writer), contextlib.suppress(ConnectionError):
+            writer.write(answer)
+            await writer.drain()
 
     async with await asyncio.start_server(answer_all, "127.0.0.1", 0) as server:
         yield f"127.0.0.1:{server.sockets[0].getsockname()[1]}"
+        await stop_accepting(server)
 
 
 @pytest.mark.parametrize(

@@ -2,10 +2,12 @@
 
 import asyncio
 from collections.abc import AsyncIterator
+from contextlib import closing, suppress
 
 import pytest
 
 from bench.proxy import Link, Proxy, proxied
+from outrider.serving.accepting import stop_accepting
 
 Connection = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 
@@ -26,6 +28,7 @@ async def proxy() -> AsyncIterator[Proxy]:
     server = await asyncio.start_server(_echo, "127.0.0.1", 0)
     async with proxied(f"127.0.0.1:{server.sockets[0].getsockname()[1]}") as running:
         yield running
+    await stop_accepting(server)
     server.close()
 
 
@@ -130,6 +133,20 @@ async def test_it_can_refuse_and_end_slowly(proxy: Proxy) -> None:
     assert await asyncio.wait_for(connection[0].read(), 5) == b""
     assert asyncio.get_running_loop().time() - began >= 0.2
     connection[1].close()
+
+
+@pytest.mark.parametrize("num_turns", range(12))
+async def test_a_connection_that_comes_while_it_closes_is_closed(num_turns: int) -> None:
+    async with await asyncio.start_server(_echo, "127.0.0.1", 0) as server:
+        async with proxied(f"127.0.0.1:{server.sockets[0].getsockname()[1]}") as proxy:
+            connecting = asyncio.create_task(connect(proxy))
+            # It is accepted over some turns of the event loop.
+            for _ in range(num_turns):
+                await asyncio.sleep(0)
+        with suppress(OSError):
+            reader, writer = await connecting
+            with closing(writer):
+                assert await asyncio.wait_for(reader.read(), 5) == b""
 
 
 async def test_a_server_that_is_gone_closes_the_connection() -> None:

@@ -9,10 +9,12 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from outrider.serving.accepting import stop_accepting
+
 
 @contextmanager
-def tls_front(port: int, certificate: Path, key: Path) -> Iterator[int]:
-    """Yields a loopback port whose connections go on, without TLS, to another one."""
+def tls_front(port: int, certificate: Path, key: Path, host: str = "127.0.0.1") -> Iterator[int]:
+    """Yields a port of this machine's address `host` whose connections go on, without TLS, to another one."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.load_cert_chain(certificate, key)
     loop = asyncio.new_event_loop()
@@ -22,7 +24,7 @@ def tls_front(port: int, certificate: Path, key: Path) -> Iterator[int]:
     def run(work: Coroutine[Any, Any, Any]) -> Any:
         return asyncio.run_coroutine_threadsafe(work, loop).result(10)
 
-    server = run(asyncio.start_server(lambda *side: _connect(port, *side), "127.0.0.1", 0, ssl=context))
+    server = run(asyncio.start_server(lambda *side: _connect(port, *side), host, 0, ssl=context))
     try:
         yield server.sockets[0].getsockname()[1]
     finally:
@@ -33,6 +35,7 @@ def tls_front(port: int, certificate: Path, key: Path) -> Iterator[int]:
 
 
 async def _end(server: asyncio.Server) -> None:
+    await stop_accepting(server)
     server.close()
     await server.wait_closed()
     others = asyncio.all_tasks() - {asyncio.current_task()}

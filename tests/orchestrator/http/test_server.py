@@ -1,6 +1,7 @@
 """The HTTP server: tenants, origins, certificates, drain."""
 
 import asyncio
+import contextlib
 import json
 import ssl
 from pathlib import Path
@@ -10,6 +11,7 @@ import pytest
 import trustme
 
 from orchestrator.http import server as http_server
+from orchestrator.http.asgi import Receive, Scope, Send
 from orchestrator.store.record import derived_session_id
 from outrider.errors import InvalidArgument, Unavailable
 from tests.orchestrator.http.conftest import give_text
@@ -161,6 +163,43 @@ async def test_a_drain_lets_streams_end_and_refuses_new_ones(session_store_url: 
         assert whole.is_done
         assert len(whole.text()) == 50
         await ending
+
+
+async def test_a_response_that_nobody_reads_ends_with_the_server() -> None:
+    num_bytes = 64 << 20
+
+    async def send_much(scope: Scope, receive: Receive, send: Send) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.body", "body": bytes(num_bytes)})
+
+    server = http_server.HttpServer("127.0.0.1:0", send_much, http_server.TlsFiles())
+    host, _, port = (await server.start()).rpartition(":")
+    reader, writer = await asyncio.open_connection(host, int(port))
+    with contextlib.closing(writer):
+        writer.write(b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n")
+        assert await asyncio.wait_for(reader.readline(), 5) == b"HTTP/1.1 200 OK\r\n"
+        await server.stop()
+        with pytest.raises(asyncio.IncompleteReadError):
+            await asyncio.wait_for(reader.readexactly(num_bytes), 10)
+
+
+async def test_connections_that_come_while_it_stops_are_closed() -> None:
+    async def come(num_turns: int) -> None:
+        server = http_server.HttpServer("127.0.0.1:0", lambda *_: None, http_server.TlsFiles())
+        host, _, port = (await server.start()).rpartition(":")
+        connecting = asyncio.create_task(asyncio.open_connection(host, int(port)))
+        # It is accepted over some turns of the event loop.
+        for _ in range(num_turns):
+            await asyncio.sleep(0)
+        await server._server.shutdown()
+        await server.stop()
+        with contextlib.suppress(ConnectionError):
+            reader, writer = await connecting
+            # Sooner than one that sends no headers is closed anyway.
+            with contextlib.closing(writer):
+                assert await asyncio.wait_for(reader.read(), 5) == b""
+
+    await asyncio.gather(*(come(num_turns) for num_turns in range(12)))
 
 
 @pytest.mark.parametrize("address", ["8000", "localhost", ":8000", "host:port"])

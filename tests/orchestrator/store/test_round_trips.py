@@ -10,6 +10,7 @@ from urllib.parse import urlsplit
 import pytest
 
 from outrider.errors import DuplicateRequest, InvalidArgument, Overloaded, Unavailable
+from outrider.serving.accepting import stop_accepting
 from outrider.serving.status import peer_errors
 from outrider.v1 import generation_pb2 as pb
 from tests.orchestrator.api.test_servicer import new_id, saying, tokenizer_files
@@ -34,6 +35,7 @@ class Gate:
         self._is_shut = False
         self._changed = asyncio.Condition()
         self._tasks: set[asyncio.Task[None]] = set()
+        self._is_closed = False
         self.url = ""
 
     @contextlib.asynccontextmanager
@@ -44,6 +46,8 @@ class Gate:
         try:
             yield self
         finally:
+            self._is_closed = True
+            await stop_accepting(listener)
             listener.close()
             for task in self._tasks:
                 task.cancel()
@@ -69,15 +73,21 @@ class Gate:
         self._held.clear()
 
     async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        far_reader, far_writer = await asyncio.open_connection(*self._place)
-        for task in (self._carry(reader, far_writer, True), self._carry(far_reader, writer, False)):
-            running = asyncio.create_task(task)
-            self._tasks.add(running)
-            running.add_done_callback(self._tasks.discard)
+        # asyncio logs an error for a connection's task that is cancelled, and for one that fails.
+        with contextlib.closing(writer), contextlib.suppress(OSError, asyncio.CancelledError):
+            # One that was accepted just before the end begins after it.
+            if self._is_closed:
+                return
+            task = asyncio.current_task()
+            assert task is not None
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+            far_reader, far_writer = await asyncio.open_connection(*self._place)
+            with contextlib.closing(far_writer):
+                await asyncio.gather(self._carry(reader, far_writer, True), self._carry(far_reader, writer, False))
 
     async def _carry(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, is_up: bool) -> None:
-        # Closed where it is cancelled too: the other direction may have ended just before.
-        with contextlib.closing(writer), contextlib.suppress(OSError):
+        with contextlib.closing(writer):
             while data := await reader.read(1 << 16):
                 # Connections are made, and the store is watched, beside requests.
                 if is_up and (writer in self._held or (self._is_shut and b"outrider:{" in data)):
