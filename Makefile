@@ -40,6 +40,9 @@ EMBEDDED ?= 1
 COMPILER ?=
 BASE ?=
 TORCH_INDEX ?=
+# Of `make cluster`: a tag or commit, whose images it builds too, for rolling updates from these to today's.
+EARLIER ?=
+EARLIER_FOLDER := .cache/earlier/$(subst /,-,$(EARLIER))
 DOCS := .venv-docs
 DOCS_STAMP := $(DOCS)/.installed
 MERMAID := docs/javascripts/mermaid.min.js
@@ -266,9 +269,14 @@ cluster: install ## Builds a Kubernetes node (once, 10 minutes, Debian 12 only) 
 	@command -v mmdebstrap dpkg-source >/dev/null || { echo "install: mmdebstrap, dpkg-dev"; $(AS_ROOT) apt-get update -qq; \
 	  $(AS_ROOT) apt-get install -y -qq --no-install-recommends mmdebstrap dpkg-dev patch xz-utils >/dev/null; }
 	@[ -e .cache/images/built.json ] || $(MAKE) --no-print-directory images
+	@[ -z '$(EARLIER)' ] || [ -e $(EARLIER_FOLDER)/.cache/images/built.json ] || { rm -rf $(EARLIER_FOLDER) && \
+	  git clone --quiet --no-checkout . $(EARLIER_FOLDER) && git -C $(EARLIER_FOLDER) checkout --quiet --detach '$(EARLIER)' && \
+	  $(MAKE) --no-print-directory -C $(EARLIER_FOLDER) images PART='orchestrator target draft'; }
 	@$(AS_ROOT) tests/cluster/build.sh .cache/cluster
 	@$(AS_ROOT) $(BIN)/python -m tests.cluster.archive .cache/cluster
-	@$(AS_ROOT) $(BIN)/python -m tests.cluster.isolated $(BIN)/python -m pytest -q tests/cluster -m cluster $(ARGS)
+	@$(AS_ROOT) $(BIN)/python -m tests.cluster.isolated \
+	  env CLUSTER_EARLIER='$(if $(EARLIER),$(EARLIER_FOLDER)/.cache/images/built.json)' \
+	  $(BIN)/python -m pytest -q tests/cluster -m cluster $(ARGS)
 
 $(CUSTOM_KINDS_STAMP): Makefile | $(DOCS_STAMP)
 	@echo "install: types of custom kinds in $(CUSTOM_KINDS)"

@@ -18,6 +18,8 @@ __all__ = ["draft", "session_store_url", "target"]
 
 _BUILT: Final = Path(os.environ.get("CLUSTER_IMAGES", ".cache/images/built.json")).resolve()
 """What `make images` has built last."""
+_EARLIER: Final = os.environ.get("CLUSTER_EARLIER", "")
+"""The same of an earlier version, from which rolling updates begin; empty without one."""
 _MARKOV: Final = Path(__file__).with_name("markov")
 _lines: list[str] = []
 
@@ -49,32 +51,45 @@ def node(say: Callable[[str], None]) -> Iterator[Node]:
     running = Node()
     try:
         running.start()
-        for image in json.loads(_BUILT.read_text()):
-            # The image with everything is for one machine without a cluster.
-            if image["part"] in SERVICES:
-                running.import_image(_BUILT.parent / image["archive"])
-                running.tag_image(image["reference"], f"docker.io/outrider/{image['part']}:local")
+        import_built(running, _BUILT, "local")
         yield running
     finally:
         running.close()
 
 
-@pytest.fixture(scope="module")
-def local(node: Node, say: Callable[[str], None]) -> Iterator[Deployed]:
-    """The local overlay as it is, with the embedded models."""
-    deployed = Deployed(node, say)
-    deployed.apply(K8S / "overlays" / "local")
-    yield deployed
-    deployed.remove()
+@pytest.fixture(scope="session")
+def earlier(node: Node) -> str:
+    """The tag of an earlier version's images on the node."""
+    if not _EARLIER:
+        pytest.skip("EARLIER=FILE names no images of an earlier version: the built.json of its `make images`")
+    import_built(node, Path(_EARLIER).resolve(), "earlier")
+    return "earlier"
+
+
+def import_built(node: Node, built: Path, tag: str) -> None:
+    """Gives the node the services' images of a build, and each the name that manifests have for it, with this tag."""
+    for image in json.loads(built.read_text()):
+        # The image with everything is for one machine without a cluster.
+        if image["part"] in SERVICES:
+            node.import_image(built.parent / image["archive"])
+            node.tag_image(image["reference"], f"docker.io/outrider/{image['part']}:{tag}")
 
 
 @pytest.fixture(scope="session")
-def markov(node: Node, say: Callable[[str], None]) -> Iterator[Deployed]:
+def local(node: Node, say: Callable[[str], None]) -> Deployed:
+    """The local overlay as it is, with the embedded models; `markov` is applied over it, so its tests come first."""
+    deployed = Deployed(node, say)
+    deployed.apply(K8S / "overlays" / "local")
+    return deployed
+
+
+@pytest.fixture(scope="session")
+def markov(node: Node, say: Callable[[str], None]) -> Deployed:
     """The local overlay with models that start in seconds, two pods of each service."""
     deployed = Deployed(node, say)
     deployed.apply(_MARKOV)
     deployed.scale_to_two()
-    yield deployed
+    return deployed
 
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:

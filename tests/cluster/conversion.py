@@ -15,10 +15,10 @@ _OLDER: Final = {
     ("HorizontalPodAutoscaler", "autoscaling/v2"): "autoscaling/v2beta2",
     ("PodDisruptionBudget", "policy/v1"): "policy/v1beta1",
 }
-_PROBES: Final = ("startupProbe", "readinessProbe", "livenessProbe")
+_PROBES: Final = {"startupProbe": 1, "readinessProbe": 2, "livenessProbe": 3}
+"""How many times the period of each is taken where it starts an interpreter: as often as by gRPC they take a core."""
 _EXEC_TIMEOUT_S: Final = 10
 """A probe that starts a process takes seconds where all pods share two cores."""
-_LESS_OFTEN: Final = 3
 _STARTS: Final = 360
 """Attempts of a startup probe: the manifests' limits are for pods with cores of their own."""
 _POD_SECURITY: Final = "pod-security.kubernetes.io/"
@@ -80,13 +80,12 @@ def _ignored(item: Manifest) -> Iterator[str]:
 
 
 def _convert_container(name: str, container: dict[str, Any], images: Mapping[str, str]) -> Iterator[str]:
-    for kind in _PROBES:
+    for kind, times in _PROBES.items():
         probe = container.get(kind, {})
         if grpc := probe.pop("grpc", None):
             probe["exec"] = {"command": ["python", "-m", "outrider.serving", grpc.get("service", "")]}
-            # Each starts an interpreter: as often as by gRPC they take a core for themselves.
-            probe["periodSeconds"] = _LESS_OFTEN * probe.get("periodSeconds", 10)
-            yield f"gRPC probes: exec of python -m outrider.serving, {_LESS_OFTEN} times the period"
+            probe["periodSeconds"] = times * probe.get("periodSeconds", 10)
+            yield f"gRPC {kind}: exec of python -m outrider.serving, {times} times the period"
             if kind == "startupProbe":
                 probe["failureThreshold"] = max(_STARTS, probe["failureThreshold"])
                 yield f"startup probes: {_STARTS} attempts or more"

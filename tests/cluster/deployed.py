@@ -16,7 +16,7 @@ from outrider.client.retry import RetryPolicy
 from tests.cluster.archive import REDIS
 from tests.cluster.conversion import convert
 from tests.cluster.node import DOMAIN, Node
-from tests.k8s.rendering import COMPONENT, SERVICES, kustomize
+from tests.k8s.rendering import COMPONENT, SERVICES, Manifest, kustomize
 
 NAMESPACE: Final = "outrider"
 HTTP_URL: Final = f"http://orchestrator-http.{NAMESPACE}.svc.{DOMAIN}"
@@ -38,23 +38,30 @@ class Deployed:
     Args:
         node: of the cluster.
         say: prints a line into the run's report.
+        namespace: where they are.
     """
 
-    def __init__(self, node: Node, say: Callable[[str], None]) -> None:
+    def __init__(self, node: Node, say: Callable[[str], None], namespace: str = NAMESPACE) -> None:
         self.node = node
+        self.namespace = namespace
         self._say = say
 
-    def apply(self, folder: Path) -> None:
-        """Renders an overlay with kustomize, converts it for this version, and applies it with its kubectl."""
-        converted = convert(kustomize(folder), {_VALKEY: REDIS})
+    def apply(self, overlay: Path | Sequence[Manifest]) -> None:
+        """Renders an overlay with kustomize, converts it for this version, and applies it with its kubectl.
+
+        Args:
+            overlay: its folder, or its objects.
+        """
+        objects = kustomize(overlay) if isinstance(overlay, Path) else overlay
+        converted = convert(objects, {_VALKEY: REDIS})
         for line in converted.changes:
             self._say(f"converted: {line}")
         for line in converted.not_taken:
             self._say(f"not taken: {line}")
         for path in converted.folders:
             self.node.make_folder(path)
-        objects = {"apiVersion": "v1", "kind": "List", "items": converted.objects}
-        self.node.kubectl("apply", "--filename=-", stdin=json.dumps(objects), timeout_s=120)
+        items = {"apiVersion": "v1", "kind": "List", "items": converted.objects}
+        self.node.kubectl("apply", "--filename=-", stdin=json.dumps(items), timeout_s=120)
 
     def until_ready(self, *components: str, within_s: float = _READY_S) -> float:
         """Returns once deployments and stateful sets have all their pods Ready, and after how many seconds."""
@@ -79,7 +86,7 @@ class Deployed:
 
     def describe(self) -> str:
         """Returns the pods as kubectl lists them."""
-        return self.node.kubectl("get", "pods", f"--namespace={NAMESPACE}", "--output=wide")
+        return self.node.kubectl("get", "pods", f"--namespace={self.namespace}", "--output=wide")
 
     def pods(self, component: str) -> list[Pod]:
         """Returns the pods of a component that are not terminating, the oldest first."""
@@ -119,21 +126,28 @@ class Deployed:
     def patch(self, kind: str, name: str, changes: Mapping[str, Any], *, how: str = "merge") -> None:
         """Changes an object."""
         self.node.kubectl(
-            "patch", kind, name, f"--namespace={NAMESPACE}", f"--type={how}", f"--patch={json.dumps(changes)}"
+            "patch", kind, name, f"--namespace={self.namespace}", f"--type={how}", f"--patch={json.dumps(changes)}"
         )
 
     def configure(self, component: str, **settings: str) -> None:
         """Gives a deployment's container further environment variables, which starts its pods anew; waits for it."""
         given = [f"{name}={value}" for name, value in settings.items()]
-        self.node.kubectl("set", "env", f"deployment/{component}", f"--namespace={NAMESPACE}", *given)
+        self.node.kubectl("set", "env", f"deployment/{component}", f"--namespace={self.namespace}", *given)
         self.until_ready(component)
 
     def unset(self, component: str, *names: str) -> None:
         """Takes environment variables of `configure` away again; waits for the new pods."""
         self.node.kubectl(
-            "set", "env", f"deployment/{component}", f"--namespace={NAMESPACE}", *(f"{name}-" for name in names)
+            "set", "env", f"deployment/{component}", f"--namespace={self.namespace}", *(f"{name}-" for name in names)
         )
         self.until_ready(component)
+
+    def use_images(self, tags: Mapping[str, str]) -> float:
+        """Gives services the images with a tag, by rolling updates at once; returns the seconds until all are Ready."""
+        for name, tag in tags.items():
+            image = f"{name}=outrider/{name}:{tag}"
+            self.node.kubectl("set", "image", f"deployment/{name}", f"--namespace={self.namespace}", image)
+        return self.until_ready(*tags)
 
     def until_replicas(self, component: str, number: int, within_s: float, describe: Callable[[], str]) -> None:
         """Returns once a deployment is to have this many pods."""
@@ -142,12 +156,12 @@ class Deployed:
                 lambda: self.replicas(component) == number, f"{component} has {number} replicas", within_s=within_s
             )
         except AssertionError as error:
-            autoscaler = self.node.kubectl("describe", "hpa", component, f"--namespace={NAMESPACE}")
+            autoscaler = self.node.kubectl("describe", "hpa", component, f"--namespace={self.namespace}")
             raise AssertionError(f"{error}\n{autoscaler}\n{describe()}") from None
 
     def delete(self, pod: Pod) -> None:
         """Deletes a pod, as `kubectl delete pod` does; does not wait until it is gone."""
-        self.node.kubectl("delete", "pod", _name(pod), f"--namespace={NAMESPACE}", "--wait=false")
+        self.node.kubectl("delete", "pod", _name(pod), f"--namespace={self.namespace}", "--wait=false")
 
     def kill(self, pod: Pod) -> None:
         """Ends the process of a pod by kill -9."""
@@ -156,16 +170,16 @@ class Deployed:
 
     def exec(self, pod: str, *command: str, is_checked: bool = True) -> str:
         """Runs a command in a pod; returns what it prints."""
-        return self.node.kubectl("exec", pod, f"--namespace={NAMESPACE}", "--", *command, is_checked=is_checked)
+        return self.node.kubectl("exec", pod, f"--namespace={self.namespace}", "--", *command, is_checked=is_checked)
 
     def logs(self, pod: Pod) -> str:
         """Returns what a pod has logged."""
-        return self.node.kubectl("logs", _name(pod), f"--namespace={NAMESPACE}")
+        return self.node.kubectl("logs", _name(pod), f"--namespace={self.namespace}")
 
     def get(self, kind: str, *arguments: str) -> dict[str, Any]:
         """Returns an object, or a list of them."""
         found: dict[str, Any] = json.loads(
-            self.node.kubectl("get", kind, *arguments, f"--namespace={NAMESPACE}", "--output=json")
+            self.node.kubectl("get", kind, *arguments, f"--namespace={self.namespace}", "--output=json")
         )
         return found
 
@@ -173,19 +187,20 @@ class Deployed:
         """Returns how many pods a deployment is to have."""
         return int(self.get("deployment", component)["spec"]["replicas"])
 
-    def client(self, address: str = "", *, max_attempts: int = 60) -> OutriderClient:
-        """Returns a client that goes by the orchestrator's Service, or by an address; it does not give up soon."""
-        address = address or f"dns:///orchestrator.{NAMESPACE}.svc.{DOMAIN}:50051"
-        return OutriderClient(address, retry=RetryPolicy(max_attempts=max_attempts, max_backoff_s=0.5))
+    def client(self, address: str = "", *, max_attempts: int = 60, **access: Any) -> OutriderClient:
+        """Returns a client that goes by the orchestrator's Service, or by an address; it does not give up soon.
+
+        Args:
+            address: another one than the Service's.
+            max_attempts: of each request.
+            access: the client's `token` and `tls`.
+        """
+        address = address or f"dns:///orchestrator.{self.namespace}.svc.{DOMAIN}:50051"
+        return OutriderClient(address, retry=RetryPolicy(max_attempts=max_attempts, max_backoff_s=0.5), **access)
 
     async def in_thread(self, function: Callable[..., Any], *arguments: Any) -> Any:
         """Runs what waits for kubectl while streams go on."""
         return await asyncio.to_thread(function, *arguments)
-
-    def remove(self) -> None:
-        """Deletes the namespace with all that is in it, and the volumes."""
-        self.node.kubectl("delete", "namespace", NAMESPACE, "--timeout=200s", timeout_s=210)
-        self.node.kubectl("delete", "persistentvolumes", "--all", "--timeout=60s", timeout_s=70)
 
 
 def _is_ready(pod: Pod) -> bool:

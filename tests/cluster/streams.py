@@ -4,7 +4,7 @@ import asyncio
 import itertools
 import time
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from outrider.client import GenerationRequest, OutriderClient
 from tests.faults.history import Record, check, read_log, watch
@@ -101,7 +101,9 @@ async def stream_during(client: OutriderClient, num: int, work: Awaitable[object
 
     async def keep_asking(request: GenerationRequest) -> None:
         while not working.done():
-            streams.records.append(await watch(client, request, timeout_s=_REQUEST_S))
+            # With the same id it would be replayed from the store, without a worker.
+            again = replace(request, request_id="")
+            streams.records.append(await watch(client, again, timeout_s=_REQUEST_S))
 
     streams.struck_s = time.monotonic()
     await asyncio.gather(*(keep_asking(request) for request in asked))

@@ -39,12 +39,12 @@ def test_metrics_targets_and_behavior_are_as_shipped() -> None:
 def test_probes_and_hooks_run_programs(service: str) -> None:
     shipped = container(workloads(overlay("local"))[service])
     converted = container(workloads(convert(overlay("local"), {}).objects)[service])
-    for kind in ("startupProbe", "readinessProbe", "livenessProbe"):
+    for kind, times in (("startupProbe", 1), ("readinessProbe", 2), ("livenessProbe", 3)):
         probe, was = converted[kind], shipped[kind]
         if "grpc" in was:
             assert probe["exec"]["command"] == ["python", "-m", "outrider.serving", was["grpc"]["service"]]
             assert probe["timeoutSeconds"] == 10
-            assert probe["periodSeconds"] == 3 * was.get("periodSeconds", 10)
+            assert probe["periodSeconds"] == times * was.get("periodSeconds", 10)
         else:
             assert probe == was
     seconds = shipped["lifecycle"]["preStop"]["sleep"]["seconds"]

@@ -12,7 +12,7 @@ from tests.k8s.rendering import COMPONENT, SERVICES
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(600)]
 
 _NUM_STREAMS = 8
-_DRAIN_S = 20
+_DRAIN_S = 8
 _EVICTED_S = 120.0
 
 

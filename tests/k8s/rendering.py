@@ -8,7 +8,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -75,6 +75,7 @@ def production(
     without: Sequence[str] = (),
     namespace: str = "outrider",
     cluster: Mapping[str, str] | None = None,
+    change: Callable[[dict[str, Any]], None] | None = None,
 ) -> list[Manifest]:
     """Returns the production overlay as whoever deploys changes it, by way of a copy in a folder below `k8s`.
 
@@ -84,6 +85,7 @@ def production(
         without: components that are taken out.
         namespace: where it is deployed.
         cluster: values of its cluster.env.
+        change: changes the content of its kustomization.yaml.
     """
     place = folder / "production"
     shutil.rmtree(place, ignore_errors=True)
@@ -92,6 +94,8 @@ def production(
     chosen["namespace"] = namespace
     listed = [path for path in chosen["components"] if path.rpartition("/")[2] not in without]
     chosen["components"] = [*listed[:-1], *(f"../../components/{name}" for name in components), listed[-1]]
+    if change is not None:
+        change(chosen)
     (place / "kustomization.yaml").write_text(yaml.safe_dump(chosen))
     file = place / "cluster" / "cluster.env"
     given = values(file) | (cluster or {})

@@ -39,17 +39,26 @@ async def _end(server: asyncio.Server) -> None:
     server.close()
     await server.wait_closed()
     others = asyncio.all_tasks() - {asyncio.current_task()}
+    for connection in others:
+        connection.cancel()
     await asyncio.gather(*others, return_exceptions=True)
 
 
 async def _connect(port: int, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-    behind_reader, behind_writer = await asyncio.open_connection("127.0.0.1", port)
-    await asyncio.gather(_copy(reader, behind_writer), _copy(behind_reader, writer))
-    for side in (writer, behind_writer):
-        # TLS would wait for the other side's goodbye, and the socket with it.
-        side.transport.abort()
-        with contextlib.suppress(OSError):
-            await side.wait_closed()
+    sides = [writer]
+    try:
+        behind_reader, behind_writer = await asyncio.open_connection("127.0.0.1", port)
+        sides.append(behind_writer)
+        await asyncio.gather(_copy(reader, behind_writer), _copy(behind_reader, writer))
+    except asyncio.CancelledError:
+        # asyncio's streams log an error for a connection's task that ends as cancelled.
+        pass
+    finally:
+        for side in sides:
+            # TLS would wait for the other side's goodbye, and the socket with it.
+            side.transport.abort()
+            with contextlib.suppress(OSError):
+                await side.wait_closed()
 
 
 async def _copy(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
