@@ -42,6 +42,8 @@ _REGISTRY: Final = "docker.io/outrider"
 # Of pip's configuration, what decides where packages come from.
 _INDEX_SETTINGS: Final = ("index-url", "extra-index-url", "find-links", "no-index", "trusted-host", "proxy", "timeout")
 _CA: Final = "/run/secrets/ca"
+_FILE_TIME: Final = "315532800"
+"""Of all files, 1980: a commit's would be another one in layers that an earlier build left. Wheels can hold none before."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,12 +159,12 @@ def build(part: str, reference: str, options: Sequence[str], base: str, torch_in
     """Build one image from the Dockerfile."""
     settings = pip_settings(_output([sys.executable, "-m", "pip", "config", "list"]))
     chosen = {name: settings[name] for name in _INDEX_SETTINGS if name in settings}
-    revision, epoch = _git(ROOT, "log", "-1", "--format=%H %ct", "--", *context_paths()).split()
-    arguments = {"SOURCE_DATE_EPOCH": epoch, "TORCH_INDEX": torch_index} | {name.upper(): "1" for name in options}
+    revision, committed = _git(ROOT, "log", "-1", "--format=%H %ct", "--", *context_paths()).split()
+    arguments = {"SOURCE_DATE_EPOCH": _FILE_TIME, "TORCH_INDEX": torch_index} | {name.upper(): "1" for name in options}
     labels = {
         "revision": revision,
         "version": _version(),
-        "created": datetime.fromtimestamp(int(epoch), UTC).isoformat(),
+        "created": datetime.fromtimestamp(int(committed), UTC).isoformat(),
         "source": _source(),
     }
     with tempfile.TemporaryDirectory() as scratch:
@@ -183,7 +185,7 @@ def build(part: str, reference: str, options: Sequence[str], base: str, torch_in
                 print(f"images: Docker mounts no folders into builds, so none of {', '.join(folders)}", flush=True)
         else:
             # OCI's format has no HEALTHCHECK.
-            call += ["--format", "docker", "--layers", "--timestamp", epoch, "--pull-never" if not base else "--pull"]
+            call += ["--format", "docker", "--layers", "--timestamp", _FILE_TIME, "--pull-never" if not base else "--pull"]
             call += [f"--volume={folder}:{folder}:ro" for folder in local_folders(settings)]
         if engine() == "buildah":
             call += ["--isolation", "chroot"]

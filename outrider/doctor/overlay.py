@@ -1,5 +1,6 @@
 """A rendered overlay: the objects that `kubectl kustomize` prints, and what they need of a cluster."""
 
+import json
 import shutil
 import subprocess
 import sys
@@ -15,6 +16,8 @@ Manifest: TypeAlias = dict[str, Any]
 STANDARD_INPUT: Final = "-"
 _RENDER_S: Final = 60.0
 _MAX_BYTES: Final = 64 << 20
+_KUBECTL_MINOR: Final = 30
+"""Of the oldest kubectl, 1.30, whose kustomize is tried with the manifests; much older ones know no components."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -219,8 +222,27 @@ def _rendered(folder: Path) -> str:
         raise Unavailable(f"kubectl kustomize {folder} took more than {_RENDER_S:g} s") from None
     if done.returncode:
         lines = done.stderr.strip().splitlines() or [f"exit code {done.returncode}"]
-        raise InvalidArgument(f"kubectl kustomize {folder}: {lines[-1].removeprefix('error: ')}", "overlay")
+        problem = lines[-1].removeprefix("error: ")
+        raise InvalidArgument(f"kubectl kustomize {folder}: {problem}{_too_old(kubectl)}", "overlay")
     return done.stdout
+
+
+def _too_old(kubectl: str) -> str:
+    """Return what to say of a kubectl that is older than the manifests; nothing of others."""
+    try:
+        done = subprocess.run(
+            [kubectl, "version", "--client", "--output=json"],
+            capture_output=True,
+            text=True,
+            timeout=_RENDER_S,
+            check=False,
+        )
+        minor = int(json.loads(done.stdout)["clientVersion"]["minor"].rstrip("+"))
+    except (subprocess.TimeoutExpired, ValueError, LookupError, TypeError, AttributeError):
+        return ""
+    if minor >= _KUBECTL_MINOR:
+        return ""
+    return f"; {kubectl} is of 1.{minor}: take one of 1.{_KUBECTL_MINOR} or newer, or give the objects to `--overlay -`"
 
 
 def _objects(text: str, place: str) -> Iterator[Manifest]:

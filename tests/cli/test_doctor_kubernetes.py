@@ -660,6 +660,29 @@ def test_a_kustomization_that_cannot_be_rendered(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    ("version", "problem"),
+    [
+        ('{"clientVersion": {"major": "1", "minor": "20"}}', r"kubectl is of 1\.20: take one of 1\.30 or newer"),
+        ('{"clientVersion": {"major": "1", "minor": "30+"}}', r"unknown field$"),
+        ("no JSON", r"unknown field$"),
+        ('{"clientVersion": null}', r"unknown field$"),
+    ],
+)
+def test_a_kubectl_that_is_too_old_is_named(
+    version: str, problem: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    program = tmp_path / "kubectl"
+    program.write_text(
+        f"#!/bin/sh\nif [ \"$1\" = version ]; then echo '{version}'; exit 0; fi\n"
+        "echo 'error: json: unknown field' >&2; exit 1\n"
+    )
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(InvalidArgument, match=problem):
+        read_overlay(str(tmp_path))
+
+
+@pytest.mark.parametrize(
     ("text", "value"), [("500m", 0.5), ("4Gi", 2**32), ("2", 2), (3, 3), ("1e3", 1000), ("5M", 5e6), ("1E", 1e18)]
 )
 def test_quantities(text: str, value: float) -> None:
