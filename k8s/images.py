@@ -43,7 +43,7 @@ _REGISTRY: Final = "docker.io/outrider"
 _INDEX_SETTINGS: Final = ("index-url", "extra-index-url", "find-links", "no-index", "trusted-host", "proxy", "timeout")
 _CA: Final = "/run/secrets/ca"
 _FILE_TIME: Final = "315532800"
-"""Of all files, 1980: a commit's would be another one in layers that an earlier build left. Wheels can hold none before."""
+"""Of all files, 1980, which wheels can hold: layers that an earlier build left would have another commit's."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,7 +185,8 @@ def build(part: str, reference: str, options: Sequence[str], base: str, torch_in
                 print(f"images: Docker mounts no folders into builds, so none of {', '.join(folders)}", flush=True)
         else:
             # OCI's format has no HEALTHCHECK.
-            call += ["--format", "docker", "--layers", "--timestamp", _FILE_TIME, "--pull-never" if not base else "--pull"]
+            call += ["--format", "docker", "--layers", "--timestamp", _FILE_TIME]
+            call += ["--pull-never" if not base else "--pull"]
             call += [f"--volume={folder}:{folder}:ro" for folder in local_folders(settings)]
         if engine() == "buildah":
             call += ["--isolation", "chroot"]

@@ -14,6 +14,8 @@ from outrider.errors import InvalidArgument, Unavailable
 Manifest: TypeAlias = dict[str, Any]
 
 STANDARD_INPUT: Final = "-"
+PULL_KEY: Final = ".dockerconfigjson"
+"""Of the Secrets by which images are pulled."""
 _RENDER_S: Final = 60.0
 _MAX_BYTES: Final = 64 << 20
 _KUBECTL_MINOR: Final = 30
@@ -129,7 +131,7 @@ class Overlay:
             paths = frozenset(self._paths_in(template, volume["name"]))
             yield from _of_volume(volume, where, user, paths)
         for named in spec.get("imagePullSecrets") or ():
-            yield Reference("Secret", named["name"], where, user, frozenset({".dockerconfigjson"}))
+            yield Reference("Secret", named["name"], where, user, frozenset({PULL_KEY}))
         account = spec.get("serviceAccountName") or "default"
         if account != "default":
             yield Reference("ServiceAccount", account, where, user)

@@ -8,7 +8,7 @@ from urllib.parse import quote
 from outrider.discovery.cluster import ApiError
 from outrider.doctor.cluster_reader import Check, ClusterReader, all_of, run
 from outrider.doctor.finding import Finding, State, listed
-from outrider.doctor.overlay import Overlay, Reference
+from outrider.doctor.overlay import PULL_KEY, Overlay, Reference
 
 _PLACES: Final[Mapping[str, tuple[str, str]]] = {
     "ConfigMap": ("/api/v1", "configmaps"),
@@ -80,6 +80,9 @@ def _described(reference: Reference) -> str:
 
 def _remedy(reference: Reference) -> str:
     where = f"kubectl -n {reference.namespace} " if reference.namespace else "kubectl "
+    if reference.kind == "Secret" and reference.keys == {PULL_KEY}:
+        options = "--docker-server=... --docker-username=... --docker-password=..."
+        return f"{where}create secret docker-registry {reference.name} {options}"
     if reference.kind == "Secret":
         keys = "".join(f" --from-literal={key}=..." for key in sorted(reference.keys))
         return f"{where}create secret generic {reference.name}{keys}"

@@ -337,7 +337,12 @@ FAILURES: dict[str, tuple[Change, str, str, str]] = {
     "secret": (remove("outrider-redis"), "Secret", "outrider-redis (sessions-url) is missing", "create secret"),
     "secret's key": (data("outrider-redis", url=""), "Secret", "lacks sessions-url", "sessions-url"),
     "secret's file": (data("outrider-tenants", tenants=""), "Secret", "lacks tenants.json", "create"),
-    "pull secret": (remove("pull"), "Secret", "pull (.dockerconfigjson) is missing", "create"),
+    "pull secret": (
+        remove("pull"),
+        "Secret",
+        "pull (.dockerconfigjson) is missing",
+        "create secret docker-registry pull",
+    ),
     "claim": (remove("models"), "PersistentVolumeClaim", "models is missing", "get persistentvolumeclaims"),
     "priority class": (remove("serving"), "PriorityClass", "serving is missing", "get priorityclasses"),
     "issuer": (remove("internal"), "ClusterIssuer", "internal is missing", "get clusterissuers"),
