@@ -265,7 +265,7 @@ $(IMAGES_STAMP): Makefile
 	@$(IMAGES)/bin/python -m pip --disable-pip-version-check --quiet install 'cyclonedx-bom>=7,<8' 'pip-audit>=2.10,<3'
 	@touch $@
 
-cluster: install ## Builds a Kubernetes node (once, 10 minutes, Debian 12 only) and tests the manifests on it, as root. Takes 20 minutes.
+cluster: install ## Builds a Kubernetes node (once, 10 minutes, Debian 12 only) and tests the manifests on it, as root. Takes 15 minutes.
 	@command -v mmdebstrap dpkg-source >/dev/null || { echo "install: mmdebstrap, dpkg-dev"; $(AS_ROOT) apt-get update -qq; \
 	  $(AS_ROOT) apt-get install -y -qq --no-install-recommends mmdebstrap dpkg-dev patch xz-utils >/dev/null; }
 	@[ -e .cache/images/built.json ] || $(MAKE) --no-print-directory images

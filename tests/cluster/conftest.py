@@ -71,7 +71,7 @@ def import_built(node: Node, built: Path, tag: str) -> None:
     for image in json.loads(built.read_text()):
         # The image with everything is for one machine without a cluster.
         if image["part"] in SERVICES:
-            node.import_image(built.parent / image["archive"])
+            node.import_image(built.parent / image["archive"], image["reference"])
             node.tag_image(image["reference"], f"docker.io/outrider/{image['part']}:{tag}")
 
 

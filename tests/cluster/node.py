@@ -20,6 +20,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path, PurePosixPath
 from typing import Any, Final
 
+from tests.cluster.archive import PAUSE
 from tests.serving.certificates import Authority
 
 CACHE: Final = Path(__file__).parents[2] / ".cache" / "cluster"
@@ -28,7 +29,7 @@ RUN: Final = CACHE / "run"
 """What a run writes; it is deleted after it."""
 _IMAGES: Final = CACHE / "containerd"
 """The images of earlier runs, unpacked, which takes minutes."""
-_IMPORTED: Final = CACHE / "imported.json"
+_IMPORTED: Final = CACHE / "images.json"
 CGROUP: Final = "outrider-cluster"
 """Below this cgroup are those of all pods, in each hierarchy."""
 CGROUPS: Final = Path("/sys/fs/cgroup")
@@ -247,15 +248,20 @@ class Node:
                 json.loads(content) if response.headers.get_content_type() == "application/json" else content.decode()
             )
 
-    def import_image(self, archive: Path) -> None:
-        """Gives the node the images of an archive, as docker save writes it, unless it has them from a run before."""
-        found = archive.stat()
+    def import_image(self, archive: Path, name: str) -> None:
+        """Gives the node the image of an archive, as docker save writes it, unless it has it from a run before.
+
+        Images of archives that are gone are deleted: each build takes gigabytes.
+        """
         imported = json.loads(_IMPORTED.read_text()) if _IMPORTED.exists() else {}
-        if imported.get(str(archive)) == (stamp := f"{found.st_size} {found.st_mtime_ns}"):
-            return
-        with archive.open("rb") as content:
-            self._in_root("ctr", "--namespace=k8s.io", "images", "import", "-", stdin=content, timeout_s=600)
-        _IMPORTED.write_text(json.dumps({**imported, str(archive): stamp}))
+        for path in [path for path in imported if not Path(path).exists()]:
+            self._in_root("ctr", "--namespace=k8s.io", "images", "remove", "--sync", imported.pop(path)["name"])
+        found = archive.stat()
+        entry = {"name": name, "stamp": f"{found.st_size} {found.st_mtime_ns}"}
+        if imported.get(str(archive)) != entry:
+            with archive.open("rb") as content:
+                self._in_root("ctr", "--namespace=k8s.io", "images", "import", "-", stdin=content, timeout_s=600)
+        _IMPORTED.write_text(json.dumps({**imported, str(archive): entry}))
 
     def tag_image(self, source: str, name: str) -> None:
         """Gives an image of the node another name too."""
@@ -446,7 +452,7 @@ class Node:
             self._in_root("ctr", "--namespace=k8s.io", "containers", "delete", *stale)
             self.kill("containerd")
             self._start_containerd()
-        self.import_image(CACHE / "base.tar")
+        self.import_image(CACHE / "base.tar", PAUSE)
         self._start_kubelet()
         (self._state / "proxy.json").write_text(json.dumps(_PROXY))
         self._daemon("kube-proxy", "--config=/run/cluster/proxy.json")
