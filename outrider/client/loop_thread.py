@@ -3,6 +3,7 @@
 import asyncio
 import threading
 from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator
+from concurrent.futures import Future
 from contextlib import suppress
 from typing import Any, Final, TypeVar
 
@@ -30,32 +31,39 @@ class LoopThread:
 
         An exception that is raised in the waiting thread, such as KeyboardInterrupt, cancels the work.
         """
-        with self._beginning:
-            if self._is_closed:
-                work.close()
-                raise ClientClosed
-            future = asyncio.run_coroutine_threadsafe(work, self._loop)
+        future: Future[T] | None = None
         try:
+            with self._beginning:
+                if self._is_closed:
+                    work.close()
+                    raise ClientClosed
+                future = asyncio.run_coroutine_threadsafe(work, self._loop)
             return future.result()
         except BaseException:
-            future.cancel()
+            if future is not None:
+                future.cancel()
             raise
 
     def iterate(self, items: AsyncGenerator[T, None]) -> Iterator[T]:
         """Yield the items of an asynchronous iterator; leaving the loop early closes it."""
-        # Closing waits until an interrupted step has ended, since an iterator does one thing at a time.
-        turn = asyncio.Lock()
+        stepping: asyncio.Task[Any] | None = None
 
         async def step() -> tuple[T] | None:
-            async with turn:
-                try:
-                    return (await anext(items),)
-                except StopAsyncIteration:
-                    return None
+            nonlocal stepping
+            stepping = asyncio.current_task()
+            try:
+                return (await anext(items),)
+            except StopAsyncIteration:
+                return None
 
         async def end() -> None:
-            async with turn:
-                await items.aclose()
+            # An iterator does one thing at a time, and an interrupt may have come before the step's future was known
+            # here. A second cancellation would cut off what the first one began.
+            if stepping is not None and not stepping.done():
+                if not stepping.cancelling():
+                    stepping.cancel()
+                await asyncio.wait((stepping,))
+            await items.aclose()
 
         try:
             while (item := self.run(step())) is not None:
