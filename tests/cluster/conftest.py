@@ -19,7 +19,7 @@ __all__ = ["draft", "session_store_url", "target"]
 _BUILT: Final = Path(os.environ.get("CLUSTER_IMAGES", ".cache/images/built.json")).resolve()
 """What `make images` has built last."""
 _EARLIER: Final = os.environ.get("CLUSTER_EARLIER", "")
-"""The same of an earlier version, from which rolling updates begin; empty without one."""
+"""The same of an earlier version, which `make cluster EARLIER=REF` builds; empty without one."""
 _MARKOV: Final = Path(__file__).with_name("markov")
 _lines: list[str] = []
 
@@ -61,7 +61,7 @@ def node(say: Callable[[str], None]) -> Iterator[Node]:
 def earlier(node: Node) -> str:
     """The tag of an earlier version's images on the node."""
     if not _EARLIER:
-        pytest.skip("EARLIER=FILE names no images of an earlier version: the built.json of its `make images`")
+        pytest.skip("no earlier version is given, as by `make cluster EARLIER=REF`")
     import_built(node, Path(_EARLIER).resolve(), "earlier")
     return "earlier"
 
