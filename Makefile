@@ -45,12 +45,14 @@ EARLIER ?=
 EARLIER_FOLDER := .cache/earlier/$(subst /,-,$(EARLIER))
 DOCS := .venv-docs
 DOCS_STAMP := $(DOCS)/.installed
+# Where the site is built: Zensical takes `.cache` beside its configuration for its own, and empties it.
+SITE := .cache/site
 MERMAID := docs/javascripts/mermaid.min.js
 MERMAID_VERSION := 12.3.0
 JSON_SCHEMA_SUITE := .cache/json-schema-test-suite
 JSON_SCHEMA_SUITE_VERSION := 0.0.10
 
-.PHONY: help install demo test test-all bench-check lint proto-check proto-release schemas wheel format exactness faults sanitize attacks browser playground-pictures clients chaos vllm bench docs docs-pages docs-picture quickstart json-schema-suite k8s-config k8s-constraints k8s-check images cluster clean
+.PHONY: help install demo test test-all bench-check lint proto-check proto-release schemas wheel format exactness gpu-check faults sanitize attacks browser playground-pictures clients chaos vllm bench docs docs-pages docs-picture quickstart json-schema-suite k8s-config k8s-constraints k8s-check images cluster clean
 
 help: ## Shows this list.
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / {printf "  make %-16s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -116,6 +118,9 @@ format: install ## Formats the code and sorts its imports.
 
 exactness: install ## Proves losslessness: enumeration, known wrong rules, 30,000 served samples a case, 30 prompts. Takes 100 minutes.
 	@$(BIN)/python -m pytest -q tests/exactness tests/speculation/test_draws.py tests/speculation/test_randomness.py tests/served -m 'slow or not slow' $(ARGS)
+
+gpu-check: install ## Runs the tests that need an NVIDIA GPU. Takes 5 minutes.
+	@$(BIN)/python -m pytest -q tests/lm/test_transformer.py tests/served/test_equality.py -m gpu $(ARGS)
 
 faults: install ## Tries every fault of docs/reliability.md on real processes. Takes 6 minutes.
 	@FAULTS_TABLE=1 $(BIN)/python -m pytest -q tests/faults tests/orchestrator/api/test_authentication.py \
@@ -192,7 +197,12 @@ bench: install ## Measures speed, load, memory and acceptance on this machine. T
 	@for name in overhead speed engine context load drafts; do $(BIN)/outrider bench $$name $(ARGS); done
 
 docs: $(DOCS_STAMP) $(MERMAID) ## Builds the documentation site into .site, strictly: a broken link or reference is an error.
-	@$(DOCS)/bin/zensical build --clean --strict
+	@rm -rf .site $(SITE)
+	@mkdir -p $(SITE)
+	@cp -r docs zensical.toml $(SITE)
+	@ln -s $(CURDIR)/outrider $(SITE)/outrider
+	@cd $(SITE) && $(CURDIR)/$(DOCS)/bin/zensical build --clean --strict
+	@mv $(SITE)/.site .site
 	@echo "docs: in .site; python3 -m http.server --bind 127.0.0.1 --directory .site serves it, with search"
 
 quickstart: install ## Runs every command of README.md and docs/quickstart.md on real services. Takes 20 minutes beside other work.
