@@ -5,7 +5,7 @@
 #
 # Images of services hold code and its pinned dependencies, no models: those are mounted, or pulled to a volume at the first start.
 # --build-arg EMBEDDED=1 adds the embedded target, to try everything without a hub; the one image always has it.
-# --build-arg COMPILER=1 adds the C++ compiler with which targets compile their layers on a CPU.
+# --build-arg COMPILER=1 adds the compiler with which targets compile their layers on a CPU, and kernels for a GPU.
 # --build-arg TORCH_INDEX=https://download.pytorch.org/whl/cpu takes PyTorch without its CUDA libraries.
 # --build-arg PYTHON=IMAGE takes another base: Debian with `python`, pip and CA certificates.
 #

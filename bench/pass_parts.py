@@ -91,6 +91,7 @@ class _Sessions:
 
 
 def _timed(run: Callable[[], object]) -> float:
+    # Neither a pass nor sampling returns before a GPU has done it.
     seconds = []
     for _ in range(_NUM_TIMED):
         started_s = time.perf_counter()

@@ -1,7 +1,16 @@
 """What all tests share."""
 
+import os
+
+import pytest
 import torch
 
 # Models here are tiny: a second thread gains nothing, and beside other work each operation waits until it is scheduled.
 # Services run with as many threads as they are told to; `tests/lm` tests what several threads compute.
 torch.set_num_threads(1)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Hide GPUs from tests that are not about them: what these expect of a model is what it does on a CPU."""
+    if config.getoption("markexpr") != "gpu":
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""

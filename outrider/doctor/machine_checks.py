@@ -1,6 +1,7 @@
 """The prerequisites of `outrider up`, checked on this machine."""
 
 import os
+import shutil
 import socket
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -58,6 +59,8 @@ def check_machine(plan: LocalStackPlan) -> list[Finding]:
     found.append(_check_memory(plan, device))
     if device == "cpu":
         found += [_check_cores(), *_check_compiler()]
+    else:
+        found.append(_check_kernel_compiler())
     found.append(_check_redis(plan.redis_url))
     found += [_check_port(address) for address in plan.addresses]
     return found
@@ -182,6 +185,16 @@ def _check_cores() -> Finding:
         remedy = "--drafter none may be faster: draft and target take turns on one core"
         return Finding("cores", State.ADVICE, "1 to run on", remedy)
     return Finding("cores", State.HOLDS, f"{num} to run on")
+
+
+def _check_kernel_compiler() -> Finding:
+    """Check what Triton compiles the launchers of a GPU's kernels with."""
+    compiler = os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")
+    if compiler is None:
+        remedy = "install gcc and Python's headers; images have them with COMPILER=1"
+        text = "no C compiler: passes on a GPU take many times as long, and texts may depend on load"
+        return Finding("compiler", State.ADVICE, text, remedy)
+    return Finding("compiler", State.HOLDS, compiler)
 
 
 def _check_compiler() -> Iterator[Finding]:

@@ -11,13 +11,14 @@ The target's engine and the drafters that have a model use it (`LanguageModel` i
   other branch has a page table of its own that shares the pages before the branching. In every table a token stands
   at its position, so masks are by position alone and accepting a branch means taking over its table.
 - **Rows.** The rows of all sessions are packed without padding, but for the sizes of `ModelInfo.padded_sizes`: a
-  multiple of 4, or an even number where all weights are packed (see `attention`).
+  multiple of 4, or an even number where all weights are packed (see `attention`). On a GPU a pass has parts of 128
+  rows each (`gpu_passes`).
 - **Memory.** A step reserves its pages before the pass. KV memory uses 2 MiB pages of the system where it has them:
   with pages of 4 KiB, 16 prompt rows at position 1,000 beside 4 sessions took 42 ms instead of 33.
 - **Compiled layers** (`compilation`). Where there is a C++ compiler, PyTorch compiles one layer; all layers and all
   numbers of rows share that code, which is kept in the user's cache directory.
 - **Attention** (`attention`) on a CPU is a native operator over the pages, which is built once where there is a C++
-  compiler; else plain operations over blocks of 256 positions.
+  compiler; else plain operations over blocks of 256 positions. On a GPU it is a Triton kernel.
 - **Linear layers** in bfloat16 on a CPU are packed once (`packed_linear`) for the native product (`outrider.native`);
   else for oneDNN's.
 - **Ranks** (`ranks`, `pass_plan`). `torchrun` starts several processes for one target, and transformers' plan splits

@@ -6,7 +6,7 @@ draft has lost can be sent again.
 """
 
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
 import torch
@@ -115,6 +115,14 @@ class FeatureStore:
             for plane in self._planes.values():
                 pages = plane.view(-1, self._storage.page_len, self.hidden_size)
                 pages[target] = pages[source]
+
+    def taken(self) -> dict[int, Tensor]:
+        """Return the features of the pass that has run, [1, rows, H], by layer in ascending order."""
+        return {layer: self._taken[layer] for layer in self.layers}
+
+    def hold(self, taken: Mapping[int, Tensor]) -> None:
+        """Have `write` store these features: those of a pass that was replayed without its hooks."""
+        self._taken = dict(taken)
 
     def write(self, rows: PassRows) -> None:
         """Store the features of the last pass."""

@@ -67,6 +67,21 @@ class PassPlan:
         write_rows, write_slots, new_pages, copies, *rest = lists[3 * num_branches :]
         return cls(PassRows(num_rows, branches, write_rows, write_slots), new_pages, _pairs(copies), *rest)
 
+    def parts(self, num_rows: int) -> "list[PassPlan]":
+        """Return plans of at most `num_rows` rows each, to be run one after another; they prepare no pages."""
+        num = len(self.token_ids)
+        return [self._part(start, min(num, start + num_rows)) for start in range(0, num, num_rows)]
+
+    def _part(self, start: int, end: int) -> "PassPlan":
+        return PassPlan(
+            self.rows.part(start, end),
+            [],
+            [],
+            self.token_ids[start:end],
+            self.positions[start:end],
+            [row - start for row in self.wanted if start <= row < end],
+        )
+
 
 def plan_pass(steps: Sequence[SessionStep], page_len: int) -> PassPlan:
     """Return the plan of a pass over these steps; reserve pages that were not reserved.

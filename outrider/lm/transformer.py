@@ -18,6 +18,7 @@ from outrider.lm.attention import native as native_attention
 from outrider.lm.compilation import can_compile, compile_layers, find_layers, uncompile_layers
 from outrider.lm.features import FeatureStore
 from outrider.lm.fingerprint import model_fingerprint, weights_fingerprint
+from outrider.lm.gpu_passes import NUM_ROWS, GpuPasses, has_experts, make_gpu_passes
 from outrider.lm.kv_blocks import KVBlocks
 from outrider.lm.kv_cache import PagedKVCache
 from outrider.lm.kv_storage import KVStorage
@@ -36,7 +37,7 @@ _PACKED_SIZES: Final = {"native": PaddedSizes(2, 2), "packed": PaddedSizes(6, 2)
 """Compiled layers would be compiled again for one row. oneDNN's kernel takes six at once: on one core a 16,384 x 2,048
 layer takes 3.0 ms for 4, 5 and 6 rows, 3.9 for 7, 4.2 for 8, 4.9 for 12, 6.0 for 16."""
 
-AnyPass = attention.BlockPass | attention.NativePass | attention.SdpaPass | attention.ShapePass
+AnyPass = attention.BlockPass | attention.GpuPass | attention.NativePass | attention.SdpaPass | attention.ShapePass
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +89,7 @@ class TransformersModel:
         info = self._describe(name, tokenizer_fingerprint)
         # After the fingerprint, which reads the weights as they were loaded.
         self._ranks: Ranks | None = None
+        self._gpu_passes: GpuPasses | None = None
         self._invariant = options.invariant
         variant = native.best_variant() if options.invariant and self._device.type == "cpu" else None
         self._is_native = variant is not None
@@ -112,14 +114,17 @@ class TransformersModel:
         shapes.attach(self._storage, -1 if variant is None else int(variant))
         self._pool, self._features = self._pages(num_pages, token_bytes, info)
         layers = "compiled" if compiles and self._compile() else "uncompiled"
-        kernel = f"native-pages-{_PAGE_LEN}" if self._is_native else f"blocks-{attention.BLOCK_LEN}"
-        kernel = kernel if options.invariant else "sdpa"
+        self._gpu_passes = self._made_gpu_passes(options)
+        if self._gpu_passes:
+            self._sizes = sizes = PaddedSizes(NUM_ROWS, NUM_ROWS)
+        kernel = self._kernel()
         numerics = f"{info.numerics} attention-{kernel}-{str(kv_dtype).removeprefix('torch.')}"
         split = f" ranks-{options.ranks.num}" if options.ranks else ""
         numerics = f"{numerics} linear-{_linear_kind(model, packed)} layers-{layers}{split}"
         info = replace(info, numerics=numerics, padded_sizes=sizes, kv_token_bytes=token_bytes)
         # Without invariant kernels, bits that are equal in the probes may differ for other lengths.
-        is_invariant = has_equal_bits(self, info.vocabulary_size) and options.invariant
+        can_be_invariant = self._device.type == "cpu" or (self._gpu_passes is not None and not has_experts(model))
+        is_invariant = has_equal_bits(self, info.vocabulary_size) and options.invariant and can_be_invariant
         self._info = replace(info, numerics=f"{info.numerics} {'invariant' if is_invariant else 'varying'}")
         # A new pool, without the pages of the probes.
         self._pool, self._features = self._pages(num_pages, token_bytes, self._info)
@@ -159,6 +164,9 @@ class TransformersModel:
         logits = (
             self._ranks.run(plan.to_numbers(), lambda: self._run_plan(plan)) if self._ranks else self._run_plan(plan)
         )
+        if self._device.type == "cuda":
+            # Callers measure how long a pass takes, and errors of the device belong to it.
+            torch.cuda.current_stream(self._device).synchronize()
         for step in steps:
             paged_cache(step).mark_run()
         return _split(logits, steps)
@@ -172,9 +180,29 @@ class TransformersModel:
         """Return the logits of the wanted rows: [wanted, V]."""
         self._storage.prepare(plan.new_pages, plan.copies)
         self._features.prepare(plan.copies)
+        if self._gpu_passes:
+            return self._gpu_passes.run(plan, self._features)
         logits = self._run(plan.token_ids, plan.positions, plan.wanted or [0], self._made(plan.rows))
         self._features.write(plan.rows)
         return logits
+
+    def _made_gpu_passes(self, options: EngineOptions) -> GpuPasses | None:
+        if self._device.type != "cuda" or not options.invariant:
+            return None
+        # Products of split weights are summed over all ranks, which was never tried within a graph.
+        return make_gpu_passes(self._run_rows, self._features, _PAGE_LEN, self._device, captures=options.ranks is None)
+
+    def _run_rows(self, token_ids: torch.Tensor, positions: torch.Tensor, made: attention.GpuPass) -> torch.Tensor:
+        output = self._model(input_ids=token_ids, position_ids=positions, use_cache=False, outrider_pass=made)
+        logits: torch.Tensor = output.logits[0]
+        return logits
+
+    def _kernel(self) -> str:
+        if not self._invariant:
+            return "sdpa"
+        if self._gpu_passes:
+            return f"triton-{attention.GPU_BLOCK_LEN}"
+        return f"native-pages-{_PAGE_LEN}" if self._is_native else f"blocks-{attention.BLOCK_LEN}"
 
     def _made(self, rows: attention.PassRows) -> AnyPass:
         if self._is_native:
@@ -256,10 +284,7 @@ class TransformersModel:
             name=name,
             fingerprint=model_fingerprint(self._model),
             tokenizer_fingerprint=tokenizer_fingerprint,
-            numerics=(
-                f"{self._device.type} {str(self._model.dtype).removeprefix('torch.')} torch-{torch.__version__} "
-                f"threads-{torch.get_num_threads()}"
-            ),
+            numerics=_device_name(self._device, str(self._model.dtype).removeprefix("torch.")),
             vocabulary_size=config.vocab_size,
             max_session_len=getattr(config, "max_position_embeddings", None) or _UNBOUNDED_LEN,
             eos_token_ids=_eos_token_ids(self._model),
@@ -268,6 +293,14 @@ class TransformersModel:
             hidden_size=config.hidden_size,
             weights_fingerprint=weights_fingerprint(self._model),
         )
+
+
+def _device_name(device: torch.device, dtype: str) -> str:
+    """Return what the bits of products depend on: of a CPU its threads, of a GPU its model."""
+    version = f"{dtype} torch-{torch.__version__}"
+    if device.type == "cuda":
+        return f"cuda {torch.cuda.get_device_name(device).replace(' ', '-')} {version}"
+    return f"{device.type} {version} threads-{torch.get_num_threads()}"
 
 
 def _split(logits: torch.Tensor, steps: Sequence[SessionStep]) -> list[torch.Tensor]:

@@ -34,22 +34,31 @@ KINDS = [
     # Without native operators.
     ("llama", "bfloat16", "blocks"),
     ("gemma2-softcap-window", "float32", "blocks"),
+    *(
+        pytest.param((config, dtype, "gpu"), marks=pytest.mark.gpu)
+        for config, dtype in itertools.product(CONFIGS, ["float32", "bfloat16"])
+    ),
 ]
 INT8 = {"quant_method": "torchao", "quant_type": "Int8WeightOnlyConfig"}
 
 
-@pytest.fixture(scope="module", params=KINDS, ids="-".join)
+@pytest.fixture(scope="module", params=KINDS, ids=lambda kind: "-".join(kind))
 def named(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str, LanguageModel]:
     config, dtype, how = request.param
     folder = save_model(CONFIGS[config], tmp_path_factory.mktemp("model"), dtype=getattr(torch, dtype))
     with pytest.MonkeyPatch.context() as patch:
         if how == "blocks":
             patch.setattr(native, "best_variant", lambda: None)
-        options = LoadOptions(compiles=how == "compiled", quantization=INT8 if how == "int8" else None)
+        options = LoadOptions(
+            device="cuda" if how == "gpu" else "cpu",
+            compiles=how == "compiled",
+            quantization=INT8 if how == "int8" else None,
+        )
         loaded = load_model(folder, options)
-    is_native = native.best_variant() is not None and how != "blocks"
+    is_native = native.best_variant() is not None and how not in ("blocks", "gpu")
     assert ("attention-native" in loaded.model.info.numerics) == is_native
-    assert ("attention-blocks" in loaded.model.info.numerics) != is_native
+    assert ("attention-triton" in loaded.model.info.numerics) == (how == "gpu")
+    assert ("attention-blocks" in loaded.model.info.numerics) == (not is_native and how != "gpu")
     assert ("torchao" in loaded.model.info.numerics) == (how == "int8")
     assert ("layers-compiled" in loaded.model.info.numerics) == (how == "compiled")
     return folder, dtype, loaded.model
@@ -79,7 +88,7 @@ def test_equals_transformers(named: tuple[str, str, LanguageModel]) -> None:
     with torch.no_grad():
         expected = reference(torch.tensor([tokens])).logits[0, -1]
     tolerance = 1e-3 if dtype == "float32" else 0.3
-    assert (_run(model, tokens, []).float() - expected).abs().max() < tolerance * expected.abs().max()
+    assert (_run(model, tokens, []).cpu().float() - expected).abs().max() < tolerance * expected.abs().max()
 
 
 def test_numerics_are_invariant(model: LanguageModel) -> None:
@@ -202,7 +211,7 @@ def test_a_weight_that_is_left_float32_keeps_rows_in_fours(
 def test_kv_bytes_per_token_follow_the_formula(named: tuple[str, str, LanguageModel]) -> None:
     # Keys and values of 3 layers, 2 heads, 8 numbers. PyTorch's own operations on a CPU need float32.
     _, dtype, model = named
-    num_bytes = 2 if dtype == "bfloat16" and "attention-native" in model.info.numerics else 4
+    num_bytes = 2 if dtype == "bfloat16" and "attention-blocks" not in model.info.numerics else 4
     assert model.info.kv_token_bytes == 2 * 3 * 2 * 8 * num_bytes
 
 

@@ -5,6 +5,7 @@ The default run tests what ships, the head and the lookup; `make exactness` test
 
 import asyncio
 from collections.abc import AsyncIterator, Mapping
+from typing import Any
 
 import pytest
 import pytest_asyncio
@@ -14,11 +15,15 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from bench.prompts import COPYING, VARIED
 from outrider.client import (
     Conversation,
+    Delta,
     DraftOptions,
+    Finished,
     Generation,
     GenerationRequest,
     LocalStack,
     Message,
+    Notice,
+    NoticeKind,
     OutriderClient,
     Speculation,
     StackOptions,
@@ -80,9 +85,9 @@ async def _output(
     return generation.token_ids, generation.statistics.acceptance_rate
 
 
-def _stack(drafts: tuple[DraftOptions, ...] = DRAFTS, dtype: str = "") -> LocalStack:
+def _stack(drafts: tuple[DraftOptions, ...] = DRAFTS, **options: Any) -> LocalStack:
     return LocalStack(
-        StackOptions(drafts=drafts, dtype=dtype, target_environment=NEVER_GIVES_UP, orchestrator_environment=PATIENT)
+        StackOptions(drafts=drafts, target_environment=NEVER_GIVES_UP, orchestrator_environment=PATIENT, **options)
     )
 
 
@@ -173,3 +178,46 @@ async def test_float32_equals_transformers() -> None:
         outputs = await _compare(client, VARIED[:10] + COPYING[:2], 96, None)
     expected = _transformers_outputs(VARIED[:10] + COPYING[:2], 96, torch.float32)
     assert outputs == expected
+
+
+@pytest.mark.gpu
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("seed", [None, 5], ids=["greedy", "temperature-1"])
+async def test_on_a_gpu(seed: int | None) -> None:
+    prompts = (*VARIED[:3], COPYING[0])
+    async with _stack(device="cuda") as stack, stack.client() as client:
+        await until_all_in_rotation(stack)
+        outputs = await _compare(client, prompts, 64, seed)
+        each = [_parameters(None if seed is None else seed + number, 64) for number in range(len(prompts))]
+        together = await asyncio.gather(*(_output(client, *asked, PLAIN) for asked in zip(prompts, each, strict=True)))
+        assert [token_ids for token_ids, _ in together] == outputs
+
+
+@pytest.mark.gpu
+@pytest.mark.timeout(600)
+async def test_a_target_that_is_killed_on_a_gpu_changes_no_token() -> None:
+    async def run(prompt: str) -> list[int]:
+        nonlocal num_going, num_replaced
+        request = GenerationRequest(messages=[Message("user", prompt)], parameters=parameters, speculation=reported)
+        token_ids: list[int] = []
+        async for event in client.generate(request, timeout_s=120):
+            match event:
+                case Delta():
+                    num_going += not token_ids
+                    token_ids.extend(event.token_ids)
+                    if num_going == len(prompts):
+                        stack.targets[0].kill()
+                case Notice(kind=NoticeKind.TARGET_REPLACED):
+                    num_replaced += 1
+                case Finished():
+                    assert not event.statistics.varying_numerics
+        return token_ids
+
+    parameters = SamplingParameters(temperature=1, seed=7, max_tokens=400, ignore_eos=True)
+    reported = Speculation(disabled=True, report=True)
+    prompts, num_going, num_replaced = (*VARIED[:5], COPYING[0]), 0, 0
+    async with LocalStack(StackOptions(device="cuda", drafts=(), num_targets=2)) as stack, stack.client() as client:
+        await until_all_in_rotation(stack)
+        alone = [(await _output(client, prompt, parameters, PLAIN))[0] for prompt in prompts]
+        assert await asyncio.gather(*map(run, prompts)) == alone
+        assert num_replaced

@@ -5,8 +5,8 @@ table, summed page by page (or block by block) in order of position. It does not
 on later positions, so that a decode pass, a prefill chunk, a verification row and a replay produce equal bits;
 `TransformersModel` checks this at every start.
 
-Two kernels are batch-invariant: `native` (an operator of `outrider.native`, for x86-64 CPUs) and `blocks` (plain
-PyTorch operations, for other devices and for systems without a C++ compiler). A third, `sdpa`, is not, and is used if
+Three kernels are batch-invariant: `native` (an operator of `outrider.native`, for x86-64 CPUs), `gpu` (by Triton), and
+on CPUs `blocks` (plain PyTorch operations, for systems without a C++ compiler). `sdpa` is not, and is used if
 invariance is turned off. The model passes the queries, keys and values of the new rows of all sessions in one tensor
 each, and the pass as keyword argument.
 
@@ -20,6 +20,9 @@ Measured with PyTorch 2.13 on a CPU with AVX-512:
 - float32 attention products over blocks gave equal bits from 4 rows on, for any number of blocks. So the pages of
   `blocks` hold float32 on a CPU: twice the memory of bfloat16, 46 KB a token of SmolLM2-135M.
 - The native product and the native attention have equal bits for any number of rows, by construction.
+- On an H100 bfloat16 products of 1 to 96 rows gave equal bits, and those of 128 and of 192 rows others for layers with
+  8,192 and 14,336 inputs; a row's place did not matter. Float32 products differed for most numbers of rows. So passes
+  on a GPU always have as many (`gpu_passes`).
 - Weights laid out once for oneDNN (`packed_linear`) give the bits of PyTorch's own bfloat16 linear layers. The kernel
   takes 6 rows at once: 4, 5 and 6 rows of a 16,384 x 2,048 layer take 3.0 ms, 7 take 3.9, 8 take 4.2, 16 take 6.0
   (one core). So the `padded_sizes` of such a model begin at 6 rows.
@@ -37,6 +40,7 @@ from transformers import AttentionInterface
 from outrider.errors import ModelUnsupported
 from outrider.lm.attention import native
 from outrider.lm.attention.blocks import BLOCK_LEN, BlockPass
+from outrider.lm.attention.gpu_rows import GPU_BLOCK_LEN, GpuPass
 from outrider.lm.attention.native import NativePass
 from outrider.lm.attention.rows import MIN_ROWS, PassRows, lay_out_rows
 from outrider.lm.attention.sdpa import SdpaPass
@@ -44,9 +48,11 @@ from outrider.lm.attention.shapes import ShapePass
 
 __all__ = [
     "BLOCK_LEN",
+    "GPU_BLOCK_LEN",
     "MIN_ROWS",
     "NAME",
     "BlockPass",
+    "GpuPass",
     "NativePass",
     "PassRows",
     "SdpaPass",
@@ -64,7 +70,7 @@ def _attend(
     value: torch.Tensor,
     attention_mask: torch.Tensor | None,
     *,
-    outrider_pass: BlockPass | NativePass | SdpaPass | ShapePass,
+    outrider_pass: BlockPass | GpuPass | NativePass | SdpaPass | ShapePass,
     scaling: float,
     sliding_window: int | None = None,
     softcap: float | None = None,
@@ -96,6 +102,11 @@ def _attend(
     # torch.compile traces this function, and can branch on types.
     if isinstance(outrider_pass, NativePass):
         return native.attend(module, query, key, value, outrider_pass, scaling, sliding_window, softcap), None
+    if isinstance(outrider_pass, GpuPass):
+        # Triton is there on machines with a GPU only.
+        from outrider.lm.attention import gpu
+
+        return gpu.attend(module, query, key, value, outrider_pass, scaling, sliding_window, softcap), None
     return outrider_pass.attend(module, query, key, value, scaling, sliding_window, softcap), None
 
 

@@ -21,6 +21,12 @@ class PassBranch:
     rows: tuple[int, ...]
     positions: tuple[int, ...]
 
+    def part(self, start: int, end: int) -> "PassBranch":
+        """Return the branch with its rows in start .. end - 1, numbered from 0; perhaps none."""
+        kept = [index for index, row in enumerate(self.rows) if start <= row < end]
+        rows = tuple(self.rows[index] - start for index in kept)
+        return PassBranch(self.table, rows, tuple(self.positions[index] for index in kept))
+
 
 @dataclass(frozen=True, slots=True)
 class PassRows:
@@ -37,6 +43,21 @@ class PassRows:
     branches: list[PassBranch]
     write_rows: list[int]
     write_slots: list[int]
+
+    def part(self, start: int, end: int) -> "PassRows":
+        """Return the rows start .. end - 1, numbered from 0."""
+        writes = [
+            (row - start, slot)
+            for row, slot in zip(self.write_rows, self.write_slots, strict=True)
+            if start <= row < end
+        ]
+        branches = [branch.part(start, end) for branch in self.branches]
+        return PassRows(
+            end - start,
+            [branch for branch in branches if branch.rows],
+            [row for row, _ in writes],
+            [slot for _, slot in writes],
+        )
 
 
 def lay_out_rows(layouts: Sequence[StepLayout], page_len: int) -> PassRows:
