@@ -3,6 +3,7 @@
 import os
 import shutil
 import socket
+import sysconfig
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -59,7 +60,7 @@ def check_machine(plan: LocalStackPlan) -> list[Finding]:
     found.append(_check_memory(plan, device))
     if device == "cpu":
         found += [_check_cores(), *_check_compiler()]
-    else:
+    elif device.startswith("cuda"):
         found.append(_check_kernel_compiler())
     found.append(_check_redis(plan.redis_url))
     found += [_check_port(address) for address in plan.addresses]
@@ -189,12 +190,13 @@ def _check_cores() -> Finding:
 
 def _check_kernel_compiler() -> Finding:
     """Check what Triton compiles the launchers of a GPU's kernels with."""
-    compiler = os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")
-    if compiler is None:
-        remedy = "install gcc and Python's headers; images have them with COMPILER=1"
-        text = "no C compiler: passes on a GPU take many times as long, and texts may depend on load"
-        return Finding("compiler", State.ADVICE, text, remedy)
-    return Finding("compiler", State.HOLDS, compiler)
+    names = [os.environ["CC"]] if "CC" in os.environ else ["gcc", "clang"]
+    compiler = next(filter(None, map(shutil.which, names)), None)
+    if compiler and Path(sysconfig.get_path("include"), "Python.h").exists():
+        return Finding("compiler", State.HOLDS, compiler)
+    missing = "headers of Python" if compiler else "C compiler"
+    text = f"no {missing}: passes on a GPU take many times as long, and texts may depend on load"
+    return Finding("compiler", State.ADVICE, text, "install gcc and Python's headers; images have them with COMPILER=1")
 
 
 def _check_compiler() -> Iterator[Finding]:

@@ -10,10 +10,10 @@ Starting a kernel takes a CPU longer than a GPU takes to run it. A graph starts 
 import logging
 import os
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Final
 
 import torch
-from transformers import PreTrainedModel
 
 from outrider.cache import cache_dir
 from outrider.lm.attention.gpu_rows import GpuPass, describe
@@ -26,7 +26,6 @@ NUM_ROWS: Final = 128
 """Rows of a part. An H100 multiplies a layer of 14,336 x 4,096 with 1 and with 128 rows in 0.07 ms."""
 _NUM_NUMBERS: Final = 1 << 16
 _WARM_UPS: Final = 2
-_MAX_FAILURES: Final = 3
 
 Run = Callable[[torch.Tensor, torch.Tensor, GpuPass], torch.Tensor]
 
@@ -42,23 +41,24 @@ def make_gpu_passes(
         page_len: positions per page.
         device: the GPU.
         captures: whether passes may be replayed as graphs.
+
+    Raises:
+        torch.OutOfMemoryError: there is no room for a pass.
     """
-    # By default it is below the home directory, which containers may not have.
-    os.environ.setdefault("TRITON_CACHE_DIR", str(cache_dir() / "triton"))
     passes = GpuPasses(run, page_len, device, captures=captures)
     try:
+        if "TRITON_CACHE_DIR" not in os.environ:
+            # By default it is below the home directory, which containers may not have.
+            os.environ["TRITON_CACHE_DIR"] = str(cache_dir() / "triton")
         passes.run(PassPlan(PassRows(1, [], [], []), [], [], [0], [0], []), features)
+    except torch.OutOfMemoryError:
+        # Not to be served with other numerics instead.
+        raise
     except Exception as error:  # Triton's, its compiler's and CUDA's errors have no class in common
         reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
         _LOG.warning("attention runs without its kernels for GPUs, many times slower, and bits vary: %s", reason)
         return None
     return passes
-
-
-def has_experts(model: PreTrainedModel) -> bool:
-    """Return whether a model is a mixture of experts: each is multiplied with the rows that chose it, however many."""
-    config = model.config.get_text_config().to_dict()
-    return any("expert" in key and value for key, value in config.items())
 
 
 class GpuPasses:
@@ -79,12 +79,15 @@ class GpuPasses:
         self._graph: torch.cuda.CUDAGraph | None = None
         self._logits = torch.empty(0, device=device)
         self._features: dict[int, torch.Tensor] = {}
-        self._failures_left = _MAX_FAILURES if captures else 0
+        self._captures = captures
         self._reserve(_NUM_NUMBERS)
 
+    @torch.no_grad()
     def run(self, plan: PassPlan, features: FeatureStore) -> torch.Tensor:
         """Run a pass and store its features; return the logits of the wanted rows, [wanted, V]."""
-        found = [self._run_part(part, features) for part in plan.parts(NUM_ROWS)]
+        # Triton starts kernels on the thread's current device; a model is loaded in another thread than it runs in.
+        with torch.cuda.device(self._device) if self._device.type == "cuda" else nullcontext():
+            found = [self._run_part(part, features) for part in plan.parts(NUM_ROWS)]
         return found[0] if len(found) == 1 else torch.cat(found)
 
     def _run_part(self, part: PassPlan, features: FeatureStore) -> torch.Tensor:
@@ -100,34 +103,38 @@ class GpuPasses:
         """Run a part; return its logits, [NUM_ROWS, V], and leave its features with their store."""
         if self._graph is not None and tuple(self._features) != features.layers:
             self._graph = None
-        if self._graph is None and self._failures_left:
-            self._capture(features)
+        if self._graph is None and self._captures:
+            self._captures = self._capture(features)
         if self._graph is None:
             return self._run()
         self._graph.replay()
         features.hold(self._features)
         return self._logits
 
-    def _capture(self, features: FeatureStore) -> None:
-        """Record the operations of a part; leave no graph where that fails."""
+    def _capture(self, features: FeatureStore) -> bool:
+        """Record the operations of a part; return False, without a graph, where that fails."""
+        before = torch.cuda.current_stream(self._device)
+        stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
         try:
-            stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
-            stream.wait_stream(torch.cuda.current_stream(self._device))
+            stream.wait_stream(before)
             with torch.cuda.stream(stream):
-                # Compiles what is not yet compiled. It writes what the part itself will write.
+                # They write what the part itself will write. The first compiles what is not yet compiled.
                 for _ in range(_WARM_UPS):
                     self._run()
-            torch.cuda.current_stream(self._device).wait_stream(stream)
+            before.wait_stream(stream)
             graph = torch.cuda.CUDAGraph()
-            # Other threads may copy KV blocks meanwhile.
-            with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+            with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
                 self._logits = self._run()
             self._features = features.taken()
             self._graph = graph
+        except torch.OutOfMemoryError:
+            raise
         except RuntimeError as error:
-            self._failures_left -= 1
+            torch.cuda.set_stream(before)
             reason = next(iter(str(error).strip().splitlines()), "no reason")
             _LOG.warning("passes run without a CUDA graph, and are slower: %s", reason)
+            return False
+        return True
 
     def _run(self) -> torch.Tensor:
         token_ids, positions = self._numbers[: 2 * NUM_ROWS].view(2, 1, NUM_ROWS).long()

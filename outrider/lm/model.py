@@ -28,6 +28,7 @@ class ModelInfo:
         hidden_size: H, width of one feature; 0 if there are none.
         weights_fingerprint: SHA-256, in hexadecimal, of the weights, independent of the dtype they are served in.
         padded_sizes: padded batch sizes that cost no more.
+        part_rows: rows of the parts that a pass is run in; fewer take as long where contexts are short.
     """
 
     name: str
@@ -42,6 +43,7 @@ class ModelInfo:
     hidden_size: int = 0
     weights_fingerprint: str = ""
     padded_sizes: PaddedSizes = MULTIPLES_OF_FOUR
+    part_rows: int = 1
 
 
 class KVCache(Protocol):

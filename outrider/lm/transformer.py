@@ -18,7 +18,7 @@ from outrider.lm.attention import native as native_attention
 from outrider.lm.compilation import can_compile, compile_layers, find_layers, uncompile_layers
 from outrider.lm.features import FeatureStore
 from outrider.lm.fingerprint import model_fingerprint, weights_fingerprint
-from outrider.lm.gpu_passes import NUM_ROWS, GpuPasses, has_experts, make_gpu_passes
+from outrider.lm.gpu_passes import NUM_ROWS, GpuPasses, make_gpu_passes
 from outrider.lm.kv_blocks import KVBlocks
 from outrider.lm.kv_cache import PagedKVCache
 from outrider.lm.kv_storage import KVStorage
@@ -28,6 +28,7 @@ from outrider.lm.pages import KVUsage, PagePool
 from outrider.lm.pass_plan import PassPlan, paged_cache, plan_pass
 from outrider.lm.probe import PROBE_LEN, has_equal_bits, run_as_branch
 from outrider.lm.ranks import Ranks
+from outrider.lm.rows import has_experts, scales_by_longest
 
 _LOG: Final = logging.getLogger(__name__)
 _PAGE_LEN: Final = native_attention.PAGE_LEN
@@ -36,6 +37,8 @@ _UNBOUNDED_LEN: Final = 1 << 20
 _PACKED_SIZES: Final = {"native": PaddedSizes(2, 2), "packed": PaddedSizes(6, 2)}
 """Compiled layers would be compiled again for one row. oneDNN's kernel takes six at once: on one core a 16,384 x 2,048
 layer takes 3.0 ms for 4, 5 and 6 rows, 3.9 for 7, 4.2 for 8, 4.9 for 12, 6.0 for 16."""
+_GPU_SIZES: Final = PaddedSizes(16, 16)
+"""Finer than the parts of a pass: with long contexts the attention of each further row takes its time."""
 
 AnyPass = attention.BlockPass | attention.GpuPass | attention.NativePass | attention.SdpaPass | attention.ShapePass
 
@@ -116,15 +119,15 @@ class TransformersModel:
         layers = "compiled" if compiles and self._compile() else "uncompiled"
         self._gpu_passes = self._made_gpu_passes(options)
         if self._gpu_passes:
-            self._sizes = sizes = PaddedSizes(NUM_ROWS, NUM_ROWS)
+            info, sizes = replace(info, part_rows=NUM_ROWS), _GPU_SIZES
         kernel = self._kernel()
         numerics = f"{info.numerics} attention-{kernel}-{str(kv_dtype).removeprefix('torch.')}"
         split = f" ranks-{options.ranks.num}" if options.ranks else ""
         numerics = f"{numerics} linear-{_linear_kind(model, packed)} layers-{layers}{split}"
         info = replace(info, numerics=numerics, padded_sizes=sizes, kv_token_bytes=token_bytes)
         # Without invariant kernels, bits that are equal in the probes may differ for other lengths.
-        can_be_invariant = self._device.type == "cpu" or (self._gpu_passes is not None and not has_experts(model))
-        is_invariant = has_equal_bits(self, info.vocabulary_size) and options.invariant and can_be_invariant
+        is_row_by_row = not scales_by_longest(model) and (self._device.type == "cpu" or self._runs_row_by_row())
+        is_invariant = has_equal_bits(self, info.vocabulary_size) and options.invariant and is_row_by_row
         self._info = replace(info, numerics=f"{info.numerics} {'invariant' if is_invariant else 'varying'}")
         # A new pool, without the pages of the probes.
         self._pool, self._features = self._pages(num_pages, token_bytes, self._info)
@@ -189,8 +192,17 @@ class TransformersModel:
     def _made_gpu_passes(self, options: EngineOptions) -> GpuPasses | None:
         if self._device.type != "cuda" or not options.invariant:
             return None
-        # Products of split weights are summed over all ranks, which was never tried within a graph.
-        return make_gpu_passes(self._run_rows, self._features, _PAGE_LEN, self._device, captures=options.ranks is None)
+        # What waits for the GPU in the middle of a pass cannot be in a graph: where rows affect each other. And products
+        # of split weights are summed over all ranks, which was never tried in one.
+        captures = options.ranks is None and not has_experts(self._model) and not scales_by_longest(self._model)
+        passes = make_gpu_passes(self._run_rows, self._features, _PAGE_LEN, self._device, captures=captures)
+        if passes is None and options.ranks:
+            raise ModelUnsupported("ranks on GPUs need Triton and a C compiler: all of them must run the same kernels")
+        return passes
+
+    def _runs_row_by_row(self) -> bool:
+        """Whether no row's output on a GPU depends on others: experts are multiplied with the rows that chose them."""
+        return self._gpu_passes is not None and not has_experts(self._model)
 
     def _run_rows(self, token_ids: torch.Tensor, positions: torch.Tensor, made: attention.GpuPass) -> torch.Tensor:
         output = self._model(input_ids=token_ids, position_ids=positions, use_cache=False, outrider_pass=made)

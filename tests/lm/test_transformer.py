@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM, TorchAoConfig
+from transformers import AutoModelForCausalLM, LlamaConfig, TorchAoConfig
 
 from outrider import native
 from outrider.control.pass_times import MULTIPLES_OF_FOUR, PaddedSizes
@@ -20,7 +20,7 @@ from outrider.lm.model import LanguageModel, SessionStep
 from outrider.lm.packed_linear import OneDnnLinear, packed_kind
 from outrider.lm.transformer import TransformersModel
 from outrider.tokens import NodeKind, ProposalNode, ProposalTree, TokenSpan
-from tests.lm.models import CONFIGS, RECURRENT, save_model
+from tests.lm.models import CONFIGS, RECURRENT, SMALL, save_model
 from tests.proposals import chain
 
 pytestmark = pytest.mark.usefixtures("two_threads")
@@ -206,6 +206,20 @@ def test_a_weight_that_is_left_float32_keeps_rows_in_fours(
     test_numerics_are_invariant(model)
     test_bits_do_not_depend_on_the_number_of_rows(model)
     test_every_tree_row_equals_the_plain_run_of_its_branch(model, 20)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("head_dim", "num_heads", "num_kv_heads"), [(256, 2, 1), (80, 6, 2), (96, 3, 3)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_heads_of_other_sizes_on_a_gpu(
+    tmp_path: Path, dtype: torch.dtype, head_dim: int, num_heads: int, num_kv_heads: int
+) -> None:
+    shape = {"head_dim": head_dim, "num_attention_heads": num_heads, "num_key_value_heads": num_kv_heads}
+    folder = save_model(LlamaConfig(**{**SMALL, **shape}), tmp_path, dtype=dtype)
+    model = load_model(folder, LoadOptions(device="cuda")).model
+    assert "attention-triton" in model.info.numerics
+    test_equals_transformers((folder, str(dtype).removeprefix("torch."), model))
+    test_numerics_are_invariant(model)
 
 
 def test_kv_bytes_per_token_follow_the_formula(named: tuple[str, str, LanguageModel]) -> None:

@@ -7,11 +7,16 @@ position and page table. All sessions of a pass take one launch a layer.
 Triton comes with PyTorch's builds for GPUs. It compiles a kernel when it first runs, for which it needs a C compiler.
 """
 
+from typing import Final
+
 import torch
 import triton
 import triton.language as tl
 
 from outrider.lm.attention.gpu_rows import GPU_BLOCK_LEN, GpuPass
+
+_STAGED_BYTES: Final = 32 << 10
+"""A block of keys and values of 128 numbers each, in 16 bits. The smallest GPUs have 99 KB of shared memory."""
 
 
 def attend(
@@ -55,8 +60,14 @@ def attend(
         HAS_SOFTCAP=softcap is not None,
         PAGE_LEN=page_len,
         BLOCK=GPU_BLOCK_LEN,
+        num_stages=_num_stages(keys.element_size(), key_dim + value_dim),
     )
     return output
+
+
+def _num_stages(num_bytes: int, num_values: int) -> int:
+    """Return how many blocks of keys and values are held at once: Triton's default, or one where they are large."""
+    return 3 if GPU_BLOCK_LEN * num_values * num_bytes <= _STAGED_BYTES else 1
 
 
 def _padded(num: int) -> int:
