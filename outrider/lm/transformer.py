@@ -192,8 +192,8 @@ class TransformersModel:
     def _made_gpu_passes(self, options: EngineOptions) -> GpuPasses | None:
         if self._device.type != "cuda" or not options.invariant:
             return None
-        # What waits for the GPU in the middle of a pass cannot be in a graph: where rows affect each other. And products
-        # of split weights are summed over all ranks, which was never tried in one.
+        # Where rows affect each other a pass waits for the GPU halfway, which no graph can hold. Sums over ranks were
+        # never tried in one.
         captures = options.ranks is None and not has_experts(self._model) and not scales_by_longest(self._model)
         passes = make_gpu_passes(self._run_rows, self._features, _PAGE_LEN, self._device, captures=captures)
         if passes is None and options.ranks:
