@@ -16,8 +16,8 @@ from outrider.errors import ModelUnsupported
 from outrider.lm import attention
 from outrider.lm.attention import native as native_attention
 from outrider.lm.compilation import can_compile, compile_layers, find_layers, uncompile_layers
+from outrider.lm.description import describe, linear_kind
 from outrider.lm.features import FeatureStore
-from outrider.lm.fingerprint import model_fingerprint, weights_fingerprint
 from outrider.lm.gpu_passes import NUM_ROWS, GpuPasses, make_gpu_passes
 from outrider.lm.kv_blocks import KVBlocks
 from outrider.lm.kv_cache import PagedKVCache
@@ -33,7 +33,6 @@ from outrider.lm.rows import has_experts, scales_by_longest
 _LOG: Final = logging.getLogger(__name__)
 _PAGE_LEN: Final = native_attention.PAGE_LEN
 _MIN_PAGES: Final = 4
-_UNBOUNDED_LEN: Final = 1 << 20
 _PACKED_SIZES: Final = {"native": PaddedSizes(2, 2), "packed": PaddedSizes(6, 2)}
 """Compiled layers would be compiled again for one row. oneDNN's kernel takes six at once: on one core a 16,384 x 2,048
 layer takes 3.0 ms for 4, 5 and 6 rows, 3.9 for 7, 4.2 for 8, 4.9 for 12, 6.0 for 16."""
@@ -89,7 +88,7 @@ class TransformersModel:
         self._model = model
         self._device = model.device
         self._num_layers: int = model.config.get_text_config().num_hidden_layers
-        info = self._describe(name, tokenizer_fingerprint)
+        info = describe(model, name, tokenizer_fingerprint)
         # After the fingerprint, which reads the weights as they were loaded.
         self._ranks: Ranks | None = None
         self._gpu_passes: GpuPasses | None = None
@@ -123,7 +122,7 @@ class TransformersModel:
         kernel = self._kernel()
         numerics = f"{info.numerics} attention-{kernel}-{str(kv_dtype).removeprefix('torch.')}"
         split = f" ranks-{options.ranks.num}" if options.ranks else ""
-        numerics = f"{numerics} linear-{_linear_kind(model, packed)} layers-{layers}{split}"
+        numerics = f"{numerics} linear-{linear_kind(model, packed)} layers-{layers}{split}"
         info = replace(info, numerics=numerics, padded_sizes=sizes, kv_token_bytes=token_bytes)
         # Without invariant kernels, bits that are equal in the probes may differ for other lengths.
         is_row_by_row = not scales_by_longest(model) and (self._device.type == "cpu" or self._runs_row_by_row())
@@ -290,30 +289,6 @@ class TransformersModel:
         layers = find_layers(self._model, self._num_layers)
         return pool, FeatureStore(self._model.base_model, layers, info.hidden_size, self._storage, pool)
 
-    def _describe(self, name: str, tokenizer_fingerprint: str) -> ModelInfo:
-        config = self._model.config.get_text_config()
-        return ModelInfo(
-            name=name,
-            fingerprint=model_fingerprint(self._model),
-            tokenizer_fingerprint=tokenizer_fingerprint,
-            numerics=_device_name(self._device, str(self._model.dtype).removeprefix("torch.")),
-            vocabulary_size=config.vocab_size,
-            max_session_len=getattr(config, "max_position_embeddings", None) or _UNBOUNDED_LEN,
-            eos_token_ids=_eos_token_ids(self._model),
-            kv_token_bytes=0,
-            num_layers=len(find_layers(self._model, self._num_layers)),
-            hidden_size=config.hidden_size,
-            weights_fingerprint=weights_fingerprint(self._model),
-        )
-
-
-def _device_name(device: torch.device, dtype: str) -> str:
-    """Return what the bits of products depend on: of a CPU its threads, of a GPU its model."""
-    version = f"{dtype} torch-{torch.__version__}"
-    if device.type == "cuda":
-        return f"cuda {torch.cuda.get_device_name(device).replace(' ', '-')} {version}"
-    return f"{device.type} {version} threads-{torch.get_num_threads()}"
-
 
 def _split(logits: torch.Tensor, steps: Sequence[SessionStep]) -> list[torch.Tensor]:
     parts = []
@@ -323,19 +298,3 @@ def _split(logits: torch.Tensor, steps: Sequence[SessionStep]) -> list[torch.Ten
         parts.append(logits[first : first + num])
         first += num
     return parts
-
-
-def _eos_token_ids(model: PreTrainedModel) -> tuple[int, ...]:
-    generation = model.generation_config
-    eos = generation.eos_token_id if generation is not None else None
-    if eos is None:
-        eos = model.config.get_text_config().eos_token_id
-    return () if eos is None else (eos,) if isinstance(eos, int) else tuple(eos)
-
-
-def _linear_kind(model: PreTrainedModel, packed: str) -> str:
-    quantization = getattr(model.config, "quantization_config", None)
-    if quantization is None:
-        return packed or "plain"
-    method = quantization["quant_method"] if isinstance(quantization, dict) else quantization.quant_method
-    return str(getattr(method, "value", method))
