@@ -152,8 +152,9 @@ async def test_attack_10_a_flood_of_frames_leaves_another_stream_its_passes(kind
         num_sent = flood.num_sent
         await flood.end()
     assert num_sent > 5
-    # It was from 172 tokens a second to 1 or 2. Reading the flood takes its share of the interpreter here, too.
-    assert beside_s < 6 * alone_s + 1
+    # It was from 172 tokens a second to 1 or 2, so 15 s at least. Reading the flood takes its share of the interpreter
+    # here, too, and beside other processes that share is most of it.
+    assert beside_s < 6 * alone_s + 10
 
 
 @pytest.mark.parametrize("field", ["session_id", "request_id", "traceparent", "cache_salt"])
