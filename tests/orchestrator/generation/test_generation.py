@@ -105,7 +105,8 @@ async def test_proposals_are_verified_and_counted(
     target.allow(None)
     statistics = (await streaming.rest())[-1].finished.statistics
     assert tokens_of(streaming.events) == WHOLE
-    assert statistics.num_accepted_tokens == statistics.num_draft_tokens > 0
+    # But for what the last proposal of three has beyond the end: how far it leads depends on when the draft was open.
+    assert 0 <= statistics.num_draft_tokens - statistics.num_accepted_tokens < 3 <= statistics.num_accepted_tokens
     assert sum(statistics.num_accepted_tokens_per_pos) == statistics.num_accepted_tokens
     assert statistics.num_target_passes < 20
     await draft.saw("close")
@@ -786,8 +787,13 @@ async def test_a_draft_is_asked_for_nothing_while_its_target_decodes_plainly(
         for is_plain in (True, False):
             target.is_plain = is_plain
             before = len(draft.of("advance"))
-            assert tokens_of(await orchestrator.events(asking())) == WHOLE
-            first = draft.of("advance")[before]
+            # Not done before its draft is open.
+            target.allow(1)
+            streaming = Streaming(orchestrator, asking())
+            first = (await draft.saw("advance", before + 1))[before]
+            target.allow(None)
+            await streaming.rest()
+            assert tokens_of(streaming.events) == WHOLE
             # It knows the tokens all the same, for when a verdict requests a proposal.
             assert first.span.token_ids[: len(PROMPT)] == PROMPT
             assert bool(first.num_speculative_tokens) is not is_plain

@@ -9,6 +9,7 @@ from urllib.parse import urlsplit
 
 import pytest
 
+from orchestrator.store.record import SessionRecord
 from outrider.errors import DuplicateRequest, InvalidArgument, Overloaded, Unavailable
 from outrider.serving.accepting import stop_accepting
 from outrider.serving.status import peer_errors
@@ -130,7 +131,18 @@ async def until_free(orchestrator: Orchestrator) -> None:
                 return
 
 
-async def begun(orchestrator: Orchestrator, target: ScriptedTarget, kind: str) -> tuple[pb.GenerateRequest, list[int]]:
+async def until_unleased(orchestrator: Orchestrator, tenant: str, session_id: str) -> SessionRecord | None:
+    """Returns the session's record, if it has one, once nobody holds its lease."""
+    store = orchestrator.store
+    async with asyncio.timeout(10):
+        while (record := await store.get(tenant, session_id)) and await store.is_leased(record):
+            await asyncio.sleep(0.01)
+    return record
+
+
+async def begun(
+    orchestrator: Orchestrator, target: ScriptedTarget, tenant: str, kind: str
+) -> tuple[pb.GenerateRequest, list[int]]:
     """Returns a request, and the tokens that must come of it."""
     session_id, request_id = new_id(), new_id()
     if kind == "new session":
@@ -146,14 +158,16 @@ async def begun(orchestrator: Orchestrator, target: ScriptedTarget, kind: str) -
     call.cancel()
     target.allow(None)
     await until_free(orchestrator)
+    # The lease is released beside that.
+    await until_unleased(orchestrator, tenant, session_id)
     return asking(session_id=session_id, request_id=request_id, resume_offset=5), WHOLE[5:]
 
 
 @pytest.mark.parametrize("kind", ["new session", "further turn", "resumed"])
 async def test_two_round_trips_lead_to_the_first_frame(
-    gate: Gate, limited: Orchestrator, target: ScriptedTarget, kind: str
+    gate: Gate, limited: Orchestrator, target: ScriptedTarget, tmp_path: Path, kind: str
 ) -> None:
-    request, expected = await begun(limited, target, kind)
+    request, expected = await begun(limited, target, tmp_path.name, kind)
     num_before = len(target.of("open"))
     gate.shut()
     running = asyncio.create_task(events_of(limited, request))
@@ -185,9 +199,7 @@ async def test_attack_05_a_client_that_leaves_at_either_round_trip_leaves_nothin
     await limited.stub.ListModels(pb.ListModelsRequest(), metadata=TOKEN)
     gate.open()
     await until_free(limited)
-    async with asyncio.timeout(10):
-        while (record := await limited.store.get(tmp_path.name, session_id)) and await limited.store.is_leased(record):
-            await asyncio.sleep(0.01)
+    record = await until_unleased(limited, tmp_path.name, session_id)
     assert (record is not None) == (num_passed == 1)
 
 
