@@ -36,16 +36,22 @@ async def test_a_bidirectional_stream_breaks_with_the_error(draft, channel):
         raise Fenced("a newer lease")
 
     async def one_message():
-        async for message in messages(1):
-            yield message
         # To a caller that still writes when the stream breaks, gRPC may only say that its write failed.
-        await asyncio.Event().wait()
+        try:
+            async for message in messages(1):
+                yield message
+            await is_broken.wait()
+        finally:
+            has_ended.set()
 
+    is_broken, has_ended = asyncio.Event(), asyncio.Event()
     draft.behaviour = fenced
     handles = []
     with pytest.raises(Fenced), peer_errors():
         async for response in draft_pb2_grpc.DraftServiceStub(channel).Draft(one_message()):
             handles += [frame.handle for frame in response.frames]
+    is_broken.set()
+    await has_ended.wait()
     assert handles == [1]
 
 
