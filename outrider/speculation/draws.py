@@ -29,7 +29,7 @@ _NUM_TRUNCATED: Final = 8
 _NUM_WHOLE: Final = 4
 _NUM_RACED: Final = 32
 _NUM_ON_GPU: Final = 64
-"""On a GPU, where starting an operation takes longer than to run it. It bounds memory: 0.7 GB for 128,256 tokens."""
+"""On a GPU, where starting an operation takes longer than to run it. A tensor of 128,256 tokens then takes 66 MB."""
 _NUM_CACHED: Final = 2**17
 
 

@@ -21,8 +21,8 @@ Measured with PyTorch 2.13 on a CPU with AVX-512:
   `blocks` hold float32 on a CPU: twice the memory of bfloat16, 46 KB a token of SmolLM2-135M.
 - The native product and the native attention have equal bits for any number of rows, by construction.
 - On an H100 bfloat16 products of 1 to 96 rows gave equal bits, and those of 128 and of 192 rows others for layers with
-  8,192 and 14,336 inputs; a row's place did not matter. Float32 products differed for most numbers of rows. So passes
-  on a GPU always have as many (`gpu_passes`).
+  8,192 and 14,336 inputs; a row's place did not matter. In float32 the logits of a tiny model differed with the number
+  of rows already from 1 on. So passes on a GPU always have as many (`gpu_passes`).
 - Weights laid out once for oneDNN (`packed_linear`) give the bits of PyTorch's own bfloat16 linear layers. The kernel
   takes 6 rows at once: 4, 5 and 6 rows of a 16,384 x 2,048 layer take 3.0 ms, 7 take 3.9, 8 take 4.2, 16 take 6.0
   (one core). So the `padded_sizes` of such a model begin at 6 rows.
