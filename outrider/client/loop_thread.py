@@ -34,15 +34,33 @@ class LoopThread:
         future: Future[T] | None = None
         try:
             with self._beginning:
-                if self._is_closed:
-                    work.close()
-                    raise ClientClosed
-                future = asyncio.run_coroutine_threadsafe(work, self._loop)
+                if not self._is_closed:
+                    future = asyncio.run_coroutine_threadsafe(work, self._loop)
+            if future is None:
+                raise ClientClosed
             return future.result()
         except BaseException:
             if future is not None:
                 future.cancel()
+            else:
+                self._end(work)
             raise
+
+    def _end(self, work: Coroutine[Any, Any, Any]) -> None:
+        """Cancel `work` if the loop has it, else close it: the exception came around its scheduling."""
+
+        def end() -> None:
+            for task in asyncio.all_tasks(self._loop):
+                if task.get_coro() is work:
+                    task.cancel()
+                    return
+            work.close()
+
+        try:
+            # After what scheduled it, if anything did.
+            self._loop.call_soon_threadsafe(end)
+        except RuntimeError:  # the loop is closed
+            work.close()
 
     def iterate(self, items: AsyncGenerator[T, None]) -> Iterator[T]:
         """Yield the items of an asynchronous iterator; leaving the loop early closes it."""

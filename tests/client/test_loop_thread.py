@@ -1,6 +1,8 @@
 """The event loop of blocking methods: an interrupt ends what it interrupts, whenever it comes."""
 
 import asyncio
+import gc
+import threading
 from collections.abc import AsyncGenerator, Coroutine
 from concurrent.futures import Future
 from typing import Any
@@ -46,3 +48,34 @@ def test_an_interrupt_before_a_step_is_known_ends_the_iterator(monkeypatch: pyte
         assert ended == [True]
     finally:
         thread.close(nothing)
+
+
+@pytest.mark.timeout(20)
+@pytest.mark.parametrize("is_scheduled", [False, True])
+def test_an_interrupt_around_the_scheduling_ends_the_work(is_scheduled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    begin, began, ended = asyncio.run_coroutine_threadsafe, threading.Event(), []
+
+    async def work() -> None:
+        try:
+            began.set()
+            await asyncio.Event().wait()
+        finally:
+            ended.append(True)
+
+    def interrupted(work: Coroutine[Any, Any, Any], loop: asyncio.AbstractEventLoop) -> Future[Any]:
+        if is_scheduled:
+            begin(work, loop)
+            assert began.wait(10)
+        raise KeyboardInterrupt
+
+    thread = LoopThread("test")
+    try:
+        with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+            patched.setattr(asyncio, "run_coroutine_threadsafe", interrupted)
+            thread.run(work())
+        thread.run(asyncio.sleep(0))
+    finally:
+        thread.close(nothing)
+    # What was begun was cancelled; of what was not, nobody complains that it was never awaited.
+    gc.collect()
+    assert ended == [True] * is_scheduled
