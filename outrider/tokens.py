@@ -83,12 +83,14 @@ class ProposalNode:
     """A proposed token below `parent` (`ROOT` or the number of an earlier node).
 
     `draft_distribution` is the distribution that a drafted token was sampled from; only the `rejection` rule needs it.
+    `drafter` names the drafter that proposed it, or those that did, joined by "+", where a draft combines several.
     """
 
     parent: int
     token_id: int
     kind: NodeKind = NodeKind.DRAFTED
     draft_distribution: SparseDistribution | None = None
+    drafter: str = ""
 
 
 @dataclass(frozen=True, slots=True)

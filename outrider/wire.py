@@ -51,6 +51,8 @@ _FINISH_NUMBERS: Final = {reason: number for number, reason in _FINISHES.items()
 
 MAX_NAME_LEN: Final = 512
 """Maximum characters of an id, or bytes of a salt, between services: workers keep thousands of them."""
+MAX_DRAFTER_LEN: Final = 64
+"""Maximum characters of a node's drafter."""
 _SCALARS: Final = (
     "temperature",
     "top_k",
@@ -164,7 +166,7 @@ def base_to_message(base: Base) -> tokens_pb2.Base:
 
 
 def node_from_message(message: tokens_pb2.ProposalNode) -> ProposalNode:
-    """Return the node; raise `InvalidArgument` for an unknown kind or an invalid distribution."""
+    """Return the node; raise `InvalidArgument` for an unknown kind, an invalid distribution or too long a name."""
     kind = _KINDS.get(message.kind)
     if kind is None:
         raise InvalidArgument(f"kind is {message.kind}", "kind")
@@ -175,7 +177,9 @@ def node_from_message(message: tokens_pb2.ProposalNode) -> ProposalNode:
             distribution = SparseDistribution(tuple(sparse.token_ids), tuple(sparse.probabilities))
         except ValueError as error:
             raise InvalidArgument(str(error), "draft_distribution") from error
-    return ProposalNode(message.parent, message.token_id, kind, distribution)
+    if len(message.drafter) > MAX_DRAFTER_LEN:
+        raise InvalidArgument(f"has {len(message.drafter)} characters, must have {MAX_DRAFTER_LEN} at most", "drafter")
+    return ProposalNode(message.parent, message.token_id, kind, distribution, message.drafter)
 
 
 def node_to_message(node: ProposalNode) -> tokens_pb2.ProposalNode:
@@ -187,7 +191,11 @@ def node_to_message(node: ProposalNode) -> tokens_pb2.ProposalNode:
             token_ids=distribution.token_ids, probabilities=distribution.probabilities
         )
     return tokens_pb2.ProposalNode(
-        parent=node.parent, token_id=node.token_id, kind=_KIND_NUMBERS[node.kind], draft_distribution=sparse
+        parent=node.parent,
+        token_id=node.token_id,
+        kind=_KIND_NUMBERS[node.kind],
+        draft_distribution=sparse,
+        drafter=node.drafter,
     )
 
 

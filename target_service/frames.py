@@ -110,6 +110,7 @@ def _verdict(verdict: Verdict) -> target_pb2.Verdict:
         hit=metrics.hit,
         num_proposed_nodes=metrics.num_proposed,
         lookahead=metrics.lookahead,
+        drafters=result.drafters,
     )
 
 

@@ -89,7 +89,7 @@ def test_tokens_survive() -> None:
 @pytest.mark.parametrize("distribution", [None, SparseDistribution((1, 2), (0.25, 0.75))])
 @pytest.mark.parametrize("kind", NodeKind)
 def test_nodes_survive(kind: NodeKind, distribution: SparseDistribution | None) -> None:
-    node = ProposalNode(3, 7, kind, distribution)
+    node = ProposalNode(3, 7, kind, distribution, "model+suffix")
     assert wire.node_from_message(wire.node_to_message(node)) == node
 
 
@@ -111,6 +111,7 @@ def test_nodes_survive(kind: NodeKind, distribution: SparseDistribution | None) 
             ),
             "draft_distribution",
         ),
+        (tokens_pb2.ProposalNode(kind=tokens_pb2.NODE_KIND_GUESSED, drafter="a" * 65), "drafter"),
     ],
 )
 def test_garbage_nodes_are_named(message: tokens_pb2.ProposalNode, field: str) -> None:

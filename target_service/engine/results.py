@@ -48,6 +48,8 @@ class RoundResult:
         num_accepted: proposed tokens among the output.
         num_nodes: nodes verified.
         finish_reason: why the request ends with the last token; None where it goes on.
+        drafters: of each output token the drafter that proposed it, empty for the target's own; no element where no
+            node names one.
     """
 
     token_ids: tuple[int, ...]
@@ -58,6 +60,7 @@ class RoundResult:
     num_accepted: int
     num_nodes: int
     finish_reason: FinishReason | None
+    drafters: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

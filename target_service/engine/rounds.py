@@ -84,7 +84,14 @@ def _result(
         num_accepted=origins.count(TokenOrigin.ACCEPTED),
         num_nodes=len(item.tree),
         finish_reason=finish_reason,
+        drafters=_drafters(outcome.path, item.tree, num),
     )
+
+
+def _drafters(path: Sequence[int], tree: ProposalTree, num: int) -> tuple[str, ...]:
+    """Return the drafters of the first `num` tokens of a path and the token after it; none where no node names one."""
+    drafters = [tree.node(number).drafter for number in path[:num]]
+    return (*drafters, *("" for _ in range(num - len(drafters)))) if any(drafters) else ()
 
 
 def _outcomes(rounds: Sequence[Round], logits: torch.Tensor) -> list[Outcome]:

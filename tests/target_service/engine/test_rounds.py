@@ -36,7 +36,8 @@ def tree_of(draw: random.Random) -> ProposalTree:
     for _ in range(draw.randrange(12)):
         parent, token_id = draw.randrange(len(tree) + 1), draw.randrange(V)
         if tree.child(parent, token_id) is None:
-            tree.append(ProposalNode(parent, token_id, NodeKind.GUESSED))
+            drafter = draw.choice(["", "suffix", "model+suffix"])
+            tree.append(ProposalNode(parent, token_id, NodeKind.GUESSED, drafter=drafter))
     return tree
 
 
@@ -62,6 +63,22 @@ def test_rounds_judged_together_are_those_judged_alone(seed: int) -> None:
         asks = item.request.parameters.logprobs is not None
         assert len(result.logprobs) == (len(result.token_ids) if asks else 0)
         assert len(result.token_ids) == len(result.origins) <= item.request.window_end - 10
+        assert len(result.drafters) in (0, len(result.token_ids))
+        for drafter, origin in zip(result.drafters, result.origins, strict=False):
+            assert not drafter or origin is TokenOrigin.ACCEPTED
+
+
+def test_accepted_tokens_name_the_drafters_that_proposed_them() -> None:
+    request = request_of([1, 2, 3], SamplingParameters(temperature=0), AcceptanceRule.COUPLED, prompt_len=3)
+    logits = torch.nn.functional.one_hot(torch.tensor([4, 5, 6, 7]), V).float()
+    tree = ProposalTree()
+    for parent, (token_id, drafter) in enumerate([(4, "model+suffix"), (5, "suffix")]):
+        tree.append(ProposalNode(parent, token_id, NodeKind.GUESSED, drafter=drafter))
+    result = judge(request, logits[:3], tree)
+    assert (result.token_ids, result.drafters) == ((4, 5, 6), ("model+suffix", "suffix", ""))
+    # None where the draft has one drafter only, or none of it was accepted.
+    assert judge(request, logits[:1], ProposalTree()).drafters == ()
+    assert judge(request, logits[1:].repeat(2, 1)[:3], tree).drafters == ()
 
 
 @pytest.mark.parametrize("seed", range(10))
