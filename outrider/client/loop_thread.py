@@ -34,10 +34,11 @@ class LoopThread:
         future: Future[T] | None = None
         try:
             with self._beginning:
-                if not self._is_closed:
-                    future = asyncio.run_coroutine_threadsafe(work, self._loop)
-            if future is None:
-                raise ClientClosed
+                if self._is_closed:
+                    # The loop may not get to it any more.
+                    work.close()
+                    raise ClientClosed
+                future = asyncio.run_coroutine_threadsafe(work, self._loop)
             return future.result()
         except BaseException:
             if future is not None:

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from outrider.client.loop_thread import LoopThread
+from outrider.client.retry import ClientClosed
 
 
 async def nothing() -> None:
@@ -79,3 +80,15 @@ def test_an_interrupt_around_the_scheduling_ends_the_work(is_scheduled: bool, mo
     # What was begun was cancelled; of what was not, nobody complains that it was never awaited.
     gc.collect()
     assert ended == [True] * is_scheduled
+
+
+def test_what_is_begun_while_the_loop_ends_is_closed() -> None:
+    thread = LoopThread("test")
+    # As between the end of a loop and its closing, when it runs nothing more.
+    thread._is_closed = True
+    thread._loop.call_soon_threadsafe(thread._loop.stop)
+    thread._thread.join()
+    with pytest.raises(ClientClosed):
+        thread.run(nothing())
+    thread._loop.close()
+    gc.collect()
