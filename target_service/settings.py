@@ -1,18 +1,19 @@
 """Settings of the target process."""
 
+import re
 from enum import Enum
 from pathlib import Path
 from typing import Any, Final, Self
 
 from pydantic import Field, Json, model_validator
 
-from outrider.drafters.options import DrafterKind, DrafterOptions, ModelOptions
+from outrider.drafter_names import DRAFTERS, HEADS, main_of
+from outrider.drafters.options import DrafterOptions, ModelOptions
 from outrider.serving.settings import WorkerSettings
 
 # Of the target's budget, and in addition to it: a model that drafts has a fraction of the target's layers.
 _DRAFT_KV_SHARE: Final = 4
 _LEAST_DRAFT_KV_BYTES: Final = 1 << 16
-_HEADS: Final = (DrafterKind.EAGLE3.value, DrafterKind.BLOCK.value, DrafterKind.MEDUSA.value)
 
 
 class EngineKind(Enum):
@@ -67,9 +68,9 @@ class TargetSettings(WorkerSettings, ModelOptions):
     kv_blocks_timeout_s: float = Field(0.5, gt=0, le=60, description="Timeout of each KV block call, in seconds.")
     colocated_drafter: str = Field(
         "",
-        pattern="^(|model|layers|ngram|suffix|eagle3|block|medusa)$",
-        description="Drafter within this process, between its passes: a head (eagle3, block, medusa), model, layers, "
-        "ngram or suffix; empty for none.",
+        pattern=f"^(|{'|'.join(map(re.escape, DRAFTERS))})$",
+        description="Drafter within this process, between its passes: a head (eagle3, block, medusa), model or layers, "
+        "each also with +suffix, ngram or suffix; empty for none.",
     )
     colocated_model: str = Field("embedded", description="Model of that drafter; for layers, the target's.")
     colocated_num_layers: int | None = Field(None, ge=1, le=1024, description="For layers, how many.")
@@ -100,7 +101,7 @@ class TargetSettings(WorkerSettings, ModelOptions):
             "model": self.colocated_model,
             "num_layers": self.colocated_num_layers,
             # A head is made for one target, which is this one.
-            "target": self.model if self.colocated_drafter in _HEADS else "",
+            "target": self.model if main_of(self.colocated_drafter) in HEADS else "",
             "kv_budget_bytes": max(_LEAST_DRAFT_KV_BYTES, self.kv_budget_bytes // _DRAFT_KV_SHARE),
         }
         return DrafterOptions.model_validate({**shared, **own})

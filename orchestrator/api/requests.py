@@ -9,6 +9,7 @@ from typing import Final
 from orchestrator.settings import OrchestratorSettings
 from orchestrator.store.record import derived_session_id, is_derived
 from outrider import wire
+from outrider.drafter_names import DRAFTERS
 from outrider.errors import InvalidArgument
 from outrider.parameters import DRAFT_PLACES, MAX_SPECULATIVE_TOKENS, MAX_TOKENS, AcceptanceRule
 from outrider.tokens import MAX_PROPOSAL_NODES
@@ -16,7 +17,6 @@ from outrider.v1 import generation_pb2, tokens_pb2
 from outrider.workers.draft_session import SpeculationChoice
 
 _ID: Final = re.compile(r"[A-Za-z0-9._:-]{1,128}")
-DRAFTERS: Final = ("", "model", "ngram", "suffix", "layers", "eagle3", "block", "medusa")
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,10 +91,8 @@ def _speculation(
         )
     if speculation.max_nodes > MAX_PROPOSAL_NODES:
         raise InvalidArgument(f"max_nodes is {speculation.max_nodes}, may be at most {MAX_PROPOSAL_NODES}", "max_nodes")
-    if speculation.drafter not in DRAFTERS:
-        raise InvalidArgument(
-            f"drafter is {speculation.drafter!r}, must be one of {', '.join(DRAFTERS[1:])}", "drafter"
-        )
+    if speculation.drafter not in ("", *DRAFTERS):
+        raise InvalidArgument(f"drafter is {speculation.drafter!r}, must be one of {', '.join(DRAFTERS)}", "drafter")
     if speculation.draft_at not in ("", *DRAFT_PLACES):
         raise InvalidArgument(
             f"draft_at is {speculation.draft_at!r}, must be one of {', '.join(DRAFT_PLACES)}", "draft_at"

@@ -14,6 +14,7 @@ from orchestrator.store.sessions import Lease
 from orchestrator.store.store import SessionStore
 from orchestrator.workers.replicas import Replicas
 from outrider import wire
+from outrider.drafter_names import has_suffix
 from outrider.errors import Unavailable
 from outrider.serving.spans import log_fields, traceparent_of
 from outrider.speculation.prediction import Prediction
@@ -24,8 +25,6 @@ from outrider.workers.draft_session import SpeculationChoice
 # More tokens than a target decides while a commit is on its way to Redis and back, so that no pass waits for one; not
 # more, because tokens that are not committed are recomputed after a failover.
 _WINDOW: Final = 64
-PREDICTING_DRAFTER: Final = "suffix"
-"""The drafter that uses a request's prediction."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,4 +185,4 @@ class RunningRequest:
 
     def _predicted(self, drafter: str) -> Sequence[int]:
         """Return the prediction where a drafter uses it."""
-        return self.prediction.token_ids if self.prediction is not None and drafter == PREDICTING_DRAFTER else ()
+        return self.prediction.token_ids if self.prediction is not None and has_suffix(drafter) else ()

@@ -7,10 +7,11 @@ import time
 from collections.abc import Sequence
 from typing import Final
 
-from orchestrator.generation.request import PREDICTING_DRAFTER, RunningRequest, Services
+from orchestrator.generation.request import RunningRequest, Services
 from orchestrator.generation.target_losses import TargetLosses
 from orchestrator.metrics import RequestStatistics
 from orchestrator.workers.target_session import TargetSession
+from outrider.drafter_names import SUFFIX, has_suffix, includes
 from outrider.errors import (
     ConstraintFailed,
     DataLoss,
@@ -343,7 +344,7 @@ class WorkerPair:
         elif choice.draft_at == AT_TARGET or self._free_draft() is None:
             self._place = AT_TARGET
         elif self._request.prediction is not None and not choice.drafter:
-            self._place = AT_SERVICE if link.info is None or link.info.drafter != PREDICTING_DRAFTER else AT_TARGET
+            self._place = AT_SERVICE if link.info is None or not has_suffix(link.info.drafter) else AT_TARGET
         else:
             self._place, self._compares = self._placement.choose(link.address), True
         if self._place == AT_TARGET and self._draft is not None:
@@ -353,7 +354,7 @@ class WorkerPair:
     def _has_fitting_drafter(self, link: WorkerLink) -> bool:
         """Whether a target can draft for itself, with a drafter that the request accepts."""
         drafter = link.info.drafter if link.info is not None else ""
-        return bool(drafter) and self._request.choice.drafter in ("", drafter)
+        return bool(drafter) and includes(drafter, self._request.choice.drafter)
 
     @property
     def _target_drafts(self) -> bool:
@@ -363,11 +364,7 @@ class WorkerPair:
     def _free_draft(self) -> WorkerLink | None:
         """Return a draft for the request: one that uses its prediction, where it has one and names no other drafter."""
         drafter, rule = self._request.choice.drafter, self._request.record.rule
-        if (
-            self._request.prediction is not None
-            and not drafter
-            and (link := self._replicas.draft(PREDICTING_DRAFTER, rule))
-        ):
+        if self._request.prediction is not None and not drafter and (link := self._replicas.draft(SUFFIX, rule)):
             return link
         return self._replicas.draft(drafter, rule)
 

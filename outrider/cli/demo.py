@@ -20,8 +20,9 @@ from outrider.cli.up import ADDRESS, HTTP_ADDRESS
 from outrider.client.client import OutriderClient
 from outrider.client.events import Generation
 from outrider.client.request import GenerationRequest, Message, Speculation
+from outrider.drafter_names import HEADS, LOOKUPS
 from outrider.errors import OutriderError
-from outrider.local.stack_options import HEADS, LOOKUPS, DraftOptions
+from outrider.local.stack_options import DraftOptions
 from outrider.parameters import SamplingParameters
 
 _REPEATS = 3
@@ -72,7 +73,7 @@ def demo(max_tokens: int, **values: object) -> None:
     difference ends the command with an error.
     """
     options = take_stack({"drafter": None, **values})
-    if options.drafts and options.drafts[0].drafter in HEADS:
+    if options.drafts and options.drafts[0].main in HEADS:
         options = replace(options, drafts=(*options.drafts, DraftOptions("ngram")))
     parameters = SamplingParameters(temperature=0, max_tokens=max_tokens)
 
@@ -91,7 +92,7 @@ def demo(max_tokens: int, **values: object) -> None:
 
 def _planned(drafts: Sequence[DraftOptions]) -> list[Comparison]:
     """Return what to compare: a question at each place where a head drafts, a copy with prompt lookup where it runs."""
-    heads = [draft for draft in drafts if draft.drafter in HEADS] or list(drafts[:1]) or [DraftOptions()]
+    heads = [draft for draft in drafts if draft.main in HEADS] or list(drafts[:1]) or [DraftOptions()]
     copying = next((draft for draft in drafts if draft.drafter in LOOKUPS), heads[0])
     return [*(Comparison("a question", _PLAIN, draft) for draft in heads), Comparison("a copy", _COPY, copying)]
 

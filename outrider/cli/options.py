@@ -9,8 +9,8 @@ import click
 from outrider.client.addresses import checked_addresses
 from outrider.client.request import Speculation
 from outrider.constraint import Constraint
+from outrider.drafter_names import DRAFTERS
 from outrider.errors import InvalidArgument
-from outrider.local.stack_options import DRAFTERS
 from outrider.parameters import DRAFT_PLACES, AcceptanceRule, SamplingParameters
 
 F = TypeVar("F", bound=Callable[..., Any])

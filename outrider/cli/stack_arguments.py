@@ -11,11 +11,10 @@ import click
 from click.core import ParameterSource
 
 from outrider.cli.options import NO_DRAFTER, F, stacked
+from outrider.drafter_names import HEADS, LOOKUPS, main_of
 from outrider.errors import InvalidArgument
 from outrider.local.stack_options import (
     EMBEDDED,
-    HEADS,
-    LOOKUPS,
     MODEL_DRAFTERS,
     DraftOptions,
     StackOptions,
@@ -201,11 +200,11 @@ def take_stack(values: dict[str, Any]) -> StackOptions:
     _check_own_stack(click.get_current_context())
     drafter, draft_model, num_layers = (values.pop(name) for name in ("drafter", "draft_model", "num_layers"))
     drafter = drafter or fitting_drafter(values["model"], draft_model, num_layers)
-    if draft_model and drafter not in MODEL_DRAFTERS:
+    if draft_model and main_of(drafter) not in MODEL_DRAFTERS:
         raise InvalidArgument(
             f"draft_model goes with --drafter model, eagle3, block or medusa, not {drafter}", "draft_model"
         )
-    if num_layers is not None and drafter != "layers":
+    if num_layers is not None and main_of(drafter) != "layers":
         raise InvalidArgument(f"num_layers goes with --drafter layers, not {drafter}", "num_layers")
     if values["draft_device"] and drafter in (*LOOKUPS, NO_DRAFTER):
         raise InvalidArgument(f"draft_device goes with a drafter that has a model, not {drafter}", "draft_device")
@@ -215,7 +214,7 @@ def take_stack(values: dict[str, Any]) -> StackOptions:
         raise InvalidArgument("a draft within the target has no device of its own, and is a draft", "draft_at")
     draft = None if drafter == NO_DRAFTER else DraftOptions(drafter, draft_model, **layers, at=draft_at or AT_SERVICE)
     drafts: tuple[DraftOptions, ...] = () if draft is None else (draft,)
-    if draft is not None and draft_at is None and drafter in HEADS and not values["draft_device"]:
+    if draft is not None and draft_at is None and main_of(drafter) in HEADS and not values["draft_device"]:
         # On one device the target is a good place too: which one is better is measured.
         drafts = (draft, replace(draft, at=AT_TARGET))
     passed = {name: value for name in _PASSED if (value := values.pop(name)) is not None}

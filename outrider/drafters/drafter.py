@@ -20,7 +20,7 @@ class DrafterInfo:
     """Identity and limits of a drafter.
 
     Attributes:
-        drafter: its kind: ngram, suffix, model, layers, eagle3, block or medusa.
+        drafter: its kind: ngram, suffix, model, layers, eagle3, block or medusa; or two of them, as eagle3+suffix.
         model: as configured; the drafter's kind where there is no model.
         model_fingerprint: SHA-256 over the model's configuration and weights; empty where there is no model.
         tokenizer_fingerprint: SHA-256 over the vocabulary; empty where any vocabulary fits.
@@ -92,6 +92,7 @@ class OpenProposal:
         lookahead: most nodes below the text, where it runs ahead of the target's verdicts; else 0.
         max_len: tokens of the longest session.
         nodes: the nodes below its root so far.
+        values: of each of them about the probability that the target accepts it, where the drafter estimates that.
         complete: whether no more nodes will be drafted before the session has more tokens.
         root_len: tokens of the session at its root; node numbers count from there.
         refusal: the error for which the drafter does not draft, where it does not.
@@ -107,6 +108,7 @@ class OpenProposal:
     lookahead: int = 0
     max_len: int = 1 << 31
     nodes: list[ProposalNode] = field(default_factory=list)
+    values: list[float] = field(default_factory=list)
     complete: bool = False
     refusal: OutriderError | None = None
     missing_features_from: int | None = None
@@ -128,9 +130,10 @@ class OpenProposal:
         full = len(self.nodes) >= (min(most, self.max_nodes) if self.max_nodes else most)
         self.complete = full or token_id in self.terms.stop_token_ids
 
-    def fill(self, nodes: Sequence[ProposalNode]) -> None:
-        """Add all nodes at once, parents before their children, and complete the proposal."""
+    def fill(self, nodes: Sequence[ProposalNode], values: Sequence[float] = ()) -> None:
+        """Add all nodes at once, parents before their children, and complete the proposal; see `values`."""
         self.nodes.extend(nodes)
+        self.values.extend(values)
         self.complete = True
 
     def refuse(self, error: OutriderError) -> None:

@@ -5,6 +5,7 @@ from typing import Any, Self
 
 from pydantic import BaseModel, Field, Json, model_validator
 
+from outrider.drafter_names import main_of
 from outrider.tokens import MAX_PROPOSAL_NODES
 
 
@@ -18,6 +19,16 @@ class DrafterKind(Enum):
     EAGLE3 = "eagle3"
     BLOCK = "block"
     MEDUSA = "medusa"
+    MODEL_SUFFIX = "model+suffix"
+    LAYERS_SUFFIX = "layers+suffix"
+    EAGLE3_SUFFIX = "eagle3+suffix"
+    BLOCK_SUFFIX = "block+suffix"
+    MEDUSA_SUFFIX = "medusa+suffix"
+
+    @property
+    def main(self) -> "DrafterKind":
+        """The kind with a model, where two are combined; else the kind itself."""
+        return DrafterKind(main_of(self.value))
 
 
 class SuffixScope(Enum):
@@ -55,7 +66,7 @@ class DrafterOptions(ModelOptions):
     drafter: DrafterKind = Field(
         DrafterKind.MODEL,
         description="How to draft; `layers` runs the target's model, `eagle3`, `block` and `medusa` a head "
-        "(`embedded`: the one that comes with Outrider), `ngram` and `suffix` none.",
+        "(`embedded`: the one that comes with Outrider), `ngram` and `suffix` none. With `+suffix` the best of both.",
     )
     suffix_scope: SuffixScope = Field(
         SuffixScope.TENANT,
@@ -80,6 +91,6 @@ class DrafterOptions(ModelOptions):
 
     @model_validator(mode="after")
     def _check(self) -> Self:
-        if (self.drafter is DrafterKind.LAYERS) != (self.num_layers is not None):
+        if (self.drafter.main is DrafterKind.LAYERS) != (self.num_layers is not None):
             raise ValueError("num_layers is needed with the layers drafter, and has no meaning without it")
         return self

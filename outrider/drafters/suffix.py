@@ -42,11 +42,16 @@ class SuffixDrafter(Drafter):
         scope: whose texts a session is drafted from.
         budget_bytes: memory of all texts and their indexes.
         max_session_len: longest session, in tokens.
+        only_guesses: whether nodes are guesses under `rejection` too, and trees as under `coupled`: beside a drafter
+            whose nodes are drafted.
     """
 
-    def __init__(self, scope: SuffixScope, budget_bytes: int, max_session_len: int) -> None:
+    def __init__(
+        self, scope: SuffixScope, budget_bytes: int, max_session_len: int, *, only_guesses: bool = False
+    ) -> None:
         self.times = PassTimes()
         self._scope = scope
+        self._only_guesses = only_guesses
         self._max_shared_tokens = max(1, budget_bytes // (_TENANT_SHARE * ENTRY_BYTES))
         self._corpora = BoundedStates(lambda: SuffixCorpus(max_session_len), budget_bytes)
         self._keys: dict[str, str] = {}
@@ -75,7 +80,7 @@ class SuffixDrafter(Drafter):
             start = len(proposal.token_ids) - num
             corpus.extend(proposal.session_id, proposal.token_ids[start : start + share])
             if num <= share:
-                proposal.fill(self._nodes(proposal, corpus))
+                self._fill(proposal, corpus)
             self._corpora.weigh(self._keys[proposal.session_id])
         self._corpora.make_room(0, in_use=())
         return StepRows(sum(len(proposal.nodes) for proposal in proposals))
@@ -117,18 +122,21 @@ class SuffixDrafter(Drafter):
             return ""
         return f"tenant {terms.cache_salt.hex()}"
 
-    def _nodes(self, proposal: OpenProposal, corpus: SuffixCorpus) -> list[ProposalNode]:
-        """Return the nodes that continue a session."""
+    def _fill(self, proposal: OpenProposal, corpus: SuffixCorpus) -> None:
+        """Complete a proposal with the nodes that continue its session."""
+        is_drafted = proposal.terms.acceptance_rule is AcceptanceRule.REJECTION and not self._only_guesses
         found = [*self._predicted(proposal), *corpus.occurrences(proposal.session_id)]
         if not found:
-            return []
-        tree = SuffixTree(corpus.text(proposal.session_id), _sizes(proposal))
-        is_drafted = proposal.terms.acceptance_rule is AcceptanceRule.REJECTION
+            proposal.complete = True
+            return
+        tree = SuffixTree(corpus.text(proposal.session_id), _sizes(proposal, is_drafted=is_drafted))
         kind = NodeKind.DRAFTED if is_drafted else NodeKind.GUESSED
-        return [
+        grown = tree.grow(found)
+        nodes = [
             ProposalNode(parent, token_id, kind, SparseDistribution((token_id,), (1.0,)) if is_drafted else None)
-            for parent, token_id in tree.grow(found)
+            for parent, token_id, _ in grown
         ]
+        proposal.fill(nodes, [node.value for node in grown])
 
     def _predicted(self, proposal: OpenProposal) -> Iterator[Occurrence]:
         """Yield the place in the request's prediction to which its output has come, if there is one."""
@@ -170,20 +178,19 @@ def _own_key(session_id: str) -> str:
     return f"session {session_id}"
 
 
-def _sizes(proposal: OpenProposal) -> TreeSizes:
+def _sizes(proposal: OpenProposal, *, is_drafted: bool) -> TreeSizes:
     terms, num, lookahead, max_nodes = (
         proposal.terms,
         proposal.num_speculative_tokens,
         proposal.lookahead,
         proposal.max_nodes,
     )
-    is_rejection = terms.acceptance_rule is AcceptanceRule.REJECTION
     end_len = min(proposal.max_len, terms.prompt_len + terms.parameters.max_tokens)
     return TreeSizes(
         num_nodes=min(max_nodes or lookahead, lookahead) if lookahead else max_nodes or num,
         depth=max(0, min(lookahead or num, end_len - len(proposal.token_ids))),
-        width=1 if is_rejection or 0 < max_nodes <= num else MAX_RANK,
+        width=1 if is_drafted or 0 < max_nodes <= num else MAX_RANK,
         least_value=_LEAST_VALUE,
-        least_probability=0.0 if is_rejection else terms.p_min or 0.0,
+        least_probability=0.0 if is_drafted else terms.p_min or 0.0,
         stop_token_ids=terms.stop_token_ids,
     )

@@ -10,7 +10,7 @@ odds of its own length, which says more where the longest match has occurred onc
 import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Final
+from typing import Final, NamedTuple
 
 from outrider.drafters.suffix_corpus import Occurrence
 from outrider.tokens import ROOT
@@ -39,6 +39,14 @@ class TreeSizes:
     least_value: float
     least_probability: float = 0.0
     stop_token_ids: frozenset[int] = frozenset()
+
+
+class SuffixNode(NamedTuple):
+    """A node: the number of its parent, its token, and its value."""
+
+    parent: int
+    token_id: int
+    value: float
 
 
 @dataclass(order=True, slots=True)
@@ -74,14 +82,14 @@ class SuffixTree:
         self._branches: list[_Branch] = []
         self._num_branches = 0
 
-    def grow(self, occurrences: list[Occurrence]) -> list[tuple[int, int]]:
-        """Return the nodes, each with its parent's number and its token: parents before children, numbered from 1."""
-        nodes: list[tuple[int, int]] = []
+    def grow(self, occurrences: list[Occurrence]) -> list[SuffixNode]:
+        """Return the nodes, parents before children, numbered from 1."""
+        nodes: list[SuffixNode] = []
         if self._sizes.depth > 0:
             self._branch(ROOT, (), 1.0, occurrences)
         while self._branches and len(nodes) < self._sizes.num_nodes:
             best = heapq.heappop(self._branches)
-            nodes.append((best.parent, best.path[-1]))
+            nodes.append(SuffixNode(best.parent, best.path[-1], -best.cost))
             if len(best.path) < self._sizes.depth and best.path[-1] not in self._sizes.stop_token_ids:
                 self._branch(len(nodes), best.path, -best.cost, best.occurrences)
         return nodes

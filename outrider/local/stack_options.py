@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Final
 
+from outrider.drafter_names import DRAFTERS, HEADS, LOOKUPS, main_of
 from outrider.errors import InvalidArgument
 from outrider.local.listening import check_address, chosen_addresses
 from outrider.local.process import ProcessSpec
@@ -15,13 +16,8 @@ from outrider.parameters import AT_SERVICE, AT_TARGET, DRAFT_PLACES
 
 EMBEDDED = "embedded"
 """Name of the model that needs no hub and no folder."""
-DRAFTERS: Final = ("ngram", "suffix", "model", "layers", "eagle3", "block", "medusa")
-MODEL_DRAFTERS: Final = ("model", "eagle3", "block", "medusa")
+MODEL_DRAFTERS: Final = ("model", *HEADS)
 """Drafters with a model or a head of their own."""
-LOOKUPS: Final = ("ngram", "suffix")
-"""Drafters without a model."""
-HEADS: Final = ("eagle3", "block", "medusa")
-"""Drafters over the target's features."""
 _PATH_STARTS: Final = ("/", "./", "../", "~")
 _MANIFEST: Final = "outrider_draft.json"
 _SPIN: Final = "GOMP_SPINCOUNT"
@@ -57,13 +53,18 @@ class DraftOptions:
             raise InvalidArgument(f"draft_at is {self.at!r}, must be one of {', '.join(DRAFT_PLACES)}", "draft_at")
         if self.drafter not in DRAFTERS:
             raise InvalidArgument(f"drafter is {self.drafter!r}, must be one of {', '.join(DRAFTERS)}", "drafter")
-        if self.drafter == "model" and not self.model:
+        if self.main == "model" and not self.model:
             raise InvalidArgument("drafter 'model' needs a model that shares the target's tokenizer", "draft_model")
-        if self.drafter == "medusa" and not self.model:
+        if self.main == "medusa" and not self.model:
             raise InvalidArgument("drafter 'medusa' needs the folder of its heads", "draft_model")
         _check_at_least("num_layers", self.num_layers, 1)
         _check_at_least("num_drafts", self.num_replicas, 1)
         check_folder(self.model, "draft_model")
+
+    @property
+    def main(self) -> str:
+        """The drafter with a model, where two are combined; else the drafter itself."""
+        return main_of(self.drafter)
 
 
 def check_folder(model: str, field: str) -> None:
@@ -202,7 +203,7 @@ class StackOptions:
         settings = {"OUTRIDER_COLOCATED_DRAFTER": draft.drafter}
         if draft.drafter not in LOOKUPS:
             settings["OUTRIDER_COLOCATED_MODEL"] = draft.model or self.model
-        if draft.drafter == "layers":
+        if draft.main == "layers":
             settings["OUTRIDER_COLOCATED_NUM_LAYERS"] = str(draft.num_layers)
         return {**settings, **draft.environment}
 
@@ -218,10 +219,10 @@ class StackOptions:
             if draft.drafter not in LOOKUPS:
                 placement = self._placement(self.draft_device or self.device)
                 settings |= {"OUTRIDER_MODEL": draft.model or self.model, **placement}
-            if draft.drafter in HEADS and draft.model not in ("", EMBEDDED) and not _manifest(draft.model).is_file():
+            if draft.main in HEADS and draft.model not in ("", EMBEDDED) and not _manifest(draft.model).is_file():
                 # Published heads do not name the target that they were made for.
                 settings["OUTRIDER_TARGET"] = os.environ.get("OUTRIDER_TARGET", self.model)
-            if draft.drafter == "layers":
+            if draft.main == "layers":
                 settings["OUTRIDER_NUM_LAYERS"] = str(draft.num_layers)
             for _ in range(draft.num_replicas):
                 # Two kinds of drafts may run the same drafter, on different models.

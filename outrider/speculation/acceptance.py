@@ -7,6 +7,9 @@ of a given size accepts the most tokens if it consists of the nodes with the lar
 per token then falls geometrically with depth, which is the allocation that Speculative Speculative Decoding (ICLR 2026)
 derives. The rates do not depend on the value of a token, so that using them under the `rejection` rule does not change
 the output distribution.
+
+Where a draft combines several drafters, each has rates of its own beside those of the draft as a whole, with ranks
+among its own choices.
 """
 
 from collections.abc import Sequence
@@ -20,6 +23,7 @@ _PRIOR: Final = (0.7, 0.08, 0.04, 0.02, 0.015, 0.01, 0.008, 0.006)
 _PRIOR_WEIGHT: Final = 4.0
 _POOLED_WEIGHT: Final = 8.0
 _DECAY: Final = 0.98
+_MAX_DRAFTERS: Final = 8
 LEAST_RATE: Final = 1e-4
 """Smallest rate, of a choice that was never accepted."""
 
@@ -59,10 +63,23 @@ class AcceptanceRates:
         pooled_weight: float = _POOLED_WEIGHT,
     ) -> None:
         self._prior = prior
+        self._decay = decay
         self._prior_weight = prior_weight
         self._pooled_weight = pooled_weight
         self._by_rank = [_Share(decay) for _ in range(MAX_RANK)]
         self._by_depth = [[_Share(decay) for _ in range(MAX_RANK)] for _ in range(MAX_DEPTH)]
+
+        self._of: dict[str, AcceptanceRates] = {}
+
+    def of(self, drafter: str) -> "AcceptanceRates":
+        """Return the rates of one of the drafters that a draft combines; these themselves where it is not named."""
+        # Names come from the wire.
+        if not drafter or (drafter not in self._of and len(self._of) >= _MAX_DRAFTERS):
+            return self
+        if drafter not in self._of:
+            prior = None if self._prior is None else self._prior.of(drafter)
+            self._of[drafter] = AcceptanceRates(prior, self._decay, self._prior_weight, self._pooled_weight)
+        return self._of[drafter]
 
     def observe(self, depth: int, num_ranks: int, matched: int | None) -> None:
         """Record which of a draft's choices the target continued with.

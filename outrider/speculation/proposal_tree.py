@@ -24,7 +24,9 @@ class _Live:
         node: as it was sent; None for node 0.
         depth: steps below the base.
         rank: among its parent's children, from 1, in order of arrival.
+        own_rank: among those of them that the same drafter has proposed.
         num_children: number of children that have arrived, dropped ones included.
+        num_by_drafter: of these, by their drafter, where they name one.
         drafted: whether one of these is a drafted node.
         children: live children by token id.
     """
@@ -32,9 +34,16 @@ class _Live:
     node: ProposalNode | None
     depth: int
     rank: int
+    own_rank: int
     num_children: int = 0
+    num_by_drafter: dict[str, int] = field(default_factory=dict)
     drafted: bool = False
     children: dict[int, int] = field(default_factory=dict)
+
+    @property
+    def drafter(self) -> str:
+        """The drafter that proposed it; empty where it does not say."""
+        return "" if self.node is None else self.node.drafter
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +75,7 @@ class Lookahead:
         """Nodes that were added, including those that could no longer be accepted when they arrived."""
         self.root = ROOT
         self._rates = AcceptanceRates() if rates is None else rates
-        self._live = {ROOT: _Live(None, 0, 0)}
+        self._live = {ROOT: _Live(None, 0, 0, 0)}
         # Tokens of the text beyond the root, each with whether the rates learn from it.
         self._ahead: deque[tuple[int, bool]] = deque()
 
@@ -119,10 +128,20 @@ class Lookahead:
             number = None if number is None else self._live[number].children.get(token_id)
         return number is not None
 
+    def drafters(self, token_ids: Sequence[int]) -> tuple[str, ...]:
+        """Return the drafters of the nodes below the root along these tokens, as far as there are any."""
+        found: list[str] = []
+        number = None if self._ahead else self.root
+        for token_id in token_ids:
+            number = None if number is None else self._live[number].children.get(token_id)
+            if number is not None:
+                found.append(self._live[number].drafter)
+        return tuple(found)
+
     def value(self, number: int) -> float:
         """Return the estimated probability that the target accepts a live node, given that it accepted the parent."""
         item = self._live[number]
-        return self._rates.value(item.depth, item.rank)
+        return self._rates.of(item.drafter).value(item.depth, item.own_rank)
 
     def is_live(self, number: int) -> bool:
         """Return whether a node can still be accepted, or is the root."""
@@ -203,7 +222,10 @@ class Lookahead:
             raise ValueError(f"node {number} is a second drafted child of node {node.parent}")
         parent.drafted = parent.drafted or is_drafted
         parent.num_children += 1
-        item = _Live(node, parent.depth + 1, parent.num_children)
+        own_rank = parent.num_children
+        if node.drafter:
+            own_rank = parent.num_by_drafter[node.drafter] = parent.num_by_drafter.get(node.drafter, 0) + 1
+        item = _Live(node, parent.depth + 1, parent.num_children, own_rank)
         if not self._ahead:
             parent.children[node.token_id] = number
             self._live[number] = item
@@ -212,6 +234,8 @@ class Lookahead:
         matches = node.token_id == token_id
         if observes:
             self._rates.observe_one(item.depth, item.rank, matches)
+            if node.drafter:
+                self._rates.of(node.drafter).observe_one(item.depth, own_rank, matches)
         if matches:
             self._ahead.popleft()
             self.root, self._live = number, {number: item}
@@ -219,9 +243,8 @@ class Lookahead:
     def _step(self, token_id: int, *, observes: bool) -> None:
         root = self._live[self.root]
         child = root.children.get(token_id)
-        matched = None if child is None else self._live[child].rank
         if observes:
-            self._rates.observe(root.depth + 1, root.num_children, matched)
+            self._observe(root, None if child is None else self._live[child])
         if child is None:
             self._ahead.append((token_id, observes))
             root.children = {}
@@ -229,6 +252,13 @@ class Lookahead:
         else:
             self.root = child
             self._live = {number: self._live[number] for number in self._below(child)}
+
+    def _observe(self, root: _Live, matched: _Live | None) -> None:
+        """Have the rates, of the draft and of each drafter, learn with which child of the root the text went on."""
+        self._rates.observe(root.depth + 1, root.num_children, matched.rank if matched else None)
+        for drafter, num in root.num_by_drafter.items():
+            rank = matched.own_rank if matched is not None and matched.drafter == drafter else None
+            self._rates.of(drafter).observe(root.depth + 1, num, rank)
 
     def _below(self, number: int) -> list[int]:
         """Return a node and all live nodes below it."""

@@ -117,6 +117,10 @@ class ReceivedTree:
             token_ids.append(self._lookahead.node(number).token_id)
         return values, token_ids
 
+    def drafters(self, token_ids: Sequence[int]) -> tuple[str, ...]:
+        """Return the drafters of the nodes that continue the text along these tokens, as far as there are any."""
+        return self._lookahead.drafters(token_ids)
+
     def offer(self, max_depth: int, *, wants_draft: bool) -> tuple[list[int], Iterator[Candidate]]:
         """Return the nodes that a round must verify, and those that it may, with their values.
 
@@ -144,4 +148,6 @@ class ReceivedTree:
         for item in self._lookahead.candidates(max_depth):
             node = self._lookahead.node(item.number)
             if node.kind is NodeKind.GUESSED and node.parent in parents:
+                # Below it are guesses too.
+                parents.add(item.number)
                 yield item

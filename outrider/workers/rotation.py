@@ -1,5 +1,6 @@
 """Which of several workers gets the next session."""
 
+from outrider.drafter_names import includes
 from outrider.parameters import REPLAYABLE_RULES, AcceptanceRule
 from outrider.v1 import worker_pb2
 from outrider.workers.links import WorkerLink
@@ -19,7 +20,7 @@ def leaving(link: WorkerLink) -> str:
 def fits(link: WorkerLink, drafter: str, rule: AcceptanceRule) -> bool:
     """Return whether a draft is of the required kind, where one is required, and drafts for an acceptance rule."""
     info = link.info
-    if info is None or (drafter and info.drafter != drafter):
+    if info is None or not includes(info.drafter, drafter):
         return False
     return rule.for_drafts in rules_of(info)
 

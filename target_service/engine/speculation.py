@@ -231,6 +231,10 @@ class Speculation:
             return [], []
         return self._received.best_line(max_depth)
 
+    def drafters(self, token_ids: Sequence[int]) -> tuple[str, ...]:
+        """Return the drafters of these tokens, which were accepted and of which `advance` knows nothing yet."""
+        return self._received.drafters(token_ids)
+
     def tree(self, numbers: Sequence[int]) -> ProposalTree:
         """Return the tree of these nodes, to be verified."""
         return self._received.tree(numbers)

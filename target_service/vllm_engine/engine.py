@@ -272,7 +272,9 @@ class VllmEngine:
         if output.finished:
             self._entrance.forget(request)
         try:
-            result = round_result(completion, part.proposal if part else (), request.parameters.logprobs)
+            proposal = part.proposal if part else ()
+            drafters = request.speculation.drafters(proposal)
+            result = round_result(completion, proposal, request.parameters.logprobs, drafters)
             wait_s, queue_s = plan.delays.get(request.number, (0.0, 0.0))
             self._conclude(request, result, RoundTimes(duration_s, wait_s, queue_s, plan.expected_s, is_prefill))
         except Exception as error:

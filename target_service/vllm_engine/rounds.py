@@ -11,13 +11,16 @@ from target_service.engine.results import RoundResult
 _FINISHES: Final = {"stop": FinishReason.STOP, "length": FinishReason.LENGTH}
 
 
-def round_result(output: Any, proposal: Sequence[int], num_logprobs: int | None) -> RoundResult:
+def round_result(
+    output: Any, proposal: Sequence[int], num_logprobs: int | None, drafters: Sequence[str] = ()
+) -> RoundResult:
     """Return the result of a round.
 
     Args:
         output: `vllm.outputs.CompletionOutput`, with the new tokens only.
         proposal: the tokens that the step verified for the request.
         num_logprobs: likeliest tokens to report at each position; None for none.
+        drafters: of the proposed tokens, where their nodes name them.
 
     Raises:
         RequestFailed: vLLM ended the request with an error.
@@ -30,6 +33,8 @@ def round_result(output: Any, proposal: Sequence[int], num_logprobs: int | None)
     if num_accepted < len(token_ids):
         # vLLM outputs one token of its own behind the accepted ones, if no stop condition cut the run short.
         origins.append(TokenOrigin.RECOVERED if num_accepted < len(proposal) else TokenOrigin.BONUS)
+    accepted = drafters[:num_accepted]
+    named = (*accepted, *("" for _ in range(len(token_ids) - len(accepted))))
     logprobs: tuple[TokenLogprobs, ...] = ()
     if num_logprobs is not None:
         places = zip(token_ids, output.logprobs or (), strict=True)
@@ -43,6 +48,7 @@ def round_result(output: Any, proposal: Sequence[int], num_logprobs: int | None)
         num_accepted=num_accepted,
         num_nodes=len(proposal),
         finish_reason=_FINISHES.get(output.finish_reason) if output.finish_reason else None,
+        drafters=named if any(named) else (),
     )
 
 

@@ -43,3 +43,18 @@ def test_expected_accepted_is_the_sum_of_products() -> None:
     first, second = rates.value(1, 1), rates.value(2, 1)
     assert rates.expected_accepted(2) == pytest.approx(first + first * second)
     assert rates.expected_accepted(0) == 0
+
+
+def test_drafters_of_one_draft_have_rates_of_their_own() -> None:
+    common = AcceptanceRates()
+    rates = AcceptanceRates(common)
+    for _ in range(100):
+        rates.of("model").observe(1, 1, 1)
+        rates.of("suffix").observe(1, 1, None)
+    assert rates.of("model").value(1, 1) > 0.9 > 0.1 > rates.of("suffix").value(1, 1)
+    assert rates.value(1, 1) == AcceptanceRates().value(1, 1)
+    # Those of all sessions learn too, and other sessions begin with them.
+    assert AcceptanceRates(common).of("suffix").value(1, 1) < 0.1
+    assert rates.of("") is rates
+    # Names come from other machines.
+    assert len({id(rates.of(str(number))) for number in range(1000)}) < 10

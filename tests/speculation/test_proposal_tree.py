@@ -129,3 +129,41 @@ def test_it_is_what_the_paths_say_in_whichever_order_nodes_and_text_come(seed: i
             live = {path for path in paths.values() if path[: len(text)] == tuple(text)}
             assert {paths[number] for number in paths if tree.is_live(number)} == live
             assert tree.max_depth == max(len(path) for path in live) - len(text)
+
+
+def named(parent: int, token_id: int, drafter: str) -> ProposalNode:
+    return ProposalNode(parent, token_id, NodeKind.GUESSED, drafter=drafter)
+
+
+@pytest.mark.parametrize("is_late", [False, True])
+def test_nodes_of_several_drafters_are_worth_what_their_own_drafter_is(is_late: bool) -> None:
+    rates = AcceptanceRates()
+    nodes = [named(0, 1, "model"), named(0, 2, "suffix"), named(0, 3, "model"), named(0, 4, "suffix"), _guess(0, 5)]
+    for _ in range(100):
+        tree = Lookahead(0, rates)
+        if is_late:
+            tree.follow([4])
+        for node in nodes:
+            tree.add(node)
+        if not is_late:
+            tree.follow([4])
+    tree = Lookahead(0, rates)
+    numbers = {node.token_id: tree.add(node) for node in nodes}
+    values = {token_id: tree.value(number) for token_id, number in numbers.items()}
+    # The second choice of its drafter, and the fourth of the draft as a whole.
+    assert values[4] > 0.9
+    assert rates.of("suffix").value(1, 2) == values[4]
+    assert max(values[token_id] for token_id in (1, 2, 3, 5)) < 0.1
+    assert rates.value(1, 4) > 0.8
+    assert next(tree.candidates(1)).number == numbers[4]
+
+
+def test_the_drafters_along_a_text() -> None:
+    tree = Lookahead(0)
+    for node in (named(0, 1, "model"), named(1, 2, "model+suffix"), named(2, 3, "suffix")):
+        tree.add(node)
+    assert tree.drafters([1, 2, 9, 3]) == ("model", "model+suffix")
+    tree.follow([1])
+    assert tree.drafters([2, 3]) == ("model+suffix", "suffix")
+    tree.follow([7])
+    assert tree.drafters([2]) == ()

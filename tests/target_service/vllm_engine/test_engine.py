@@ -97,6 +97,25 @@ async def test_accepted_recovered_and_bonus_tokens_are_told_apart() -> None:
         assert now.engine.load.speculation.num_accepted_tokens > 0
 
 
+async def test_accepted_tokens_name_their_drafters() -> None:
+    async with served(adaptive_speculation=False) as now:
+        await now.caller.open(1, PROMPT, GREEDY, rule=ENGINE, num_speculative_tokens=4, stop_token_ids=())
+        await now.caller.span(1, 0, PROMPT)
+        first = (await now.caller.receive(1)).verdict
+        assert not first.drafters
+        base = Base(len(PROMPT) + len(first.token_ids), 1)
+        wrong = (WHOLE[3] + 1) % VOCABULARY
+        names = ["model+suffix", "suffix", "suffix"]
+        nodes = zip((WHOLE[1], WHOLE[2], wrong), names, strict=True)
+        line = [
+            ProposalNode(place, token_id, NodeKind.GUESSED, None, name) for place, (token_id, name) in enumerate(nodes)
+        ]
+        await now.caller.propose(1, base, line)
+        second = (await now.caller.receive(1)).verdict
+        assert list(second.token_ids) == WHOLE[1:4]
+        assert list(second.drafters) == ["model+suffix", "suffix", ""]
+
+
 async def test_a_branching_proposal_is_verified_along_its_likeliest_line() -> None:
     async with served(adaptive_speculation=False) as now:
         await now.caller.open(1, PROMPT, GREEDY, rule=ENGINE, num_speculative_tokens=3, stop_token_ids=())
