@@ -12,6 +12,7 @@ from opentelemetry import trace
 from opentelemetry.trace import Span
 from prometheus_client import CollectorRegistry, Counter, Histogram
 
+from orchestrator.drafter_names import DrafterNames
 from outrider import wire
 from outrider.errors import OutriderError
 from outrider.parameters import AcceptanceRule
@@ -42,6 +43,7 @@ class OrchestratorMetrics:
         between: seconds between a request's messages with tokens.
         per_token: seconds for each token after the first message, by request.
         duration: seconds from a request's arrival to its end.
+        accepted_by_drafter: accepted tokens by the drafter that proposed them, where a draft combines several.
         fallbacks: cases of plain decoding in place of speculation, by reason.
         target_changes: changes of a request's target, by the reason for leaving the one before.
         resumes: requests that a client resumed at an offset.
@@ -72,6 +74,13 @@ class OrchestratorMetrics:
         self.duration = _latency(
             "e2e_request_latency_seconds", "Seconds from a request's arrival to its end.", registry
         )
+        self.accepted_by_drafter = Counter(
+            f"{PREFIX}spec_decode_num_accepted_tokens_by_drafter",
+            "Proposed tokens that were kept, by the drafter that proposed them, where a draft combines several.",
+            ["drafter"],
+            registry=registry,
+        )
+        self._drafters = DrafterNames()
         self.fallbacks = Counter(
             f"{PREFIX}fallbacks", "Cases of plain decoding in place of speculation.", ["reason"], registry=registry
         )
@@ -82,6 +91,10 @@ class OrchestratorMetrics:
         self.commit_time = Histogram(
             f"{PREFIX}commit_seconds", "Seconds of a commit to Redis.", buckets=STEP_BUCKETS_S, registry=registry
         )
+
+    def record_accepted(self, drafter: str, num_tokens: int) -> None:
+        """Count accepted tokens that a drafter proposed."""
+        self.accepted_by_drafter.labels(self._drafters.counted(drafter)).inc(num_tokens)
 
     @contextmanager
     def request(self, span: Span = trace.INVALID_SPAN) -> Iterator["RequestTimes"]:
@@ -179,7 +192,7 @@ class RequestStatistics:
     """Statistics of one request for its terminal event, since it was accepted or resumed here.
 
     Args:
-        metrics: of the process, which also count fallbacks.
+        metrics: of the process, which also count fallbacks, and accepted tokens by drafter.
         rule: its acceptance rule.
     """
 
@@ -192,6 +205,8 @@ class RequestStatistics:
         self._wait_time_s = 0.0
         self._statistics = SpeculationStatistics()
         self._fallbacks: Counts[str] = Counts()
+        self._accepted_by_drafter: Counts[str] = Counts()
+        self._drafters = DrafterNames()
         self._numerics: set[str] = set()
         self._feature_bytes = 0
         self._num_recomputed_tokens = 0
@@ -207,6 +222,10 @@ class RequestStatistics:
         """Count a pass, of whose tokens `num_tokens` belong to the output."""
         num_accepted = min(verdict.num_accepted_tokens, num_tokens)
         self._statistics.record(verdict.num_draft_tokens, num_accepted, num_tokens)
+        # The accepted tokens are a verdict's first ones.
+        for drafter, num in Counts(filter(None, verdict.drafters[:num_accepted])).items():
+            self._accepted_by_drafter[self._drafters.counted(drafter)] += num
+            self._metrics.record_accepted(drafter, num)
         self._target_time_s += verdict.model_time_s
         self._wait_time_s += verdict.wait_time_s
         self._queue_time_s += verdict.queue_time_s
@@ -255,6 +274,7 @@ class RequestStatistics:
             num_draft_tokens=statistics.num_draft_tokens,
             num_accepted_tokens=statistics.num_accepted_tokens,
             num_accepted_tokens_per_pos=statistics.num_accepted_tokens_per_pos,
+            num_accepted_tokens_by_drafter=self._accepted_by_drafter,
             num_target_passes=statistics.num_target_passes,
             time_to_first_token_s=first_token_s,
             duration_s=duration_s,

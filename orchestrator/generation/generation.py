@@ -6,10 +6,10 @@ emits them.
 
 import asyncio
 from collections.abc import AsyncGenerator
-from dataclasses import dataclass, field
 
 from google.protobuf.timestamp_pb2 import Timestamp
 
+from orchestrator.generation.batch import Batch
 from orchestrator.generation.lease import HeldLease
 from orchestrator.generation.parts import PartWriter
 from orchestrator.generation.request import RunningRequest, Services
@@ -17,25 +17,10 @@ from orchestrator.generation.worker_pair import WorkerPair
 from orchestrator.metrics import RequestStatistics
 from orchestrator.store.record import SessionRecord
 from orchestrator.text.output import Ending, OutputText
-from orchestrator.text.parts import Part, merged
+from orchestrator.text.parts import merged
 from outrider import wire
 from outrider.errors import OutriderError
-from outrider.parameters import FinishReason
-from outrider.v1 import generation_pb2, target_pb2, tokens_pb2
-
-
-@dataclass(slots=True)
-class _Batch:
-    """Output that is committed and emitted together."""
-
-    token_ids: list[int] = field(default_factory=list)
-    origins: list[tokens_pb2.TokenOrigin.ValueType] = field(default_factory=list)
-    logprobs: list[tokens_pb2.TokenLogprobs] = field(default_factory=list)
-    text: str = ""
-    texts: list[str] = field(default_factory=list)
-    parts: list[Part] = field(default_factory=list)
-    finish_reason: FinishReason | None = None
-    stopped: bool = False
+from outrider.v1 import generation_pb2, target_pb2
 
 
 class Generation:
@@ -115,32 +100,23 @@ class Generation:
             await self._workers.wait()
         return []
 
-    def _absorb(self, verdicts: list[target_pb2.Verdict]) -> _Batch:
-        batch, draft_is_ready = _Batch(), self._workers.draft_is_ready
+    def _absorb(self, verdicts: list[target_pb2.Verdict]) -> Batch:
+        batch, draft_is_ready = Batch(), self._workers.draft_is_ready
         for verdict in verdicts:
             absorbed = self._output.absorb(verdict.token_ids)
+            batch.add(verdict, absorbed)
             num = absorbed.num_tokens
-            batch.token_ids += verdict.token_ids[:num]
             if self._prediction is not None:
                 self._prediction.follow(verdict.token_ids[:num])
-            batch.origins += verdict.origins[:num]
-            batch.logprobs += verdict.logprobs[:num]
-            batch.text += absorbed.text
-            batch.texts += absorbed.texts
-            batch.parts += absorbed.parts
             if num:
                 self._statistics.record_verdict(verdict, num)
             if num and draft_is_ready and verdict.num_nodes == 0:
                 self._statistics.record_fallback("no_proposal")
-            batch.stopped = absorbed.stopped
-            batch.finish_reason = (
-                FinishReason.STOP if absorbed.stopped else wire.finish_from_number(verdict.finish_reason)
-            )
             if batch.finish_reason is not None:
                 break
         return batch
 
-    def _delta(self, batch: _Batch) -> generation_pb2.GenerateResponse:
+    def _delta(self, batch: Batch) -> generation_pb2.GenerateResponse:
         offset = self._lease.committed_len - len(batch.token_ids) - self._record.prompt_len
         return generation_pb2.GenerateResponse(
             delta=generation_pb2.Delta(
@@ -148,6 +124,7 @@ class Generation:
                 token_ids=batch.token_ids,
                 text=batch.text,
                 origins=batch.origins,
+                drafters=batch.known_drafters,
                 logprobs=batch.logprobs,
                 statistics=self._statistics.message() if self._reports else None,
                 texts=batch.texts if self._reports else None,
@@ -155,7 +132,7 @@ class Generation:
             )
         )
 
-    def _finished(self, batch: _Batch) -> generation_pb2.GenerateResponse:
+    def _finished(self, batch: Batch) -> generation_pb2.GenerateResponse:
         ending = self._output.finish(stopped=batch.stopped)
         return generation_pb2.GenerateResponse(
             finished=generation_pb2.Finished(

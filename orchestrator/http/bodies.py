@@ -55,8 +55,9 @@ class SpeculationOptions(Body):
     draft_p_min: float | None = None
     report: bool | None = Field(
         None,
-        description="Whether chunks have a key `speculation`: the origin of each token, notices (a target replaced, a "
-        "draft lost, tokens recomputed), and the statistics so far.",
+        description="Whether chunks have a key `speculation`: the origin of each token, its drafter where a "
+        "draft combines several, notices (a target replaced, a draft lost, tokens recomputed), and the statistics so "
+        "far.",
     )
 
 

@@ -217,12 +217,15 @@ def speculation_figures(known: Sequence[generation_pb2.GenerationStatistics]) ->
 
 def report_of(delta: generation_pb2.Delta) -> dict[str, Any]:
     """Return the key `speculation` of a part with tokens, for those who ask for a report."""
-    return {
+    report: dict[str, Any] = {
         "token_ids": list(delta.token_ids),
         "texts": list(delta.texts),
         "origins": [_ORIGINS.get(origin) for origin in delta.origins],
         "statistics": statistics_of(delta.statistics),
     }
+    if delta.drafters:
+        report["drafters"] = list(delta.drafters)
+    return report
 
 
 def notice_of(notice: generation_pb2.Notice) -> dict[str, Any]:
@@ -243,6 +246,7 @@ def statistics_of(statistics: generation_pb2.GenerationStatistics) -> dict[str, 
         "num_drafts": statistics.num_drafts,
         "num_draft_tokens": statistics.num_draft_tokens,
         "num_accepted_tokens": statistics.num_accepted_tokens,
+        "num_accepted_tokens_by_drafter": dict(statistics.num_accepted_tokens_by_drafter),
         "drafter": statistics.drafter,
         "draft_at": statistics.draft_at,
         "num_recomputed_tokens": statistics.num_recomputed_tokens,

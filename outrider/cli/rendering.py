@@ -83,6 +83,7 @@ def statistics_as_json(statistics: Statistics) -> dict[str, Any]:
         "num_draft_tokens": statistics.num_draft_tokens,
         "num_accepted_tokens": statistics.num_accepted_tokens,
         "num_accepted_tokens_per_pos": list(statistics.num_accepted_tokens_per_pos),
+        "num_accepted_tokens_by_drafter": statistics.num_accepted_tokens_by_drafter,
         "acceptance_rate": statistics.acceptance_rate,
         "mean_acceptance_length": statistics.mean_acceptance_length,
         "tokens_per_second": statistics.tokens_per_second,
@@ -119,6 +120,8 @@ def summary(generation: Generation) -> str:
     if statistics.num_draft_tokens:
         parts.append(f"acceptance rate {statistics.acceptance_rate:.0%}")
         parts.append(f"mean acceptance length {statistics.mean_acceptance_length:.2f}")
+    if statistics.num_accepted_tokens_by_drafter:
+        parts.append(f"accepted: {_by_drafter(statistics.num_accepted_tokens_by_drafter)}")
     if statistics.num_hits:
         parts.append(f"hit rate {statistics.hit_rate:.0%}")
     parts += [f"{num} x {reason}" for reason, num in sorted(statistics.num_fallbacks.items())]
@@ -127,3 +130,10 @@ def summary(generation: Generation) -> str:
     if statistics.varying_numerics:
         parts.append("varying numerics")
     return " · ".join([*parts, f"session {generation.session_id}"])
+
+
+def _by_drafter(nums: dict[str, int]) -> str:
+    """Return numbers of tokens by drafter, such as `41 eagle3, 30 suffix, 12 both`; those of several together last."""
+    is_pair = len({drafter for name in nums for drafter in name.split("+")}) == 2
+    words = {name: "both" if is_pair and "+" in name else name for name in nums}
+    return ", ".join(f"{nums[name]} {words[name]}" for name in sorted(nums, key=lambda name: ("+" in name, name)))

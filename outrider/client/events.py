@@ -47,6 +47,8 @@ class Delta:
         statistics: since the last resume; None unless the request asks for a report.
         texts: the part of `text` that became certain with each token, where the request asks for a report.
         parts: the parts of the output that became certain with these tokens, where the request has them.
+        drafters: where a draft combines several drafters: of each token the one that proposed it, or those that did,
+            joined by "+"; "" for the target's own. Empty where that is not known.
     """
 
     offset: int
@@ -57,6 +59,7 @@ class Delta:
     statistics: Statistics | None = None
     texts: tuple[str, ...] = ()
     parts: tuple[OutputPart, ...] = ()
+    drafters: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -220,6 +223,7 @@ def _delta(message: generation_pb2.Delta) -> Delta:
         statistics=statistics_from_message(message.statistics) if message.HasField("statistics") else None,
         texts=tuple(message.texts),
         parts=tuple(part_from_message(part) for part in message.parts),
+        drafters=tuple(message.drafters),
     )
 
 

@@ -40,6 +40,8 @@ class Statistics:
         drafter: the drafter that proposed last; empty where none did.
         draft_at: where it ran: `service`, or `target`, within the target's process; empty where none proposed.
         acceptance_rule: the rule that tokens were drawn by; None where the service does not report it.
+        num_accepted_tokens_by_drafter: where a draft combines several drafters: accepted tokens by the one that
+            proposed them, or by those that did, joined by "+".
     """
 
     num_drafts: int = 0
@@ -67,6 +69,7 @@ class Statistics:
     drafter: str = ""
     draft_at: str = ""
     acceptance_rule: AcceptanceRule | None = None
+    num_accepted_tokens_by_drafter: dict[str, int] = field(default_factory=dict)
 
     @property
     def predicted_tokens_per_second(self) -> float:
@@ -130,4 +133,5 @@ def statistics_from_message(message: generation_pb2.GenerationStatistics) -> Sta
         num_prediction_tokens=message.num_prediction_tokens,
         num_accepted_prediction_tokens=message.num_accepted_prediction_tokens,
         acceptance_rule=wire.rule_from_number(message.acceptance_rule),
+        num_accepted_tokens_by_drafter=dict(message.num_accepted_tokens_by_drafter),
     )

@@ -1,8 +1,8 @@
 """Prometheus metrics of a process, exposed over HTTP.
 
 Engines count in plain integers that are read at each scrape (`Readings`), so a pass pays for one histogram and nothing
-else. Every name begins with `outrider_`. Labels have few values, all from this code: nothing that a client sends
-becomes one, so no caller can add series.
+else. Every name begins with `outrider_`. Labels have few values: nothing that a client sends becomes one, so no caller
+can add series; of the names of drafters that workers send, the first few do.
 """
 
 import threading

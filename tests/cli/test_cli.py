@@ -52,6 +52,7 @@ def test_generate_json_prints_exactly_one_object(service: ScriptedService) -> No
             "num_draft_tokens": 8,
             "num_accepted_tokens": 6,
             "num_accepted_tokens_per_pos": [4, 2],
+            "num_accepted_tokens_by_drafter": {},
             "acceptance_rate": 0.75,
             "mean_acceptance_length": 2.5,
             "tokens_per_second": 20.0,
@@ -73,6 +74,32 @@ def test_generate_json_prints_exactly_one_object(service: ScriptedService) -> No
             "predicted_tokens_per_second": 0.0,
         },
     }
+
+
+@pytest.mark.parametrize(
+    ("counts", "words"),
+    [
+        ({"suffix": 30, "eagle3+suffix": 12, "eagle3": 41}, "accepted: 41 eagle3, 30 suffix, 12 both"),
+        ({"suffix": 3, "eagle3": 4}, "accepted: 4 eagle3, 3 suffix"),
+        ({"eagle3+suffix": 2}, "accepted: 2 both"),
+        # With three of them, which two is not clear from the word.
+        ({"eagle3+suffix": 2, "ngram": 1}, "accepted: 1 ngram, 2 eagle3+suffix"),
+    ],
+)
+def test_generate_counts_accepted_tokens_by_drafter(
+    service: ScriptedService, counts: dict[str, int], words: str
+) -> None:
+    message = finished(1)
+    message.finished.statistics.num_accepted_tokens_by_drafter.update(counts)
+    service.scripts = [[accepted(), delta(0), message]]
+    result = outrider("generate", "Hello", "--address", service.address)
+    assert f" · {words} · " in result.stderr
+    as_json = outrider("generate", "Hello", "--address", service.address, "--json")
+    assert json.loads(as_json.stdout)["stats"]["num_accepted_tokens_by_drafter"] == counts
+
+
+def test_generate_does_not_divide_what_one_drafter_proposed(service: ScriptedService) -> None:
+    assert "accepted:" not in outrider("generate", "Hello", "--address", service.address).stderr
 
 
 def test_generate_json_has_logprobs_where_asked_for(service: ScriptedService) -> None:

@@ -6,11 +6,13 @@ from typing import Any
 import pytest
 
 from outrider.client import ContentPart, Delta, Generation, GenerationRequest, Message, ReasoningPart, Tool
-from outrider.client.events import event_from_message
+from outrider.client.events import Finished, event_from_message
 from outrider.client.messages import ToolCall
 from outrider.client.parts import ToolCallPart
+from outrider.client.statistics import Statistics
 from outrider.errors import InvalidArgument
 from outrider.v1 import generation_pb2 as pb
+from outrider.v1 import tokens_pb2
 
 SCHEMA = {"type": "object", "properties": {"é": {"type": "integer"}}}
 ADD = Tool("add", "Adds.", SCHEMA)
@@ -107,3 +109,23 @@ def test_parts_add_up_to_the_message_that_the_next_request_has() -> None:
     rest = Generation()
     rest.add(event_from_message(pb.GenerateResponse(delta=pb.Delta(parts=PARTS[3:]))))
     assert rest.tool_calls == []
+
+
+def test_drafters_come_beside_their_tokens_and_counts_beside_the_statistics() -> None:
+    names = ["eagle3", "eagle3+suffix", ""]
+    delta = event_from_message(pb.GenerateResponse(delta=pb.Delta(token_ids=[1, 2, 3], drafters=names)))
+    assert isinstance(delta, Delta)
+    assert delta.drafters == tuple(names)
+    counts = {"eagle3": 4, "eagle3+suffix": 2}
+    statistics = pb.GenerationStatistics(num_accepted_tokens=6, num_accepted_tokens_by_drafter=counts)
+    reason = tokens_pb2.FINISH_REASON_STOP
+    finished = event_from_message(
+        pb.GenerateResponse(finished=pb.Finished(finish_reason=reason, statistics=statistics))
+    )
+    assert isinstance(finished, Finished)
+    assert finished.statistics.num_accepted_tokens_by_drafter == counts
+    # Of a draft with one drafter nothing is sent.
+    plain = event_from_message(pb.GenerateResponse(delta=pb.Delta(token_ids=[1])))
+    assert isinstance(plain, Delta)
+    assert plain.drafters == ()
+    assert Statistics().num_accepted_tokens_by_drafter == {}

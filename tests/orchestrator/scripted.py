@@ -184,6 +184,7 @@ class _Request:
     speculates: int
     waits: bool = False
     proposals: dict[int, list[int]] = field(default_factory=dict)
+    drafters: dict[int, list[str]] = field(default_factory=dict)
     started: bool = False
     features: tuple[bool, int] = (False, 0)
 
@@ -245,6 +246,8 @@ class ScriptedTarget(ScriptedWorker, target_pb2_grpc.TargetServiceServicer):
             elif kind == "proposal":
                 nodes = request.proposals.setdefault(frame.proposal.base.len, [])
                 nodes += [node.token_id for node in frame.proposal.nodes]
+                names = request.drafters.setdefault(frame.proposal.base.len, [])
+                names += [node.drafter for node in frame.proposal.nodes]
                 if frame.proposal.complete:
                     nodes.append(VOCABULARY_SIZE)
             elif kind == "features":
@@ -308,6 +311,7 @@ class ScriptedTarget(ScriptedWorker, target_pb2_grpc.TargetServiceServicer):
         message, cache = request.open, self.caches[request.open.session_id]
         base = len(cache)
         proposed = [token for token in request.proposals.pop(base, []) if token != VOCABULARY_SIZE]
+        names = request.drafters.pop(base, [])
         most = message.prompt_len + message.parameters.max_tokens - base
         most = min(most, request.window_end - base, self.run_len if self.run_len is not None else MAX_SESSION_LEN)
         output: list[int] = []
@@ -340,6 +344,8 @@ class ScriptedTarget(ScriptedWorker, target_pb2_grpc.TargetServiceServicer):
             finish_reason=finish,
             num_speculative_tokens=99 * request.waits,
         )
+        if any(names[:num_accepted]):
+            verdict.drafters.extend(names[:num_accepted] + [""] * (len(output) - num_accepted))
         if self.out_of_step and base > message.committed_len:
             self.out_of_step -= 1
             verdict.base.len -= 1
@@ -363,6 +369,7 @@ class ScriptedDraft(ScriptedWorker, draft_pb2_grpc.DraftServiceServicer):
         is_silent: takes everything and answers `open` only.
         misses: how many advances it refuses with KV_CACHE_MISS{0}.
         features_lost: how many times it loses all features when it is to propose.
+        drafters: where it combines several: names of them, which propose the tokens at 0, 1, ... in turn.
         keeps_features: whether it has what it was given; without, it asks again and again.
 
     With `feature_layers` in its `info` it proposes only what it has the features for, and asks for those it lacks.
@@ -375,6 +382,7 @@ class ScriptedDraft(ScriptedWorker, draft_pb2_grpc.DraftServiceServicer):
         self.misses = 0
         self.features_lost = 0
         self.keeps_features = True
+        self.drafters: list[str] = []
         self._sessions: dict[tuple[int, int], list[int]] = {}
         self._features: dict[tuple[int, int], int] = {}
         self._num_frames: dict[tuple[int, int], int] = {}
@@ -456,7 +464,12 @@ class ScriptedDraft(ScriptedWorker, draft_pb2_grpc.DraftServiceServicer):
         tokens[advance.span.start :] = advance.span.token_ids
         chain = continuation(tokens, advance.num_speculative_tokens, self.next_token)
         nodes = [
-            tokens_pb2.ProposalNode(parent=parent, token_id=token_id, kind=tokens_pb2.NODE_KIND_DRAFTED)
+            tokens_pb2.ProposalNode(
+                parent=parent,
+                token_id=token_id,
+                kind=tokens_pb2.NODE_KIND_DRAFTED,
+                drafter=self.drafters[(len(tokens) + parent) % len(self.drafters)] if self.drafters else "",
+            )
             for parent, token_id in enumerate(chain)
         ]
         proposal = tokens_pb2.Proposal(base=advance.base, first_node=1, nodes=nodes, complete=True)

@@ -3,8 +3,12 @@
 import asyncio
 
 import pytest
+from prometheus_client import CollectorRegistry
 
+from orchestrator.metrics import OrchestratorMetrics, RequestStatistics
 from outrider.errors import InvalidArgument, Unavailable
+from outrider.parameters import AcceptanceRule
+from outrider.v1 import target_pb2
 from tests.orchestrator.scripted import ScriptedDraft, ScriptedTarget
 from tests.orchestrator.stage import Orchestrator, asking, orchestrating
 
@@ -82,6 +86,27 @@ async def test_fallbacks_and_changes_of_target(session_store_url: str, draft: Sc
         await orchestrator.events(asking())
         assert told(orchestrator, "fallbacks_total", reason="no_draft") >= 1
         await until(orchestrator, "workers", 1, role="draft", in_rotation="false")
+
+
+NAME = "outrider_spec_decode_num_accepted_tokens_by_drafter_total"
+
+
+def test_accepted_tokens_of_the_output_count_for_their_drafters() -> None:
+    registry = CollectorRegistry()
+    statistics = RequestStatistics(OrchestratorMetrics(registry), AcceptanceRule.COUPLED)
+    names = ["eagle3", "eagle3+suffix", "", "suffix", ""]
+    verdict = target_pb2.Verdict(drafters=names, num_draft_tokens=6, num_accepted_tokens=4)
+    statistics.record_verdict(verdict, 5)
+    # A stop string left two tokens, one with a name each; a target's own token counts for nobody.
+    statistics.record_verdict(verdict, 2)
+    statistics.record_verdict(target_pb2.Verdict(drafters=["", "suffix"], num_draft_tokens=2, num_accepted_tokens=1), 2)
+    statistics.record_verdict(target_pb2.Verdict(num_draft_tokens=3, num_accepted_tokens=3), 4)
+    message = statistics.message()
+    expected = {"eagle3": 2, "eagle3+suffix": 2, "suffix": 1}
+    assert message.num_accepted_tokens_by_drafter == expected
+    assert message.num_accepted_tokens == 10
+    assert {name: registry.get_sample_value(NAME, {"drafter": name}) for name in expected} == expected
+    assert registry.get_sample_value(NAME, {"drafter": ""}) is None
 
 
 async def test_no_target_is_an_outcome(session_store_url: str) -> None:

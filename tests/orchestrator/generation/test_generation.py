@@ -3,6 +3,7 @@
 import asyncio
 import itertools
 import uuid
+from collections import Counter
 from collections.abc import AsyncIterator
 
 import grpc
@@ -111,6 +112,42 @@ async def test_proposals_are_verified_and_counted(
     assert statistics.num_target_passes < 20
     await draft.saw("close")
     assert draft.num_open == 0
+
+
+async def test_accepted_tokens_name_their_drafters(
+    orchestrator: Orchestrator, target: ScriptedTarget, draft: ScriptedDraft
+) -> None:
+    draft.drafters = ["eagle3", "suffix", "eagle3+suffix", ""]
+    target.allow(1)
+    streaming = Streaming(orchestrator, asking())
+    await streaming.until(1)
+    await target.saw("proposal")
+    target.allow(None)
+    events = await streaming.rest()
+    counted: Counter[str] = Counter()
+    for delta in (event.delta for event in events if event.HasField("delta")):
+        accepted = [origin == tokens_pb2.TOKEN_ORIGIN_ACCEPTED for origin in delta.origins]
+        start = len(PROMPT) + delta.offset
+        names = [draft.drafters[position % 4] for position in range(start, start + len(accepted))]
+        expected = [name if is_accepted else "" for name, is_accepted in zip(names, accepted, strict=True)]
+        assert list(delta.drafters) == (expected if any(expected) else [])
+        counted.update(filter(None, delta.drafters))
+    assert len(counted) == 3
+    assert events[-1].finished.statistics.num_accepted_tokens_by_drafter == counted
+    name = "outrider_spec_decode_num_accepted_tokens_by_drafter_total"
+    assert {key: orchestrator.registry.get_sample_value(name, {"drafter": key}) for key in counted} == counted
+
+
+async def test_of_one_drafter_nothing_is_named(orchestrator: Orchestrator, target: ScriptedTarget) -> None:
+    target.allow(1)
+    streaming = Streaming(orchestrator, asking())
+    await streaming.until(1)
+    await target.saw("proposal")
+    target.allow(None)
+    events = await streaming.rest()
+    assert events[-1].finished.statistics.num_accepted_tokens > 0
+    assert not events[-1].finished.statistics.num_accepted_tokens_by_drafter
+    assert not any(event.delta.drafters for event in events)
 
 
 async def test_a_lying_draft_changes_nothing(session_store_url: str, target: ScriptedTarget) -> None:

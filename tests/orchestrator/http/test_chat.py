@@ -1,16 +1,17 @@
 """Chat completions: text, streams, sessions, what they report and what they refuse."""
 
 import json
+from collections import Counter
 
 import httpx
 import pytest
 
 from orchestrator.text.tokenizer import Tokenizer
 from outrider.v1 import tokens_pb2
-from tests.orchestrator.http.conftest import letter
+from tests.orchestrator.http.conftest import give_text, letter
 from tests.orchestrator.http.events import read
-from tests.orchestrator.scripted import MAX_SESSION_LEN, ScriptedTarget, continuation
-from tests.orchestrator.stage import Orchestrator, until
+from tests.orchestrator.scripted import MAX_SESSION_LEN, ScriptedDraft, ScriptedTarget, continuation
+from tests.orchestrator.stage import Orchestrator, orchestrating, until
 
 PATH = "/v1/chat/completions"
 HELLO = [{"role": "user", "content": "Hello"}]
@@ -208,6 +209,37 @@ async def test_reports_come_only_where_asked_for(
         assert len(report["texts"]) == len(report["token_ids"]) == len(report["origins"])
         assert "".join(report["texts"]) == chunk["choices"][0]["delta"].get("content", "")
     assert [report["statistics"]["num_target_passes"] for report in reports if "statistics" in report][-1] == 40
+
+
+async def test_reports_name_the_drafters_of_a_draft_that_combines_several(
+    session_store_url: str, target: ScriptedTarget, draft: ScriptedDraft
+) -> None:
+    give_text(target)
+    target.info.tokenizer_fingerprint = draft.info.tokenizer_fingerprint
+    draft.next_token, draft.drafters = letter, ["eagle3", "suffix", "eagle3+suffix"]
+    body = {"messages": HELLO, "max_tokens": 40, "speculation": {"report": True}}
+    chunks = []
+    async with (
+        orchestrating(session_store_url, (target,), (draft,), http_address="127.0.0.1:0") as running,
+        httpx.AsyncClient(base_url=f"http://{running.http_address}", timeout=20) as client,
+    ):
+        # The draft is open before the second token.
+        target.allow(1)
+        async with client.stream("POST", PATH, json={**body, "stream": True}) as response:
+            async for line in response.aiter_lines():
+                if line.startswith("data: {"):
+                    chunks.append(json.loads(line.removeprefix("data: ")))
+                if '"origins"' in line and target.run_len == 0:
+                    await target.saw("proposal")
+                    target.allow(None)
+    reports = [chunk["speculation"] for chunk in chunks if "token_ids" in chunk.get("speculation", {})]
+    for report in reports:
+        assert ("drafters" in report) == ("accepted" in report["origins"])
+        for name, origin in zip(report.get("drafters", []), report["origins"], strict="drafters" in report):
+            assert bool(name) == (origin == "accepted")
+    counted = Counter(name for report in reports for name in report.get("drafters", []) if name)
+    assert set(counted) == set(draft.drafters)
+    assert reports[-1]["statistics"]["num_accepted_tokens_by_drafter"] == counted
 
 
 async def test_log_probabilities_have_openais_form(http: httpx.AsyncClient) -> None:

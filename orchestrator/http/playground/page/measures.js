@@ -1,11 +1,15 @@
 // The figures of an answer, as they are while it streams.
 
+import { showDrafters } from "./drafters.js";
+
 const COUNTED = ["num_drafts", "num_draft_tokens", "num_accepted_tokens"];
 
 /** Times and counts of a request. */
 export class Measures {
   numTokens = 0;
   origins = { accepted: 0, recovered: 0, bonus: 0 };
+  // Accepted tokens by drafter, where a draft combines several.
+  drafters = new Map();
   #beganMs = performance.now();
   #firstMs = null;
   #lastMs = null;
@@ -20,6 +24,7 @@ export class Measures {
     this.numTokens += num;
     for (const piece of pieces) {
       if (piece.origin) this.origins[piece.origin] += 1;
+      if (piece.drafter) this.drafters.set(piece.drafter, (this.drafters.get(piece.drafter) ?? 0) + 1);
     }
     if (num) {
       this.#lastMs = now;
@@ -84,4 +89,5 @@ export function showMeasures(measures) {
     "num-bonus": String(measures.origins.bonus),
   };
   for (const [id, text] of Object.entries(texts)) document.getElementById(id).textContent = text;
+  showDrafters(measures.drafters);
 }

@@ -1,42 +1,45 @@
 // Tokens with their origins: from the chunks of a stream to spans that can be read one by one.
 
+import { lookOf, noteDrafter, proposedBy } from "./drafters.js";
 import { following } from "./scrolling.js";
 
 const ORIGINS = { a: "accepted", r: "recovered", b: "bonus", "": "" };
 
 /**
- * Returns the pieces of a chunk: `{text, origin, ids, num}`, a piece for each token.
+ * Returns the pieces of a chunk: `{text, origin, drafter, ids, num}`, a piece for each token.
  *
  * What has no report (the rest of a stream that was resumed, text that only the end made certain) is one piece without
- * an origin. A token that leaves a character incomplete has no text.
+ * an origin. A token that leaves a character incomplete has no text. `drafter` is empty, but for accepted tokens of a
+ * draft that combines several drafters.
  */
 export function piecesOf(chunk, numTokens) {
   const choice = chunk.choices[0];
   const delta = choice?.delta;
   const text = choice?.text ?? (delta?.reasoning_content ?? "") + (delta?.content ?? "");
   const report = chunk.speculation;
-  if (!report?.token_ids) return text || numTokens ? [{ text, origin: "", ids: [], num: numTokens }] : [];
+  if (!report?.token_ids) return text || numTokens ? [{ text, origin: "", drafter: "", ids: [], num: numTokens }] : [];
   return report.token_ids.map((id, index) => ({
     // A model without a tokenizer has no text.
     text: report.texts.length ? report.texts[index] : ` ${id}`,
     origin: report.origins[index] ?? "",
+    drafter: report.drafters?.[index] ?? "",
     ids: [id],
     num: 1,
   }));
 }
 
-/** Returns pieces as they are kept in a session: text and the first letter of the origin. */
+/** Returns pieces as they are kept in a session: text, the first letter of the origin, the drafter where one is named. */
 export function packed(pieces) {
   const kept = [];
-  for (const { text, origin } of pieces) {
-    if (text) kept.push([text, origin.slice(0, 1)]);
+  for (const { text, origin, drafter } of pieces) {
+    if (text) kept.push([text, origin.slice(0, 1), ...(drafter ? [drafter] : [])]);
   }
   return kept;
 }
 
-/** Returns the pieces that were packed. */
+/** Returns the pieces that were packed; earlier versions of the page kept no drafter. */
 export function unpacked(kept) {
-  return kept.map(([text, letter]) => ({ text, origin: ORIGINS[letter] ?? "", ids: [], num: 1 }));
+  return kept.map(([text, letter, drafter = ""]) => ({ text, origin: ORIGINS[letter] ?? "", drafter, ids: [], num: 1 }));
 }
 
 /** Returns the text of pieces. */
@@ -77,10 +80,16 @@ export class AnswerView {
       const span = document.createElement("span");
       span.className = `token ${piece.origin}`;
       span.dataset.origin = piece.origin;
+      if (piece.drafter) {
+        span.dataset.drafter = piece.drafter;
+        span.className = `token ${piece.origin} ${lookOf(piece.drafter)}`.trim();
+        noteDrafter(piece.drafter);
+      }
       span.textContent = piece.text;
       const ids = [...this.#waiting, ...piece.ids];
       this.#waiting = [];
-      span.dataset.about = [piece.origin || "origin not known", ids.length && `token ${ids.join(", ")}`].filter(Boolean).join(" · ");
+      const origin = [piece.origin || "origin not known", piece.drafter && proposedBy(piece.drafter)].filter(Boolean).join(", ");
+      span.dataset.about = [origin, ids.length && `token ${ids.join(", ")}`].filter(Boolean).join(" · ");
       span.title = span.dataset.about;
       this.#spans.push(span);
       fragment.append(span);

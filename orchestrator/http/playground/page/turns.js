@@ -1,6 +1,7 @@
 // The conversation on the page. Texts of the model and of users are only ever set as text.
 
 import { announce, announceNow } from "./announce.js";
+import { forgetDrafters } from "./drafters.js";
 import { following } from "./scrolling.js";
 import { AnswerView, unpacked } from "./tokens.js";
 
@@ -29,6 +30,7 @@ export function changing(change) {
 /** Shows a session from its beginning; null for none. */
 export function showSession(session) {
   transcript.replaceChildren(...(session ? [] : [welcome]));
+  forgetDrafters();
   for (const turn of session?.turns ?? []) {
     if (turn.role === "user") appendPrompt(turn.text, session.mode);
     else new Turn(session.mode).restore(turn);
@@ -59,7 +61,7 @@ export class Turn {
 
   /** Shows an answer that was kept. */
   restore(turn) {
-    this.view.add(turn.pieces ? unpacked(turn.pieces) : [{ text: turn.text, origin: "", ids: [], num: 1 }]);
+    this.view.add(turn.pieces ? unpacked(turn.pieces) : [{ text: turn.text, origin: "", drafter: "", ids: [], num: 1 }]);
     this.#footer.textContent = turn.footer ?? "";
   }
 
