@@ -12,7 +12,7 @@ from opentelemetry import trace
 from opentelemetry.trace import Span
 from prometheus_client import CollectorRegistry, Counter, Histogram
 
-from orchestrator.drafter_names import DrafterNames
+from orchestrator.counted_names import CountedNames
 from outrider import wire
 from outrider.errors import OutriderError
 from outrider.parameters import AcceptanceRule
@@ -80,7 +80,7 @@ class OrchestratorMetrics:
             ["drafter"],
             registry=registry,
         )
-        self._drafters = DrafterNames()
+        self._drafters = CountedNames()
         self.fallbacks = Counter(
             f"{PREFIX}fallbacks", "Cases of plain decoding in place of speculation.", ["reason"], registry=registry
         )
@@ -206,7 +206,7 @@ class RequestStatistics:
         self._statistics = SpeculationStatistics()
         self._fallbacks: Counts[str] = Counts()
         self._accepted_by_drafter: Counts[str] = Counts()
-        self._drafters = DrafterNames()
+        self._drafters = CountedNames()
         self._numerics: set[str] = set()
         self._feature_bytes = 0
         self._num_recomputed_tokens = 0

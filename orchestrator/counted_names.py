@@ -7,7 +7,7 @@ MAX_NAMES: Final = 16
 OTHER: Final = "other"
 
 
-class DrafterNames:
+class CountedNames:
     """The names that are counted one by one: the first 16 that come."""
 
     def __init__(self) -> None:

@@ -1,6 +1,6 @@
 """Names that workers send cannot add series without end."""
 
-from orchestrator.drafter_names import MAX_NAMES, OTHER, DrafterNames
+from orchestrator.counted_names import MAX_NAMES, OTHER, CountedNames
 from orchestrator.metrics import OrchestratorMetrics, RequestStatistics
 from outrider.parameters import AcceptanceRule
 from outrider.serving.metrics import new_registry
@@ -8,7 +8,7 @@ from outrider.v1 import target_pb2
 
 
 def test_the_first_names_keep_theirs() -> None:
-    names = DrafterNames()
+    names = CountedNames()
     first = [f"drafter{number}" for number in range(MAX_NAMES)]
     assert [names.counted(name) for name in first] == first
     assert [names.counted(name) for name in ("late", "later")] == [OTHER, OTHER]
