@@ -26,6 +26,7 @@ from outrider.client import (
     Speculation,
     StackOptions,
 )
+from outrider.drafter_names import main_of
 from outrider.lm.embedded import NAME as EMBEDDED
 from outrider.parameters import SamplingParameters
 from outrider.statistics import SpeculationStatistics
@@ -41,7 +42,7 @@ class Options:
     """Options of the benchmark.
 
     Attributes:
-        drafter: ngram, suffix, model, layers, eagle3, block or medusa.
+        drafter: ngram, suffix, model, layers, eagle3, block or medusa; or one combined with suffix, as eagle3+suffix.
         draft: model or folder of the draft, if the drafter has one; empty with eagle3 for the shipped head.
         num_layers: number of target layers of a `layers` draft.
         at: where it runs: service, or target, within the target's process.
@@ -88,7 +89,7 @@ def _shapes(options: Options) -> dict[str, Speculation]:
     """Return the speculation parameters of each proposal shape."""
     depth = options.num_speculative_tokens
     shapes = {"chain": Speculation(num_speculative_tokens=depth, max_nodes=depth, lookahead=0)}
-    if options.drafter in _TREES and options.max_nodes > depth:
+    if main_of(options.drafter) in _TREES and options.max_nodes > depth:
         shapes["tree"] = Speculation(num_speculative_tokens=depth, max_nodes=options.max_nodes, lookahead=0)
     return shapes
 

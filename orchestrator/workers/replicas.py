@@ -162,12 +162,14 @@ class Replicas:
         A draft that failed before is tried by a single session, whose outcome closes or opens the circuit.
 
         Args:
-            drafter: the required drafter; empty for any.
+            drafter: the required drafter, which one that combines it with another is where there is no other; empty
+                for any.
             rule: the acceptance rule of the request.
         """
         ready = [link for link in self.drafts if not self.draft_problem(link) and fits(link, drafter, rule)]
         permitted = [link for link in ready if self._breaker(link).permits]
-        chosen = min(permitted, key=load_of, default=None)
+        exact = [link for link in permitted if link.info is not None and link.info.drafter == drafter]
+        chosen = min(exact or permitted, key=load_of, default=None)
         if chosen is not None:
             self._breaker(chosen).enter()
         return chosen

@@ -93,6 +93,20 @@ def test_a_head_runs_at_both_places_unless_one_is_named() -> None:
     assert target.environment["OUTRIDER_COLOCATED_NUM_LAYERS"] == "3"
 
 
+def test_a_combination_is_started_as_its_model_is() -> None:
+    head = options_of("--drafter", "eagle3+suffix")
+    assert [draft.at for draft in head.drafts] == ["service", "target"]
+    (target,), (draft,) = head.target_specs(), head.draft_specs()
+    assert (draft.name, draft.environment["OUTRIDER_DRAFTER"]) == ("draft-eagle3+suffix-0", "eagle3+suffix")
+    assert draft.environment["OUTRIDER_MODEL"] == "embedded"
+    assert target.environment["OUTRIDER_COLOCATED_DRAFTER"] == "eagle3+suffix"
+    layers = options_of("--model", "org/large", "--drafter", "layers+suffix", "--num-layers", "3")
+    (draft,) = layers.draft_specs()
+    assert (draft.environment["OUTRIDER_MODEL"], draft.environment["OUTRIDER_NUM_LAYERS"]) == ("org/large", "3")
+    result, _ = taken("--model", "org/large", "--drafter", "model+suffix")
+    assert "needs a model that shares the target's tokenizer" in str(result.exception or result.output)
+
+
 def test_variables_of_the_services_are_defaults() -> None:
     options = options_of(OUTRIDER_MODEL="org/large", OUTRIDER_KV_BUDGET_BYTES="4096", OUTRIDER_REDIS_URL="redis://r")
     assert (options.model, options.kv_budget_bytes, options.redis_url) == ("org/large", 4096, "redis://r")

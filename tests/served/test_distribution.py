@@ -123,11 +123,15 @@ async def test_streams_follow_the_targets_distribution() -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-async def test_streams_drafted_from_what_others_say_follow_the_targets_distribution() -> None:
-    draft = DraftOptions("suffix", environment={"OUTRIDER_SUFFIX_SCOPE": "all"})
+@pytest.mark.parametrize("drafter", ["suffix", "model+suffix"])
+@pytest.mark.parametrize("at", ["service", "target"])
+async def test_streams_drafted_from_what_others_say_follow_the_targets_distribution(drafter: str, at: str) -> None:
+    environment = {"OUTRIDER_SUFFIX_SCOPE": "all"} if at == "service" else {}
+    draft = DraftOptions(drafter, BAD_DRAFT if drafter == "model+suffix" else "", at=at, environment=environment)
     options = dataclasses.replace(markov_stack(None), model=f"{TARGET},step_s=0.002", drafts=(draft,))
     async with LocalStack(options) as stack, stack.client() as client:
-        await until_one_draft_is_in_rotation(client)
+        if at == "service":
+            await until_one_draft_is_in_rotation(client)
         for (name, speculation), rule in itertools.product(SPECULATIONS.items(), RULES):
             found = fits(await generate(client, rule, speculation))
             assert min(found) > SIGNIFICANCE, (name, rule, found)

@@ -38,10 +38,11 @@ SHIPPED_DRAFTS = (
     DraftOptions(drafter="ngram"),
     # Its requests have one text, so that each is drafted from what the other has said.
     DraftOptions(drafter="suffix", environment={"OUTRIDER_SUFFIX_SCOPE": "all"}),
-    DraftOptions(drafter="eagle3"),
+    DraftOptions(drafter="eagle3+suffix"),
 )
 DRAFTS = (
     *SHIPPED_DRAFTS,
+    DraftOptions(drafter="eagle3"),
     DraftOptions(drafter="layers", num_layers=6),
     DraftOptions(drafter="model", model="embedded"),
 )
@@ -50,12 +51,15 @@ SHIPPED = {
     "ngram, ahead": Speculation(drafter="ngram", lookahead=24),
     "suffix": Speculation(drafter="suffix", lookahead=0, max_nodes=9),
     "suffix, ahead": Speculation(drafter="suffix", lookahead=24),
-    "eagle3": Speculation(drafter="eagle3"),
-    "eagle3, chain": Speculation(drafter="eagle3", num_speculative_tokens=4, max_nodes=4),
-    "eagle3, large tree": Speculation(drafter="eagle3", num_speculative_tokens=6, max_nodes=23),
+    "eagle3+suffix": Speculation(drafter="eagle3+suffix"),
+    "eagle3+suffix, chain": Speculation(drafter="eagle3+suffix", num_speculative_tokens=4, max_nodes=4),
+    "eagle3+suffix, large tree": Speculation(drafter="eagle3+suffix", num_speculative_tokens=6, max_nodes=23),
 }
 SPECULATIONS = {
     **SHIPPED,
+    "eagle3": Speculation(drafter="eagle3"),
+    "eagle3, chain": Speculation(drafter="eagle3", num_speculative_tokens=4, max_nodes=4),
+    "eagle3, large tree": Speculation(drafter="eagle3", num_speculative_tokens=6, max_nodes=23),
     "layers": Speculation(drafter="layers", lookahead=0),
     "layers, ahead": Speculation(drafter="layers", lookahead=24),
     "model": Speculation(drafter="model", lookahead=0),

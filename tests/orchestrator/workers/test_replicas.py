@@ -105,6 +105,19 @@ async def test_drafts_are_chosen_by_drafter_rule_and_load() -> None:
     assert replicas.draft("ngram", AcceptanceRule.ENGINE) is other, "drafts for an engine propose by coupled"
 
 
+async def test_a_combination_is_taken_for_its_drafters_where_there_is_no_other() -> None:
+    replicas = await replicas_of()
+    combined, alone = replicas.drafts
+    come_up(combined, "d", drafter="eagle3+suffix")
+    assert replicas.draft("eagle3", COUPLED) is combined
+    assert replicas.draft("suffix", COUPLED) is combined
+    assert replicas.draft("model", COUPLED) is None
+    come_up(alone, "e", num_active=4, drafter="eagle3")
+    assert replicas.draft("eagle3", COUPLED) is alone
+    assert replicas.draft("eagle3+suffix", COUPLED) is combined
+    assert replicas.draft("", COUPLED) is combined
+
+
 async def test_a_draft_with_another_tokenizer_is_out_and_both_fingerprints_are_named() -> None:
     replicas = await replicas_of()
     come_up(replicas.targets[0], "a", tokenizer_fingerprint="of-target")
