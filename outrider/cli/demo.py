@@ -73,7 +73,7 @@ def demo(max_tokens: int, **values: object) -> None:
     difference ends the command with an error.
     """
     options = take_stack({"drafter": None, **values})
-    if options.drafts and options.drafts[0].main in HEADS:
+    if options.drafts and options.drafts[0].drafter in HEADS:
         options = replace(options, drafts=(*options.drafts, DraftOptions("ngram")))
     parameters = SamplingParameters(temperature=0, max_tokens=max_tokens)
 
@@ -91,9 +91,10 @@ def demo(max_tokens: int, **values: object) -> None:
 
 
 def _planned(drafts: Sequence[DraftOptions]) -> list[Comparison]:
-    """Return what to compare: a question at each place where a head drafts, a copy with prompt lookup where it runs."""
+    """Return what to compare: a question at each place where a head drafts, and a copy where texts are looked up."""
     heads = [draft for draft in drafts if draft.main in HEADS] or list(drafts[:1]) or [DraftOptions()]
-    copying = next((draft for draft in drafts if draft.drafter in LOOKUPS), heads[0])
+    # A head that texts are looked up beside does without a draft for copies.
+    copying = next((draft for draft in drafts if draft.drafter in LOOKUPS), heads[-1])
     return [*(Comparison("a question", _PLAIN, draft) for draft in heads), Comparison("a copy", _COPY, copying)]
 
 

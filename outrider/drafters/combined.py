@@ -17,7 +17,7 @@ from itertools import takewhile
 from typing import Final
 
 from outrider.drafters.combined_tree import CombinedNode, CombinedTree
-from outrider.drafters.combined_worth import RoundTimes, Yields, expected_of
+from outrider.drafters.combined_worth import Found, RoundTimes, Yields
 from outrider.drafters.drafter import Drafter, DrafterInfo, OpenProposal, StepRows
 from outrider.parameters import AcceptanceRule
 from outrider.speculation.acceptance import AcceptanceRates
@@ -26,6 +26,7 @@ from outrider.tokens import FeatureSpan
 _MAX_SESSIONS: Final = 4096
 """Whose state is kept, those used last."""
 _DECAY: Final = 0.998
+_NOTHING: Final = Found()
 _WEIGHT: Final = 30.0
 """Where all sessions add to the rates, they are learnt slowly."""
 
@@ -41,7 +42,7 @@ class _Combination:
         tree: the nodes of both.
         numbered: nodes of the model's proposal, by their numbers there.
         uses_main: whether the model drafts in this round; None until that is decided.
-        expected: tokens of what was found in this round that are expected to be accepted.
+        worth: of what was found in this round.
         begun_at: monotonic time at which the model began to draft in this round; 0 before.
         completed_at: monotonic time at which the proposal of this round was whole; 0 before.
     """
@@ -52,7 +53,7 @@ class _Combination:
     tree: CombinedTree
     numbered: list[CombinedNode]
     uses_main: bool | None = None
-    expected: float = 0.0
+    worth: Found = _NOTHING
     begun_at: float = 0.0
     completed_at: float = 0.0
 
@@ -227,9 +228,9 @@ class CombinedDrafter(Drafter):
             self._suffix.step(looking)
         for item in items:
             if item.found.complete and item.uses_main is None:
-                item.expected, first = expected_of([node.parent for node in item.found.nodes], item.found.values)
+                item.worth = Found.of([node.parent for node in item.found.nodes], item.found.values)
                 yields = self._session(item.proposal.session_id).yields
-                pays = yields.model_pays(item.expected, first, self._round_times)
+                pays = yields.model_pays(item.worth, self._round_times)
                 item.uses_main = pays or item.runs_ahead or not item.is_coupled
 
     def _settle(self, item: _Combination) -> None:
@@ -271,7 +272,7 @@ class CombinedDrafter(Drafter):
         self._round_times.rest_s.observe(time.monotonic() - item.completed_at)
         num_main, num_found = (_num_proposed(name, drafters) for name in self._names)
         yields = self._session(item.proposal.session_id).yields
-        yields.observe_found(num_found, item.expected)
+        yields.observe_found(item.worth, num_found)
         if item.uses_main:
             yields.observe_model(num_main)
 
