@@ -244,7 +244,7 @@ class CombinedDrafter(Drafter):
             self._join(item)
             bound = proposal.max_nodes or proposal.lookahead
             proposal.nodes += item.tree.take(bound, is_chain=item.is_chain)
-            proposal.complete = is_whole
+            proposal.complete, proposal.took_steps = is_whole, item.begun_at > 0
             if is_whole:
                 self._time(item)
 

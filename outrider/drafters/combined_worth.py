@@ -59,7 +59,7 @@ class Found:
 
     @property
     def kind(self) -> int:
-        """Its kind, by how sure its first nodes are: short matches are wrong in another way than long ones are right."""
+        """Its kind, by how sure its first nodes are: estimates of short matches err otherwise than of long ones."""
         return min(_NUM_KINDS - 1, int(_NUM_KINDS * self.first))
 
 

@@ -94,6 +94,7 @@ class OpenProposal:
         nodes: the nodes below its root so far.
         values: of each of them about the probability that the target accepts it, where the drafter estimates that.
         complete: whether no more nodes will be drafted before the session has more tokens.
+        took_steps: whether steps of a model were run for the latest nodes, or whatever else the drafter's time goes to.
         root_len: tokens of the session at its root; node numbers count from there.
         refusal: the error for which the drafter does not draft, where it does not.
         missing_features_from: the session position of the first feature that is missing; None while none is. Until
@@ -110,6 +111,7 @@ class OpenProposal:
     nodes: list[ProposalNode] = field(default_factory=list)
     values: list[float] = field(default_factory=list)
     complete: bool = False
+    took_steps: bool = True
     refusal: OutriderError | None = None
     missing_features_from: int | None = None
     root_len: int = field(init=False)

@@ -44,7 +44,7 @@ class SentProposal:
         """Return the nodes since the last part, or the proposal's end; None where there is neither.
 
         Args:
-            step_time_s: seconds of a step, sent with them.
+            step_time_s: seconds of a step, sent with them if they took any.
         """
         nodes = tuple(self.proposal.nodes[self.num_sent :])
         if not nodes and (self.is_reported or not self.proposal.complete):
@@ -52,6 +52,7 @@ class SentProposal:
         first_node = self.num_sent + 1
         self.num_sent += len(nodes)
         self.is_reported = self.proposal.complete
+        step_time_s *= self.proposal.took_steps
         return ProposalPart(self.base, first_node, nodes, self.proposal.complete, self.known_len, step_time_s)
 
 

@@ -119,7 +119,9 @@ class Speculation:
             return False
         if part.first_node == 1:
             self._replace(part.base.len, token_ids)
-        self._policy.draft.record_answer(part.known_len, now, _depth_of(part))
+        if part.step_time_s or not self._policy.draft.step_s:
+            # Nodes that took no step are here long before a model's: they say nothing about when those come.
+            self._policy.draft.record_answer(part.known_len, now, _depth_of(part))
         self._policy.draft.step_s = part.step_time_s or self._policy.draft.step_s
         self._received.add(part)
         self.num_proposed += len(part.nodes)

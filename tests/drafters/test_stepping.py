@@ -58,6 +58,15 @@ def test_everything_is_said_once() -> None:
     assert sent.next_part(0.1) is None
 
 
+def test_nodes_that_took_no_step_are_sent_without_its_time() -> None:
+    sent = SentProposal(Base(1, 1), _proposal(), 1)
+    sent.proposal.append(5)
+    sent.proposal.took_steps = False
+    part = sent.next_part(0.1)
+    assert part is not None
+    assert part.step_time_s == 0
+
+
 def test_that_nothing_comes_is_said_for_every_length_that_is_told() -> None:
     sent = SentProposal(Base(1, 1), _proposal(num=0), 1)
     for length in (1, 4):

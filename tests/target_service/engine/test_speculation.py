@@ -303,3 +303,24 @@ def test_a_round_that_makes_do_with_less_has_waited_until_that_came() -> None:
     assert speculation.receive(part, PROMPT, 50.04)
     assert speculation.is_ready(length, 50.045)
     assert math.isclose(speculation.waited_s(50.06), 0.04, abs_tol=1e-6)
+
+
+def test_nodes_that_took_no_step_do_not_say_when_those_of_a_model_come() -> None:
+    length, statistics = len(PROMPT), WorkerStatistics()
+    terms = SpeculationTerms(num_speculative_tokens=4, max_wait_s=1.0, lookahead=0)
+    speculation = Speculation(terms, AcceptanceRule.COUPLED, statistics, adapts=True)
+    speculation.restart(length)
+
+    def answer(taken_s: float, step_time_s: float) -> float:
+        nonlocal now
+        now += 10
+        speculation.record_verdict(length, now)
+        part = ProposalPart(Base(length, 1), 1, _line([7]), complete=True, known_len=length, step_time_s=step_time_s)
+        assert speculation.receive(part, PROMPT, now + taken_s)
+        return speculation._policy.draft.arrival_s(1, is_running=False)
+
+    now = 0.0
+    assert answer(0.03, 0.005) == pytest.approx(0.03)
+    for _ in range(20):
+        assert answer(0.001, 0.0) == pytest.approx(0.03)
+    assert speculation._policy.draft.step_s == 0.005
