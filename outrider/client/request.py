@@ -34,7 +34,8 @@ class Speculation:
         disabled: decodes without a draft.
         num_speculative_tokens: tokens drafted per round, at most; 0 takes the service's default.
         acceptance_rule: the rule that verifies proposals; None takes the service's default.
-        drafter: model, ngram, suffix, layers, eagle3, block or medusa, where several are deployed; empty takes any.
+        drafter: model, ngram, suffix, layers, eagle3, block or medusa, or a combination such as eagle3+suffix, where
+            several are deployed; empty takes any.
         draft_at: where the draft runs: `service` or `target`, within the target's process; empty for where it is
             measured to be worth more.
         max_nodes: nodes of a proposal, all its branches together, at most; 0 leaves it to the draft.

@@ -13,6 +13,9 @@ sampled token becomes a node as soon as its parent has been run, whatever it is,
 depends on its value: `tests/exactness/test_drafting.py` enumerates generations with these trees, and fails for one
 that is ordered by its samples.
 
+**Two in one.** `combined` joins a model's nodes and those that `suffix` finds into one tree, whose nodes name their
+drafters, and does without the model in rounds where what was found is worth more (`combined_worth`).
+
 **Steps.** One pass runs nodes of all sessions: of a chain its end, of a head's tree all of a depth that may end among
 the best (12 at most), of a tree of `model` what pays for its time (`step_budget`). Each branch of `model` has a KV
 cache of its own that shares the pages before the branching (copy on write); when the text goes on along a branch,

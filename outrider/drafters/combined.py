@@ -101,11 +101,13 @@ class CombinedDrafter(Drafter):
     Args:
         main: a model or a head.
         suffix: finds texts; all its nodes are guesses.
+        max_nodes: nodes of a proposal whose request does not bound them; 0 for no bound but that of the model.
     """
 
-    def __init__(self, main: Drafter, suffix: Drafter) -> None:
+    def __init__(self, main: Drafter, suffix: Drafter, max_nodes: int = 0) -> None:
         self._main = main
         self._suffix = suffix
+        self._max_nodes = max_nodes
         self._names = main.info.drafter, suffix.info.drafter
         self._info = with_changes(main.info, drafter="+".join(self._names))
         self.times = main.times
@@ -242,7 +244,8 @@ class CombinedDrafter(Drafter):
             proposal.refuse(main.refusal)
         elif is_whole or (item.runs_ahead and item.found.complete):
             self._join(item)
-            bound = proposal.max_nodes or proposal.lookahead
+            bounds = proposal.max_nodes or self._max_nodes, proposal.lookahead
+            bound = min((num for num in bounds if num), default=0)
             proposal.nodes += item.tree.take(bound, is_chain=item.is_chain)
             proposal.complete, proposal.took_steps = is_whole, item.begun_at > 0
             if is_whole:

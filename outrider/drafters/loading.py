@@ -43,4 +43,4 @@ def _load_combined(settings: DrafterOptions) -> Drafter:
     changes = {"drafter": settings.drafter.main, "kv_budget_bytes": budget_bytes - texts_bytes}
     main = load_drafter(settings.model_copy(update=changes))
     suffix = SuffixDrafter(settings.suffix_scope, texts_bytes, main.info.max_session_len, only_guesses=True)
-    return CombinedDrafter(main, suffix)
+    return CombinedDrafter(main, suffix, settings.max_nodes)

@@ -111,6 +111,15 @@ def test_a_request_bounds_the_nodes_of_both_together() -> None:
     assert [node.parent for node in chain.nodes] == [0, 1, 2, 3]
 
 
+def test_settings_bound_proposals_whose_requests_do_not() -> None:
+    bounded = CombinedDrafter(Scripted(1, 1, 1, 1), suffix(), max_nodes=6)
+    assert len(round_of(bounded, REPEATING).nodes) == 6
+    asked = proposal((*REPEATING, 6), 4, given=GREEDY)
+    asked.max_nodes = 7
+    draft(bounded, asked)
+    assert len(asked.nodes) == 7
+
+
 def test_under_rejection_the_models_nodes_are_what_they_are_alone_and_guesses_follow_them() -> None:
     alone = proposal(REPEATING, 4, given=REJECTION)
     alone.max_nodes = 6
