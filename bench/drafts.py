@@ -6,6 +6,7 @@ generation with the same draft is measured for comparison.
 """
 
 import asyncio
+from collections.abc import Iterable
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from itertools import product
@@ -15,6 +16,7 @@ from typing import Any, Final
 from bench.kinds import KINDS
 from bench.models import served_name, transformers_name
 from bench.peer import TransformersPeer
+from bench.prompts import COPYING
 from bench.result import BenchResult, machine, median
 from outrider.client import (
     DraftOptions,
@@ -34,6 +36,7 @@ from outrider.statistics import SpeculationStatistics
 _GREEDY: Final = 0.0
 _TREES: Final = ("model", "eagle3", "block", "medusa")
 _PATIENT: Final = {"OUTRIDER_DRAFT_MAX_WAIT_S": "30"}
+_COPY: Final = "copy"
 _ALWAYS_SPECULATES: Final = {"OUTRIDER_ADAPTIVE_SPECULATION": "false"}
 
 
@@ -48,6 +51,7 @@ class Options:
         at: where it runs: service, or target, within the target's process.
         model: target model.
         num_prompts: prompts per kind.
+        num_copies: prompts of a fifth kind, whose answers copy them, with figures of their own.
         num_tokens: maximum output tokens per generation.
         num_speculative_tokens: drafted tokens per round along one path.
         max_nodes: maximum nodes of a tree.
@@ -60,10 +64,17 @@ class Options:
     at: str = "service"
     model: str = EMBEDDED
     num_prompts: int = 10
+    num_copies: int = 0
     num_tokens: int = 64
     num_speculative_tokens: int = 4
     max_nodes: int = 7
     assisted: int = 1
+
+    @property
+    def prompts(self) -> dict[str, tuple[str, ...]]:
+        """The prompts by their kind."""
+        prompts = {kind: prompts[: self.num_prompts] for kind, prompts in KINDS.items()}
+        return {**prompts, _COPY: COPYING[: self.num_copies]} if self.num_copies else prompts
 
 
 async def measure(options: Options) -> BenchResult:
@@ -99,8 +110,8 @@ async def _drafted(options: Options) -> dict[Case, SpeculationStatistics]:
     found: dict[Case, SpeculationStatistics] = {}
     async with _stack(options, patient=True) as stack, stack.client() as client:
         for temperature, (shape, speculation) in product((_GREEDY, 1.0), _shapes(options).items()):
-            for kind, prompts in KINDS.items():
-                for text in prompts[: options.num_prompts]:
+            for kind, prompts in options.prompts.items():
+                for text in prompts:
                     generation, _ = await _generate(client, text, temperature, options, speculation)
                     case = Case(kind, temperature, shape)
                     found.setdefault(case, SpeculationStatistics()).add(_counts(generation))
@@ -132,8 +143,8 @@ async def _speeds(options: Options, temperature: float) -> _Speeds:
         peer = None
         if compares:
             peer = await open_until_done.enter_async_context(TransformersPeer(transformers_name(options.model)))
-        for kind, prompts in KINDS.items():
-            for text in prompts[: options.num_prompts]:
+        for kind, prompts in options.prompts.items():
+            for text in prompts:
                 for mode, speculation in modes.items():
                     generation, rate = await _generate(client, text, temperature, options, speculation)
                     speeds.rates[mode].setdefault(kind, []).append(rate)
@@ -202,7 +213,7 @@ def _figures(drafted: dict[Case, SpeculationStatistics], speeds: dict[float, _Sp
     for shape in shapes:
         greedy, sampled = SpeculationStatistics(), SpeculationStatistics()
         for case, found in drafted.items():
-            if case.shape == shape:
+            if case.shape == shape and case.kind != _COPY:
                 (greedy if case.temperature == _GREEDY else sampled).add(found)
         suffix = "" if shape == shapes[0] else f"_{shape}"
         by_position, waits_s = greedy.acceptance_rates, speeds[_GREEDY].waits_s[shape]
@@ -214,14 +225,16 @@ def _figures(drafted: dict[Case, SpeculationStatistics], speeds: dict[float, _Sp
             f"shipped_over_plain_t1{suffix}": _over(sampled_rates[shape], sampled_rates["plain"]),
             f"proposal_p50_s{suffix}": median(waits_s) if waits_s else 0.0,
         }
+        if _COPY in rates["plain"]:
+            figures[f"shipped_over_plain_copies{suffix}"] = _over(rates[shape], rates["plain"], (_COPY,))
         if "assisted" in rates:
             figures[f"shipped_over_transformers_assisted{suffix}"] = _over(rates[shape], rates["assisted"])
     return figures
 
 
-def _over(some: dict[str, list[float]], others: dict[str, list[float]]) -> float:
-    """Return the geometric mean, over all prompts, of the ratio of two speeds."""
-    ratios = [one / other for kind in some for one, other in zip(some[kind], others[kind], strict=True)]
+def _over(some: dict[str, list[float]], others: dict[str, list[float]], kinds: Iterable[str] = KINDS) -> float:
+    """Return the geometric mean, over all prompts of some kinds, of the ratio of two speeds."""
+    ratios = [one / other for kind in kinds for one, other in zip(some[kind], others[kind], strict=True)]
     product = 1.0
     for ratio in ratios:
         product *= ratio ** (1 / len(ratios))

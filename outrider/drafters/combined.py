@@ -13,10 +13,10 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from dataclasses import replace as with_changes
-from itertools import takewhile
 from typing import Final
 
-from outrider.drafters.combined_tree import CombinedNode, CombinedTree
+from outrider.drafters.combination import Combination, num_proposed, part_of
+from outrider.drafters.combined_tree import CombinedTree
 from outrider.drafters.combined_worth import Found, RoundTimes, Yields
 from outrider.drafters.drafter import Drafter, DrafterInfo, OpenProposal, StepRows
 from outrider.parameters import AcceptanceRule
@@ -26,73 +26,25 @@ from outrider.tokens import FeatureSpan
 _MAX_SESSIONS: Final = 4096
 """Whose state is kept, those used last."""
 _DECAY: Final = 0.998
-_NOTHING: Final = Found()
 _WEIGHT: Final = 30.0
 """Where all sessions add to the rates, they are learnt slowly."""
 
 
-@dataclass(slots=True, eq=False)
-class _Combination:
-    """A proposal and its parts.
-
-    Attributes:
-        proposal: that is made of them.
-        main: that of the model.
-        found: that of `suffix`, for the present round.
-        tree: the nodes of both.
-        numbered: nodes of the model's proposal, by their numbers there.
-        uses_main: whether the model drafts in this round; None until that is decided.
-        worth: of what was found in this round.
-        begun_at: monotonic time at which the model began to draft in this round; 0 before.
-        completed_at: monotonic time at which the proposal of this round was whole; 0 before.
-    """
-
-    proposal: OpenProposal
-    main: OpenProposal
-    found: OpenProposal
-    tree: CombinedTree
-    numbered: list[CombinedNode]
-    uses_main: bool | None = None
-    worth: Found = _NOTHING
-    begun_at: float = 0.0
-    completed_at: float = 0.0
-
-    @property
-    def is_coupled(self) -> bool:
-        """Whether any tree is exact."""
-        return self.proposal.terms.acceptance_rule is AcceptanceRule.COUPLED
-
-    @property
-    def runs_ahead(self) -> bool:
-        """Whether the model drafts ahead of the target's verdicts."""
-        return self.proposal.lookahead > 0
-
-    @property
-    def main_goes_on(self) -> bool:
-        """Whether a step may advance the model's proposal."""
-        return self.uses_main is not False and not self.main.complete
-
-    @property
-    def is_chain(self) -> bool:
-        """Whether the request has a node followed by one at most."""
-        return 0 < self.proposal.max_nodes <= self.proposal.num_speculative_tokens
-
-    def set_sizes(self) -> None:
-        """Give the parts the sizes of the proposal; of the nodes ahead of the text some are left to what is found."""
-        whole, main = self.proposal, self.main
-        num = main.num_speculative_tokens = whole.num_speculative_tokens
-        main.max_nodes, main.lookahead = whole.max_nodes, whole.lookahead
-        if self.is_coupled and self.runs_ahead:
-            main.lookahead -= min(num, whole.lookahead // 2)
-
-
 @dataclass(slots=True)
 class _Session:
-    """What was learnt from a session, or from all, and its latest proposal."""
+    """What was learnt from a session, or from all, and its latest proposal.
+
+    Attributes:
+        rates: of acceptance.
+        own_rates: the same, learnt from this session alone; for `rejection`, see `tree.root_tree`.
+        yields: of proposals.
+        combination: the proposal.
+    """
 
     rates: AcceptanceRates
     yields: Yields
-    combination: _Combination | None = None
+    own_rates: AcceptanceRates | None = None
+    combination: Combination | None = None
 
 
 class CombinedDrafter(Drafter):
@@ -145,6 +97,9 @@ class CombinedDrafter(Drafter):
             item.begun_at = item.begun_at or now
             item.main.missing_features_from = None
         rows = self._main.step([item.main for item in drafting]) if drafting else StepRows()
+        for item in drafting:
+            waits = item.main.missing_features_from is not None
+            item.is_timed = item.is_timed and not rows.prompts and not waits
         for item in items:
             self._settle(item)
         return rows
@@ -164,9 +119,10 @@ class CombinedDrafter(Drafter):
         all_sent, drafters = item.tree.follow(token_ids)
         self._observe(item, drafters)
         # Under `rejection` the model may sample next what was guessed, and so sent, before.
-        if not (main_goes_on and all_sent and item.is_coupled and proposal.num_speculative_tokens):
+        may_go_on = item.main.refusal is None and (item.is_coupled or not item.has_guesses)
+        if not (main_goes_on and all_sent and may_go_on and proposal.num_speculative_tokens):
             return False
-        item.found, item.uses_main = _part_of(proposal), None
+        item.found, item.uses_main, item.is_timed = part_of(proposal), None, True
         item.begun_at = item.completed_at = 0.0
         proposal.complete = False
         return True
@@ -194,12 +150,12 @@ class CombinedDrafter(Drafter):
         """Have the model take features; see `Drafter`."""
         return self._main.give(session_id, features)
 
-    def _known(self, proposal: OpenProposal) -> _Combination | None:
+    def _known(self, proposal: OpenProposal) -> Combination | None:
         session = self._sessions.get(proposal.session_id)
         item = session.combination if session is not None else None
         return item if item is not None and item.proposal is proposal else None
 
-    def _combination(self, proposal: OpenProposal) -> _Combination | None:
+    def _combination(self, proposal: OpenProposal) -> Combination | None:
         """Return the parts of a proposal; None, completing it, where they were dropped."""
         session = self._session(proposal.session_id)
         item = session.combination
@@ -208,21 +164,28 @@ class CombinedDrafter(Drafter):
                 # The nodes that were sent stand; more follow under the next base.
                 proposal.complete = True
                 return None
-            tree = CombinedTree(session.rates)
-            item = _Combination(proposal, _part_of(proposal), _part_of(proposal), tree, [tree.root])
-            item.set_sizes()
-            session.combination = item
+            item = session.combination = self._begun(proposal, session)
+        return item
+
+    def _begun(self, proposal: OpenProposal, session: _Session) -> Combination:
+        rates = session.rates
+        if proposal.terms.acceptance_rule is AcceptanceRule.REJECTION:
+            rates = session.own_rates = session.own_rates or AcceptanceRates()
+        tree = CombinedTree(self._names, rates)
+        item = Combination(proposal, part_of(proposal), part_of(proposal), tree, [tree.root])
+        item.set_sizes()
         return item
 
     def _session(self, session_id: str) -> _Session:
         if session_id not in self._sessions:
+            if len(self._sessions) >= _MAX_SESSIONS:
+                idle = (known for known, session in self._sessions.items() if session.combination is None)
+                self._sessions.pop(next(idle, ""), None)
             self._sessions[session_id] = _Session(AcceptanceRates(self._all.rates), Yields(self._all.yields))
-            if len(self._sessions) > _MAX_SESSIONS:
-                self._sessions.popitem(last=False)
         self._sessions.move_to_end(session_id)
         return self._sessions[session_id]
 
-    def _look_up(self, items: Sequence[_Combination]) -> None:
+    def _look_up(self, items: Sequence[Combination]) -> None:
         """Run a step of `suffix` for those that it has not completed, and decide for whom the model drafts."""
         for item in items:
             item.found.complete = item.found.complete or (item.runs_ahead and not item.is_coupled)
@@ -235,23 +198,37 @@ class CombinedDrafter(Drafter):
                 pays = yields.model_pays(item.worth, self._round_times)
                 item.uses_main = pays or item.runs_ahead or not item.is_coupled
 
-    def _settle(self, item: _Combination) -> None:
+    def _settle(self, item: Combination) -> None:
         """Add nodes to a proposal, all of a round together unless it runs ahead; complete it after the last."""
         proposal, main = item.proposal, item.main
         proposal.missing_features_from = main.missing_features_from if item.main_goes_on else None
-        is_whole = item.found.complete and not item.main_goes_on
-        if is_whole and main.refusal is not None and not item.found.nodes:
+        # A model that is whole waits for no lookup that still learns its text.
+        is_whole = not item.main_goes_on
+        if is_whole and main.refusal is not None and not item.found.nodes and not proposal.nodes:
             proposal.refuse(main.refusal)
-        elif is_whole or (item.runs_ahead and item.found.complete):
+        elif is_whole or self._sends_part(item):
             self._join(item)
-            bounds = proposal.max_nodes or self._max_nodes, proposal.lookahead
-            bound = min((num for num in bounds if num), default=0)
-            proposal.nodes += item.tree.take(bound, is_chain=item.is_chain)
+            proposal.nodes += item.tree.take(self._bound(proposal), is_chain=item.is_chain)
             proposal.complete, proposal.took_steps = is_whole, item.begun_at > 0
             if is_whole:
                 self._time(item)
 
-    def _join(self, item: _Combination) -> None:
+    def _sends_part(self, item: Combination) -> bool:
+        """Whether the nodes that are here are sent while the model drafts on.
+
+        Not where a bound leaves room for the best of all only; nor before the first of a model, which is soon there.
+        """
+        if item.runs_ahead or not item.is_coupled:
+            return item.runs_ahead
+        is_free = not self._bound(item.proposal)
+        return is_free and item.found.complete and (bool(item.main.nodes) or not item.is_timed)
+
+    def _bound(self, proposal: OpenProposal) -> int:
+        """Return how many nodes may be live; 0 for as many as there are."""
+        own = max(self._max_nodes, proposal.num_speculative_tokens) if self._max_nodes else 0
+        return min((num for num in (proposal.max_nodes or own, proposal.lookahead) if num), default=0)
+
+    def _join(self, item: Combination) -> None:
         """Add the nodes of both that are new to the tree, those of the model first."""
         main, suffix = self._names
         for node in item.main.nodes[len(item.numbered) - 1 :]:
@@ -260,39 +237,22 @@ class CombinedDrafter(Drafter):
         found = [item.tree.root]
         for node in item.found.nodes:
             found.append(item.tree.add(found[node.parent], node, suffix))
+            item.has_guesses = True
         item.found.nodes.clear()
 
-    def _time(self, item: _Combination) -> None:
+    def _time(self, item: Combination) -> None:
         """Record when a round's proposal was whole, and what the model's steps took."""
         item.completed_at = time.monotonic()
-        if item.begun_at and item.uses_main:
+        if item.begun_at and item.uses_main and item.is_timed:
             self._round_times.steps_s.observe(item.completed_at - item.begun_at)
 
-    def _observe(self, item: _Combination, drafters: Sequence[str]) -> None:
+    def _observe(self, item: Combination, drafters: Sequence[tuple[str, ...]]) -> None:
         """Learn from a round whose text begins with nodes of these drafters."""
         if not item.completed_at:
             return
         self._round_times.rest_s.observe(time.monotonic() - item.completed_at)
-        num_main, num_found = (_num_proposed(name, drafters) for name in self._names)
+        num_main, num_found = (num_proposed(name, drafters) for name in self._names)
         yields = self._session(item.proposal.session_id).yields
         yields.observe_found(item.worth, num_found)
         if item.uses_main:
             yields.observe_model(num_main)
-
-
-def _num_proposed(name: str, drafters: Sequence[str]) -> int:
-    """Return how many tokens a drafter has proposed before the first that it has not."""
-    own = takewhile(lambda names: name in names.split("+"), drafters)
-    return sum(1 for _ in own)
-
-
-def _part_of(proposal: OpenProposal) -> OpenProposal:
-    """Return a proposal for the same text, which waits for verdicts."""
-    return OpenProposal(
-        proposal.session_id,
-        proposal.token_ids,
-        proposal.terms,
-        proposal.num_speculative_tokens,
-        proposal.max_nodes,
-        max_len=proposal.max_len,
-    )

@@ -17,18 +17,20 @@ class CombinedNode:
     Attributes:
         proposed: the node as it was proposed; its parent's number is that in its drafter's proposal.
         parent: the node before it; None for the root.
-        drafter: the drafters that proposed it, joined by "+".
+        names: the drafters that proposed it, in a fixed order.
+        drafter: these joined by "+", as they were when it was sent, or are now.
         rank: among its parent's children of the same drafters, from 1.
         depth: below the root that the tree began with.
         number: under which it was sent; 0 where it was not, or is the root that the tree began with.
         children: by token id.
     """
 
-    __slots__ = ("children", "depth", "drafter", "number", "parent", "proposed", "rank")
+    __slots__ = ("children", "depth", "drafter", "names", "number", "parent", "proposed", "rank")
 
     def __init__(self, parent: "CombinedNode | None", proposed: ProposalNode, drafter: str) -> None:
         self.proposed = proposed
         self.parent = parent
+        self.names: tuple[str, ...] = (drafter,)
         self.drafter = drafter
         self.rank = 1
         self.depth: int = 0 if parent is None else parent.depth + 1
@@ -39,17 +41,19 @@ class CombinedNode:
 class CombinedTree:
     """Nodes of several drafters; those worth most are sent first.
 
-    A node is worth the product, along its path, of the acceptance rates of its drafters, depth and rank, as where it is
-    verified.
+    A node is worth the product, along its path, of the acceptance rates of its drafters, depth and rank, much as where
+    it is verified.
 
     Args:
+        drafters: their names, in the order in which nodes have them.
         rates: by drafter; they learn from the text.
 
     Attributes:
         root: the node that the text has come to.
     """
 
-    def __init__(self, rates: AcceptanceRates) -> None:
+    def __init__(self, drafters: Sequence[str], rates: AcceptanceRates) -> None:
+        self._drafters = drafters
         self.root = CombinedNode(None, _ROOT_NODE, "")
         self._rates = rates
         self._num_sent = 0
@@ -65,28 +69,31 @@ class CombinedTree:
         known = parent.children.get(node.token_id)
         if known is None:
             known = parent.children[node.token_id] = CombinedNode(parent, node, drafter)
-        elif not known.number:
-            known.drafter = f"{known.drafter}+{drafter}"
+        elif drafter not in known.names:
+            known.names = tuple(name for name in self._drafters if name == drafter or name in known.names)
+            if not known.number:
+                known.drafter = "+".join(known.names)
         if must_be_sent:
             self._musts.append(known)
         return known
 
-    def follow(self, token_ids: Sequence[int]) -> tuple[bool, list[str]]:
+    def follow(self, token_ids: Sequence[int]) -> tuple[bool, list[tuple[str, ...]]]:
         """Move the root along the text as far as the tree has it, and learn from it.
 
         Returns:
             Whether all of these tokens were sent, and the drafters of those that the tree has.
         """
-        all_sent, drafters = True, list[str]()
+        all_sent, drafters = True, list[tuple[str, ...]]()
         for token_id in token_ids:
             _rank(self.root)
             child = self.root.children.get(token_id)
             self._observe(child)
             if child is None:
                 return False, drafters
-            drafters.append(child.drafter)
+            drafters.append(child.names)
             all_sent = all_sent and child.number > 0
             # Nodes that can no longer be accepted are dropped.
+            self.root.children = {token_id: child}
             child.parent, self.root = None, child
         return all_sent, drafters
 

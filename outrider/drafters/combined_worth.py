@@ -26,6 +26,10 @@ _TRIAL_STRIDE: Final = 16
 """One of so many rounds in which the model would not pay has it draft."""
 
 
+def _mean_time() -> DecayingMean:
+    return DecayingMean(_SHARE, max_ratio=_MAX_RATIO, doubts_first=True)
+
+
 @dataclass(frozen=True, slots=True)
 class RoundTimes:
     """Times of rounds, over all sessions.
@@ -35,8 +39,8 @@ class RoundTimes:
         rest_s: seconds of the rest of a round.
     """
 
-    steps_s: DecayingMean = field(default_factory=lambda: DecayingMean(_SHARE, max_ratio=_MAX_RATIO))
-    rest_s: DecayingMean = field(default_factory=lambda: DecayingMean(_SHARE, max_ratio=_MAX_RATIO))
+    steps_s: DecayingMean = field(default_factory=_mean_time)
+    rest_s: DecayingMean = field(default_factory=_mean_time)
 
 
 @dataclass(frozen=True, slots=True)

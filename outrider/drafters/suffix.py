@@ -53,7 +53,9 @@ class SuffixDrafter(Drafter):
         self._scope = scope
         self._only_guesses = only_guesses
         self._max_shared_tokens = max(1, budget_bytes // (_TENANT_SHARE * ENTRY_BYTES))
-        self._corpora = BoundedStates(lambda: SuffixCorpus(max_session_len), budget_bytes)
+        # The index of one session's text alone fits.
+        num_indexed = max(1, min(max_session_len, budget_bytes // (2 * ENTRY_BYTES)))
+        self._corpora = BoundedStates(lambda: SuffixCorpus(num_indexed), budget_bytes)
         self._keys: dict[str, str] = {}
         self._predictions: dict[str, _Predicted] = {}
         self._info = DrafterInfo.of_lookup(KIND, max_session_len)
@@ -69,20 +71,24 @@ class SuffixDrafter(Drafter):
         return self._corpora.used_bytes
 
     def step(self, proposals: Sequence[OpenProposal]) -> StepRows:
-        """Learn a part of the sessions' new tokens; complete each proposal whose session has none left."""
+        """Learn a part of the sessions' new tokens; complete each proposal whose session has none left, or no room."""
         corpora = [self._corpus(proposal) for proposal in proposals]
         missing = [
             len(proposal.token_ids) - len(corpus.text(proposal.session_id))
             for proposal, corpus in zip(proposals, corpora, strict=True)
         ]
         shares = share_rows([max(1, num) for num in missing], _CHUNK_LEN)
+        in_use = {self._keys[proposal.session_id] for proposal in proposals}
         for proposal, corpus, num, share in zip(proposals, corpora, missing, shares, strict=True):
+            if num > 0 and not self._corpora.make_room(corpus.more_bytes(num), in_use):
+                # Learning a part of it would put out what was learnt of others, and itself be put out.
+                proposal.complete = True
+                continue
             start = len(proposal.token_ids) - num
             corpus.extend(proposal.session_id, proposal.token_ids[start : start + share])
             if num <= share:
                 self._fill(proposal, corpus)
             self._corpora.weigh(self._keys[proposal.session_id])
-        self._corpora.make_room(0, in_use=())
         return StepRows(sum(len(proposal.nodes) for proposal in proposals))
 
     def truncate(self, session_id: str, length: int) -> None:

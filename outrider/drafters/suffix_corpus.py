@@ -60,6 +60,11 @@ class SuffixCorpus:
         """Memory held, in bytes, about."""
         return len(self._texts) * ENTRY_BYTES + self._num_tokens * _TOKEN_BYTES
 
+    def more_bytes(self, num_tokens: int) -> int:
+        """Return the memory that so many more tokens of a text would take, in bytes, about."""
+        num_entries = min(num_tokens, self._max_tokens - len(self._texts))
+        return num_entries * ENTRY_BYTES + num_tokens * _TOKEN_BYTES
+
     def release(self) -> None:
         """Drop all texts."""
         self._token_ids.clear()

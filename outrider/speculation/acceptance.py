@@ -24,12 +24,15 @@ _PRIOR_WEIGHT: Final = 4.0
 _POOLED_WEIGHT: Final = 8.0
 _DECAY: Final = 0.98
 _MAX_DRAFTERS: Final = 8
+_OTHERS: Final = "others"
 LEAST_RATE: Final = 1e-4
 """Smallest rate, of a choice that was never accepted."""
 
 
 class _Share:
     """A hit rate with exponential decay."""
+
+    __slots__ = ("_decay", "num_cases", "num_hits")
 
     def __init__(self, decay: float) -> None:
         self.num_cases = 0.0
@@ -72,10 +75,14 @@ class AcceptanceRates:
         self._of: dict[str, AcceptanceRates] = {}
 
     def of(self, drafter: str) -> "AcceptanceRates":
-        """Return the rates of one of the drafters that a draft combines; these themselves where it is not named."""
-        # Names come from the wire.
-        if not drafter or (drafter not in self._of and len(self._of) >= _MAX_DRAFTERS):
+        """Return the rates of one of the drafters that a draft combines; these themselves where it is not named.
+
+        Names come from the wire: those after the first few share their rates.
+        """
+        if not drafter:
             return self
+        if drafter not in self._of:
+            drafter = drafter if len(self._of) < _MAX_DRAFTERS else _OTHERS
         if drafter not in self._of:
             prior = None if self._prior is None else self._prior.of(drafter)
             self._of[drafter] = AcceptanceRates(prior, self._decay, self._prior_weight, self._pooled_weight)

@@ -36,7 +36,7 @@ class _Live:
     rank: int
     own_rank: int
     num_children: int = 0
-    num_by_drafter: dict[str, int] = field(default_factory=dict)
+    num_by_drafter: dict[str, int] | None = None
     drafted: bool = False
     children: dict[int, int] = field(default_factory=dict)
 
@@ -141,7 +141,8 @@ class Lookahead:
     def value(self, number: int) -> float:
         """Return the estimated probability that the target accepts a live node, given that it accepted the parent."""
         item = self._live[number]
-        return self._rates.of(item.drafter).value(item.depth, item.own_rank)
+        rates = self._rates.of(item.node.drafter) if item.node is not None and item.node.drafter else self._rates
+        return rates.value(item.depth, item.own_rank)
 
     def is_live(self, number: int) -> bool:
         """Return whether a node can still be accepted, or is the root."""
@@ -224,7 +225,8 @@ class Lookahead:
         parent.num_children += 1
         own_rank = parent.num_children
         if node.drafter:
-            own_rank = parent.num_by_drafter[node.drafter] = parent.num_by_drafter.get(node.drafter, 0) + 1
+            nums = parent.num_by_drafter = parent.num_by_drafter or {}
+            own_rank = nums[node.drafter] = nums.get(node.drafter, 0) + 1
         item = _Live(node, parent.depth + 1, parent.num_children, own_rank)
         if not self._ahead:
             parent.children[node.token_id] = number
@@ -256,7 +258,7 @@ class Lookahead:
     def _observe(self, root: _Live, matched: _Live | None) -> None:
         """Have the rates, of the draft and of each drafter, learn with which child of the root the text went on."""
         self._rates.observe(root.depth + 1, root.num_children, matched.rank if matched else None)
-        for drafter, num in root.num_by_drafter.items():
+        for drafter, num in (root.num_by_drafter or {}).items():
             rank = matched.own_rank if matched is not None and matched.drafter == drafter else None
             self._rates.of(drafter).observe(root.depth + 1, num, rank)
 

@@ -42,14 +42,15 @@ def paths(nodes: Sequence[ProposalNode]) -> dict[tuple[int, ...], str]:
 
 
 class Scripted(Drafter):
-    """A head that proposes one token a step, from what it is told; it waits for features, or refuses, where told to."""
+    """A head that proposes what it is told, a step for each token; it waits for features, or refuses, where told to."""
 
     def __init__(self, *token_ids: int) -> None:
         self.times = PassTimes()
         self.token_ids = token_ids
         self.missing_from: int | None = None
-        self.refuses = False
+        self.refuses = self.goes_on = False
         self.num_steps = 0
+        self.steps: dict[OpenProposal, int] = {}
         self.forgotten: list[str] = []
 
     @property
@@ -68,8 +69,14 @@ class Scripted(Drafter):
             elif self.missing_from is not None:
                 item.missing_features_from = self.missing_from
             else:
-                item.append(self.token_ids[len(item.nodes)])
+                steps = self.steps[item] = self.steps.get(item, 0) + 1
+                if steps == item.num_speculative_tokens:
+                    tokens = self.token_ids[:steps]
+                    item.fill([ProposalNode(place, token, NodeKind.GUESSED) for place, token in enumerate(tokens)])
         return StepRows(len(proposals))
+
+    def advance(self, proposal: OpenProposal, token_ids: Sequence[int]) -> bool:
+        return self.goes_on
 
     def give(self, session_id: str, features: FeatureSpan) -> bool:
         self.missing_from = None
@@ -243,14 +250,98 @@ def test_a_session_is_forgotten_by_both(monkeypatch: pytest.MonkeyPatch) -> None
     item.forget("s")
     assert (item.used_bytes, main.forgotten, len(item._sessions)) == (0, ["s"], 0)
     # A proposal whose state is gone stands as it is.
-    monkeypatch.setattr(combined, "_MAX_SESSIONS", 1)
-    one, other = (proposal(REPEATING, 2, session_id, GREEDY) for session_id in "ab")
-    item.step([one])
-    item.step([other])
-    nodes, one.complete = list(one.nodes), False
-    item.step([one])
-    assert one.complete == bool(nodes)
-    assert not item.advance(one, [1])
+    found = OpenProposal("a", REPEATING, GREEDY, 2, lookahead=8)
+    item = drafter()
+    item.step([found])
+    assert found.nodes and not found.complete
+    item.forget("a")
+    item.step([found])
+    assert found.complete
+    assert not item.advance(found, [1])
+
+
+def test_sessions_that_draft_are_kept_and_idle_ones_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(combined, "_MAX_SESSIONS", 2)
+    item = drafter()
+    proposals = [proposal(REPEATING, 2, str(number), GREEDY) for number in range(5)]
+    draft(item, *proposals)
+    assert all(found.nodes for found in proposals)
+    for found in proposals:
+        item.end(found)
+    round_of(item, REPEATING)
+    assert len(item._sessions) <= 5
+    for number in range(8):
+        found = proposal(REPEATING, 2, f"later {number}", GREEDY)
+        draft(item, found)
+        item.end(found)
+    assert len(item._sessions) <= 5
+
+
+def test_a_text_for_which_there_is_no_room_leaves_the_model_alone() -> None:
+    main = Scripted(5, 5, 5, 5)
+    item = CombinedDrafter(main, suffix(budget_bytes=1 << 16))
+    texts = [[(number * 31 + place * 7) % 997 for place in range(3000)] for number in range(3)]
+    for _ in range(3):
+        proposals = [proposal(text, 4, str(number), GREEDY) for number, text in enumerate(texts)]
+        draft(item, *proposals)
+        assert all([node.token_id for node in found.nodes][:1] == [5] for found in proposals)
+        for found in proposals:
+            item.end(found)
+    assert item.used_bytes <= 1 << 16
+
+
+def test_a_refusal_is_of_its_round_alone() -> None:
+    main = Scripted(6, 7, 8, 9)
+    item, tokens = drafter(main), list(REPEATING)
+    found = OpenProposal("s", tokens, GREEDY, 4)
+    main.refuses = main.goes_on = True
+    draft(item, found)
+    assert found.refusal is None
+    tokens.append(6)
+    assert not item.advance(found, [6])
+    item.end(found)
+    main.refuses = False
+    again = OpenProposal("s", tokens, GREEDY, 4)
+    draft(item, again)
+    assert again.refusal is None
+
+
+def test_ahead_of_verdicts_under_rejection_it_goes_on_as_the_model_does() -> None:
+    item, tokens = drafter(), list(REPEATING)
+    found = OpenProposal("s", tokens, REJECTION, 2, lookahead=8)
+    for _ in range(10):
+        item.step([found])
+        number, drafted = 0, []
+        for place, node in enumerate(found.nodes, start=1):
+            if node.parent == number and node.kind is NodeKind.DRAFTED:
+                number, drafted = place, [*drafted, node.token_id]
+        news = drafted[len(tokens) - len(REPEATING) :][:1]
+        if not news:
+            continue
+        tokens += news
+        assert item.advance(found, news)
+    assert len(tokens) > len(REPEATING) + 4
+    # Once it waits, texts are looked up, and what follows is another tree.
+    found.lookahead = 0
+    item.step([found])
+    assert len(paths(found.nodes)) == len(found.nodes)
+
+
+def test_a_model_that_takes_many_steps_sends_what_is_here() -> None:
+    item = drafter()
+    found = proposal(REPEATING, 6, given=GREEDY)
+    sent = []
+    while not found.complete:
+        item.step([found])
+        sent.append(len(found.nodes))
+    assert 0 < sent[0] < sent[-1]
+    # A bound leaves room for the best only, which are known at the end.
+    found = proposal(REPEATING, 6, "bounded", GREEDY)
+    found.max_nodes = 7
+    item.step([found])
+    assert not found.nodes
+    draft(item, found)
+    assert len(found.nodes) == 7
 
 
 @pytest.mark.parametrize("rule", [AcceptanceRule.COUPLED, AcceptanceRule.REJECTION])

@@ -6,6 +6,8 @@ from outrider.drafters.combined_tree import CombinedNode, CombinedTree
 from outrider.speculation.acceptance import AcceptanceRates
 from outrider.tokens import NodeKind, ProposalNode, ProposalTree
 
+NAMES = ("model", "suffix")
+
 
 def line(tree: CombinedTree, drafter: str, *token_ids: int, must_be_sent: bool = False) -> list[CombinedNode]:
     """Adds a path below the root; returns its nodes."""
@@ -35,7 +37,7 @@ def rates_of(**are_right: bool) -> AcceptanceRates:
 
 
 def test_nodes_have_the_names_of_those_that_proposed_them() -> None:
-    tree = CombinedTree(AcceptanceRates())
+    tree = CombinedTree(NAMES, AcceptanceRates())
     line(tree, "model", 1, 2, 3)
     line(tree, "suffix", 1, 2, 4)
     sent = tree.take(0, is_chain=False)
@@ -45,14 +47,17 @@ def test_nodes_have_the_names_of_those_that_proposed_them() -> None:
         (1, 2, 3): "model",
         (1, 2, 4): "suffix",
     }
-    # What was sent keeps its name.
-    line(tree, "suffix", 1, 2, 3, 5)
-    assert paths(sent + tree.take(0, is_chain=False))[1, 2, 3] == "model"
+    # What was sent keeps its name, and nobody is named twice.
+    for _ in range(3):
+        line(tree, "suffix", 1, 2, 3, 5)
+    line(tree, "model", 1, 2, 3, 5)
+    more = paths(sent + tree.take(0, is_chain=False))
+    assert (more[1, 2, 3], more[1, 2, 3, 5]) == ("model", "model+suffix")
 
 
 @pytest.mark.parametrize("best", ["model", "suffix"])
 def test_those_worth_most_are_sent_first_and_alone_where_there_is_no_room(best: str) -> None:
-    tree = CombinedTree(rates_of(model=best == "model", suffix=best == "suffix"))
+    tree = CombinedTree(NAMES, rates_of(model=best == "model", suffix=best == "suffix"))
     line(tree, "model", 1, 2, 3)
     line(tree, "suffix", 4, 5, 6)
     expected = (1, 2, 3) if best == "model" else (4, 5, 6)
@@ -63,7 +68,7 @@ def test_those_worth_most_are_sent_first_and_alone_where_there_is_no_room(best: 
 
 
 def test_a_chain_goes_along_the_better_of_two_lines() -> None:
-    tree = CombinedTree(rates_of(model=False, suffix=True))
+    tree = CombinedTree(NAMES, rates_of(model=False, suffix=True))
     line(tree, "model", 1, 2)
     line(tree, "suffix", 1, 3)
     assert list(paths(tree.take(8, is_chain=True))) == [(1,), (1, 3)]
@@ -74,7 +79,7 @@ def test_a_chain_goes_along_the_better_of_two_lines() -> None:
 
 
 def test_what_must_be_sent_is_whatever_it_is_worth() -> None:
-    tree = CombinedTree(rates_of(model=False, suffix=True))
+    tree = CombinedTree(NAMES, rates_of(model=False, suffix=True))
     line(tree, "suffix", 4, 5)
     line(tree, "model", 1, 2, must_be_sent=True)
     assert list(paths(tree.take(1, is_chain=False))) == [(1,), (1, 2)]
@@ -82,28 +87,28 @@ def test_what_must_be_sent_is_whatever_it_is_worth() -> None:
 
 
 def test_the_root_follows_the_text_and_drops_what_cannot_be_accepted() -> None:
-    tree = CombinedTree(AcceptanceRates())
+    tree = CombinedTree(NAMES, AcceptanceRates())
     line(tree, "model", 1, 2, 3)
     line(tree, "suffix", 9)
     sent = tree.take(0, is_chain=False)
-    assert tree.follow([1, 2]) == (True, ["model", "model"])
+    assert tree.follow([1, 2]) == (True, [("model",), ("model",)])
     line(tree, "suffix", 3, 4)
     # Numbers go on where they were.
     assert list(paths(sent + tree.take(0, is_chain=False)))[-1] == (1, 2, 3, 4)
-    assert tree.follow([3, 5]) == (False, ["model"])
+    assert tree.follow([3, 5]) == (False, [("model", "suffix")])
 
 
 def test_what_was_not_sent_cannot_be_gone_on_from() -> None:
-    tree = CombinedTree(AcceptanceRates())
+    tree = CombinedTree(NAMES, AcceptanceRates())
     line(tree, "model", 1, 2)
     tree.take(1, is_chain=False)
-    assert tree.follow([1, 2]) == (False, ["model", "model"])
+    assert tree.follow([1, 2]) == (False, [("model",), ("model",)])
 
 
 def test_rates_learn_by_drafter_and_rank() -> None:
     rates = AcceptanceRates()
     for _ in range(200):
-        tree = CombinedTree(rates)
+        tree = CombinedTree(NAMES, rates)
         line(tree, "model", 1)
         line(tree, "suffix", 2)
         line(tree, "suffix", 3)

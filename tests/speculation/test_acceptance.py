@@ -56,5 +56,8 @@ def test_drafters_of_one_draft_have_rates_of_their_own() -> None:
     # Those of all sessions learn too, and other sessions begin with them.
     assert AcceptanceRates(common).of("suffix").value(1, 1) < 0.1
     assert rates.of("") is rates
-    # Names come from other machines.
-    assert len({id(rates.of(str(number))) for number in range(1000)}) < 10
+    # Names come from other machines: there are few, and none is the draft as a whole.
+    found = [rates.of(str(number)) for number in range(1000)]
+    assert len({id(item) for item in found}) < 10
+    assert rates not in found
+    assert AcceptanceRates(common).of("one more") is not common
