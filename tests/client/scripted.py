@@ -69,6 +69,7 @@ class ScriptedService(GenerationServiceServicer):
     metadata: list[dict[str, str]] = field(default_factory=list)
     deleted: list[str] = field(default_factory=list)
     cancelled: asyncio.Event = field(default_factory=asyncio.Event)
+    hangs: asyncio.Event = field(default_factory=asyncio.Event)
     left: asyncio.Event = field(default_factory=asyncio.Event)
     address: str = ""
 
@@ -89,6 +90,7 @@ class ScriptedService(GenerationServiceServicer):
                 yield step
 
     async def _hang(self) -> None:
+        self.hangs.set()
         try:
             await self.cancelled.wait()
         finally:

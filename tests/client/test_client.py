@@ -245,6 +245,8 @@ async def test_leaving_the_stream_ends_the_call_at_the_server() -> None:
         async with aclosing(client.generate(request())) as events:
             async for event in events:
                 if isinstance(event, Delta):
+                    # A call that ends before has not come to where its end shows.
+                    await service.hangs.wait()
                     break
         async with asyncio.timeout(5):
             await service.left.wait()
@@ -254,8 +256,7 @@ async def test_cancelling_the_task_ends_the_call_at_the_server() -> None:
     service = ScriptedService([[accepted(), HANG]])
     async with serving(service) as addresses, OutriderClient(addresses) as client:
         task = asyncio.create_task(client.complete(request()))
-        while not service.requests:
-            await asyncio.sleep(0.01)
+        await service.hangs.wait()
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
@@ -464,8 +465,7 @@ async def test_closing_ends_what_runs(script: list[object]) -> None:
     async with serving(service) as addresses:
         client = AsyncClient(addresses)
         task = asyncio.create_task(client.complete("Hello"))
-        while not service.requests:
-            await asyncio.sleep(0.01)
+        await service.hangs.wait()
         await client.close()
         with pytest.raises(ClientClosed):
             await task
