@@ -99,7 +99,7 @@ async def _narrow(browser: Browser, stack: LocalStack) -> None:
 
 
 _TAKES: Final = (
-    (DraftOptions("eagle3", "embedded"), (_chat, _failover, _narrow)),
+    (DraftOptions("eagle3+suffix", "embedded", at="target"), (_chat, _failover, _narrow)),
     # N-gram drafts on text that repeats its prompt, the case they are for.
     (DraftOptions("ngram"), (_comparison,)),
 )
