@@ -38,7 +38,7 @@ def test_now_and_then_it_drafts_all_the_same() -> None:
     assert sum(yields.model_pays(Found(5.0, 0.95), seconds) for _ in range(160)) == 10
 
 
-def test_what_was_found_counts_by_how_much_of_it_came_true() -> None:
+def test_what_was_found_counts_by_how_much_of_it_was_accepted() -> None:
     yields = Yields()
     for _ in range(50):
         yields.observe_model(2)
