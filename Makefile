@@ -117,7 +117,7 @@ format: install ## Formats the code and sorts its imports.
 	@$(BIN)/ruff format --quiet .
 
 exactness: install ## Proves losslessness: enumeration, known wrong rules, 30,000 served samples a case, 30 prompts. Takes 100 minutes.
-	@$(BIN)/python -m pytest -q tests/exactness tests/speculation/test_draws.py tests/speculation/test_randomness.py tests/served -m 'slow or not slow' $(ARGS)
+	@$(BIN)/python -m pytest -q tests/exactness tests/speculation/test_draws.py tests/speculation/test_randomness.py tests/served -m 'not gpu' $(ARGS)
 
 gpu-check: install ## Runs the tests that need an NVIDIA GPU.
 	@$(BIN)/python -m pytest -q tests/lm/test_transformer.py tests/served/test_equality.py -m gpu $(ARGS)
