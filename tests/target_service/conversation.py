@@ -146,6 +146,10 @@ class Caller:
         await self._call.done_writing()
         await self._reader
 
+    async def ended(self) -> None:
+        """Waits until the target ends the stream, and raises its error."""
+        await asyncio.wait_for(self._reader, 20)
+
 
 def model(kv_budget_bytes: int = 1 << 20) -> MarkovModel:
     loaded = load_model(MODEL, LoadOptions(kv_budget_bytes=kv_budget_bytes)).model
