@@ -5,7 +5,6 @@ Under `rejection` the first choice is sampled, whatever its token, and has the d
 others are guesses, which are followed where the target's own token equals one of them.
 """
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
@@ -108,8 +107,8 @@ class RankedChoices:
         self._proposal = proposal
         self._vocabulary = vocabulary
         self._history = _History(proposal)
-        p_min = options.p_min if proposal.terms.p_min is None else proposal.terms.p_min
-        self._least = math.log(p_min) if p_min else -math.inf
+        self._is_greedy = proposal.terms.parameters.is_greedy
+        self._least = options.p_min if proposal.terms.p_min is None else proposal.terms.p_min
         self._source = KeyedSource(proposal.terms.parameters.seed or 0)
         self._allowed = AllowedTokens(proposal, vocabulary.target_size)
 
@@ -122,24 +121,31 @@ class RankedChoices:
         scores, are_possible = self._scores(logits, [place.path for place in places])
         values, columns = largest(scores, min(num, scores.shape[-1]))
         token_ids = self._vocabulary.token_ids.to(columns.device)[columns]
-        # An only choice is compared with nothing.
-        needs_norms = num > 1 or self._least > -math.inf
-        logs = values - scores.float().logsumexp(-1, keepdim=True) if needs_norms else torch.zeros_like(values)
-        logs = logs.where(values > -torch.inf, -torch.inf)
+        likelihoods = self._likelihoods(scores, values, columns, num)
         return [
             [
-                Choice(token_id, math.exp(min(0.0, log)))
-                for token_id, log in zip(tokens, row, strict=True)
-                if is_possible and log >= self._least and log > -math.inf
+                Choice(token_id, likelihood)
+                for token_id, likelihood in zip(tokens, row, strict=True)
+                if is_possible and likelihood >= self._least and likelihood > 0
             ]
-            for tokens, row, is_possible in zip(token_ids.tolist(), logs.tolist(), are_possible, strict=True)
+            for tokens, row, is_possible in zip(token_ids.tolist(), likelihoods.tolist(), are_possible, strict=True)
         ]
+
+    def _likelihoods(self, scores: Tensor, values: Tensor, columns: Tensor, num: int) -> Tensor:
+        """Return how likely each of the largest scores is to be the target's token, [F, N]: 0 for an impossible one."""
+        if num == 1 and not self._least:
+            # An only choice is compared with nothing.
+            return (values > (-torch.inf if self._is_greedy else 0)).float()
+        if self._is_greedy:
+            return scores.softmax(-1).gather(1, columns)
+        return values / scores.sum(-1, keepdim=True)
 
     def _scores(self, logits: Tensor, paths: Sequence[tuple[int, ...]]) -> tuple[Tensor, Sequence[bool]]:
         """Return the scores by which the tokens after each path are ranked, and whether any of them is possible.
 
         Returns:
-            Scores [F, D], float32 or float64; of a path after which no token is possible, any.
+            Scores [F, D]: logits under greedy, else weight / noise, as where the target draws (`KeyedSource.pick`); of
+            a path after which no token is possible, any.
         """
         terms, history = self._proposal.terms, self._history.tokens
         metadata = [
@@ -153,15 +159,15 @@ class RankedChoices:
             finite = scores.amax(-1).isfinite()
             scores = scores.masked_fill(~finite.unsqueeze(1), 0.0)
             are_possible = finite.tolist()
-        if not metadata[0].parameters.is_greedy:
-            weights = target_weights(tempered(scores, metadata), metadata)
-            dense = weights.dense(scores.shape[-1]) if isinstance(weights, Support) else weights
-            token_ids = self._vocabulary.token_ids.to(dense.device)
-            positions = [len(self._proposal.token_ids) + len(path) for path in paths]
-            # Rows at one position share its noise.
-            noise = {at: self._source.gumbel(token_ids, Counter(Purpose.TARGET, at)) for at in set(positions)}
-            scores = dense.log() + torch.stack([noise[at] for at in positions])
-        return scores, are_possible
+        if self._is_greedy:
+            return scores, are_possible
+        weights = target_weights(tempered(scores, metadata), metadata)
+        dense = weights.dense(scores.shape[-1]) if isinstance(weights, Support) else weights
+        token_ids = self._vocabulary.token_ids.to(dense.device)
+        positions = [len(self._proposal.token_ids) + len(path) for path in paths]
+        # Rows at one position share its noise.
+        noise = {at: self._source.exponential(token_ids, Counter(Purpose.TARGET, at)) for at in set(positions)}
+        return dense.div_(torch.stack([noise[at] for at in positions])), are_possible
 
     def _changed(self, logits: Tensor, terms: Sequence[SamplingMetadata]) -> Tensor:
         """Return the logits of the draft's tokens after penalties and the like, which use the target's token ids."""

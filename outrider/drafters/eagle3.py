@@ -253,15 +253,13 @@ class Eagle3Drafter(Drafter):
         item, num_columns = self._trees[proposal], self._state(proposal).num_columns
         num_before = item.num_slots
         item.enter()
-        depths = [node.depth for node in item.edge]
-        seen = [(row, num_columns + slot) for row, node in enumerate(item.edge) for slot in item.seen[node]]
-        mask = torch.zeros(len(depths), num_columns + item.num_slots, dtype=torch.bool, device=self._device)
-        mask[:, :num_columns] = True
-        mask[tuple(torch.tensor(seen, device=self._device).T)] = True
+        slots = range(item.num_slots)
+        among_nodes = torch.tensor([[slot in item.seen[node] for slot in slots] for node in item.edge])
+        mask = functional.pad(among_nodes, (num_columns, 0), value=True).to(self._device)
         hidden = torch.cat([item.outputs[node.parent] for node in item.edge if node.parent is not None])
         token_ids = [node.token_id for node in item.edge]
         # A drafted token is one column after its parent.
-        positions = [num_columns - 1 + depth for depth in depths]
+        positions = [num_columns - 1 + node.depth for node in item.edge]
         return Rows(hidden, self._embed(token_ids), positions, num_columns + num_before, mask)
 
     def _run(self, proposals: Sequence[OpenProposal], rows: Sequence[Rows]) -> tuple[Tensor, ...]:

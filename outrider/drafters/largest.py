@@ -1,7 +1,7 @@
 """The largest of many scores, found in a fraction of the time of `torch.topk` on a CPU.
 
 The largest of a row are in the blocks whose maxima are largest, so only those blocks are sorted: the 8 largest of
-128,256 float32 take 0.02 ms in place of 0.15 to 0.2.
+128,256 float32 take 0.02 ms in place of 0.15 to 0.2. Of some thousands `torch.topk` finds them sooner.
 """
 
 import math
@@ -11,6 +11,8 @@ from torch import Tensor
 from torch.nn import functional
 
 _BLOCK_LEN: Final = 128
+_NUM_SORTED: Final = 2**14
+"""Scores of all rows together, up to which sorting them takes less time than finding the blocks."""
 
 
 def largest(scores: Tensor, num: int) -> tuple[Tensor, Tensor]:
@@ -26,7 +28,7 @@ def largest(scores: Tensor, num: int) -> tuple[Tensor, Tensor]:
         Scores [F, num] and places [F, num], int64.
     """
     num_rows, size = scores.shape
-    if size <= 2 * num * _BLOCK_LEN:
+    if size <= 2 * num * _BLOCK_LEN or num_rows * size <= _NUM_SORTED:
         values, places = scores.topk(num)
         return values, _led_by(scores.argmax(-1, keepdim=True), places)
     if missing := -size % _BLOCK_LEN:

@@ -1,4 +1,4 @@
-"""Three native operators for CPUs, built once from the C++ sources beside this file.
+"""Four native operators for CPUs, built once from the C++ sources beside this file.
 
 `packed_product` multiplies bfloat16 rows with packed bfloat16 weights in float32. Each output is one chain of additions
 in order of the inputs, so its bits depend on its row and its weights only: not on the number of rows, on threads, or on
@@ -9,6 +9,8 @@ row and on what it sees only: keys and values are added in order of position.
 
 `race_candidates` finds the few tokens that can win the race of a sampled row (`outrider.speculation.draws`), by bounds
 of their weight and noise; the winner is then found among them exactly, with the bits of a race of all.
+
+`uniform_noise` makes the keyed random numbers of many tokens (`outrider.speculation.randomness`), with the same bits.
 
 Which variant runs follows from the CPU's features (`Variant`); all have equal results.
 """

@@ -37,6 +37,10 @@ void product_avx512(const Product& product, int64_t begin, int64_t end) {
   product_rows<Avx512>(product, begin, end);
 }
 
+void uniforms_avx512(const Counter& counter, const int64_t* token_ids, int64_t num, double* output) {
+  uniforms(counter, token_ids, num, output);
+}
+
 float race_avx512(const RaceRow& row, int64_t begin, int64_t end, float* bounds) { return race(row, begin, end, bounds); }
 
 void attention_avx512(

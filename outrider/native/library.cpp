@@ -31,6 +31,12 @@ constexpr outrider::ProductKernel kProducts[] = {
     outrider::product_avx512_bf16,
 };
 
+constexpr outrider::UniformKernel kUniforms[] = {
+    outrider::uniforms_avx2,
+    outrider::uniforms_avx512,
+    outrider::uniforms_avx512,
+};
+
 constexpr outrider::RaceKernel kRaces[] = {outrider::race_avx2, outrider::race_avx512, outrider::race_avx512};
 
 constexpr outrider::AttentionKernel kAttentions[] = {
@@ -41,7 +47,7 @@ constexpr outrider::AttentionKernel kAttentions[] = {
 
 // Share by which a bound may be wrong.
 constexpr float kSlack = 2e-3f;
-// Tokens of a race that one thread looks at, at least.
+// Tokens that one thread looks at, at least.
 constexpr int64_t kLeastTokens = 8192;
 
 // The best variant that this CPU can run; -1 for none.
@@ -105,6 +111,43 @@ Tensor packed_product(
   return output;
 }
 
+outrider::Counter counter_of(const int64_t* numbers) {
+  const auto word = [&](int index) { return static_cast<uint32_t>(numbers[index]); };
+  return {{word(0), word(1), word(2)}, {word(3), word(4)}};
+}
+
+// token_ids: int64 [1 or R, N], from 0 to 2^33 - 1. counters: int64 [R, 5], three words of a Philox counter and two of
+// its key. Returns float64 [R, N].
+Tensor uniform_noise(const Tensor& token_ids, const Tensor& counters, int64_t variant) {
+  STD_TORCH_CHECK(
+      token_ids.dim() == 2 && counters.dim() == 2 && counters.size(1) == 5, "token ids or counters have no row");
+  STD_TORCH_CHECK(
+      token_ids.scalar_type() == ScalarType::Long && counters.scalar_type() == ScalarType::Long,
+      "token ids and counters must be int64");
+  const int64_t num_rows = counters.size(0), num_tokens = token_ids.size(1);
+  STD_TORCH_CHECK(
+      token_ids.is_contiguous() && counters.is_contiguous() && (token_ids.size(0) == 1 || token_ids.size(0) == num_rows),
+      "both must be contiguous, and have as many rows");
+  STD_TORCH_CHECK(variant >= 0 && variant <= best_variant(), "this CPU cannot run variant ", variant);
+
+  Tensor output = torch::stable::new_empty(counters, {num_rows, num_tokens}, ScalarType::Double);
+  const auto* tokens = static_cast<const int64_t*>(token_ids.const_data_ptr());
+  const auto* numbers = static_cast<const int64_t*>(counters.const_data_ptr());
+  auto* values = static_cast<double*>(output.mutable_data_ptr());
+  const int64_t step = token_ids.size(0) == 1 ? 0 : num_tokens;
+  const int64_t num_parts = (num_tokens + kLeastTokens - 1) / kLeastTokens;
+  const int64_t grain = std::max<int64_t>(1, kLeastTokens / std::max<int64_t>(1, num_tokens));
+  torch::stable::parallel_for(0, num_rows * num_parts, grain, [&](int64_t first, int64_t last) {
+    for (int64_t part = first; part < last; ++part) {
+      const int64_t row = part / num_parts, begin = part % num_parts * kLeastTokens;
+      const int64_t num = std::min(kLeastTokens, num_tokens - begin);
+      kUniforms[variant](
+          counter_of(numbers + row * 5), tokens + row * step + begin, num, values + row * num_tokens + begin);
+    }
+  });
+  return output;
+}
+
 // scores: float32 [R, V], contiguous, its largest in a row `tops`, float32 [R]. inverse_temperatures: float32 [R].
 // counters: int64 [R, 5], three words of a Philox counter and two of its key. Returns int64 [2, M]: rows and tokens of
 // those that can win their row's race, in order.
@@ -135,10 +178,8 @@ Tensor race_candidates(
   torch::stable::parallel_for(0, num_rows * num_parts, 1, [&](int64_t first, int64_t last) {
     for (int64_t part = first; part < last; ++part) {
       const int64_t row = part / num_parts, begin = part % num_parts * kLeastTokens;
-      const int64_t* words = numbers + row * 5;
-      const auto word = [&](int index) { return static_cast<uint32_t>(words[index]); };
       const outrider::RaceRow race{
-          values + row * num_tokens, largest[row], scales[row], {word(0), word(1), word(2)}, {word(3), word(4)}};
+          values + row * num_tokens, largest[row], scales[row], counter_of(numbers + row * 5)};
       const int64_t end = std::min(begin + kLeastTokens, num_tokens);
       bests[part] = kRaces[variant](race, begin, end, bounds.data() + row * num_tokens);
     }
@@ -344,6 +385,7 @@ STABLE_TORCH_LIBRARY_FRAGMENT(outrider, library) {
   library.def(
       "paged_attention(Tensor query, Tensor new_keys, Tensor new_values, Tensor(a!) keys, Tensor(b!) values, "
       "Tensor layout, float scaling, int window, float softcap, int variant) -> Tensor");
+  library.def("uniform_noise(Tensor token_ids, Tensor counters, int variant) -> Tensor");
   library.def("best_variant() -> int");
 }
 
@@ -351,6 +393,7 @@ STABLE_TORCH_LIBRARY_IMPL(outrider, CPU, library) {
   library.impl("packed_product", TORCH_BOX(&packed_product));
   library.impl("paged_attention", TORCH_BOX(&paged_attention));
   library.impl("race_candidates", TORCH_BOX(&race_candidates));
+  library.impl("uniform_noise", TORCH_BOX(&uniform_noise));
 }
 
 STABLE_TORCH_LIBRARY_IMPL(outrider, CompositeExplicitAutograd, library) {

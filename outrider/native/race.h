@@ -1,4 +1,4 @@
-// Which tokens can win a race: the others need no exact noise.
+// Keyed noise, as in outrider.speculation.randomness, and which tokens can win a race: the others need no exact noise.
 
 #pragma once
 
@@ -6,14 +6,25 @@
 
 namespace outrider {
 
-// A row of the race: token v has weight exp((scores[v] - top) / temperature) and noise -log(u), where u is of the
-// Philox counter (v / 2, words), as in outrider.speculation.randomness; the largest weight / noise wins.
+// The upper words of a row's Philox counters, and its key. The lowest word is v / 2 for tokens v (even) and v + 1.
+struct Counter {
+  uint32_t words[3];
+  uint32_t key[2];
+};
+
+// Writes the uniform random number of each token, strictly between 0 and 1.
+using UniformKernel = void (*)(const Counter& counter, const int64_t* token_ids, int64_t num, double* output);
+
+void uniforms_avx2(const Counter& counter, const int64_t* token_ids, int64_t num, double* output);
+void uniforms_avx512(const Counter& counter, const int64_t* token_ids, int64_t num, double* output);
+
+// A row of the race: token v has weight exp((scores[v] - top) / temperature) and noise -log(u), u being its uniform
+// random number; the largest weight / noise wins.
 struct RaceRow {
   const float* scores;
   float top;
   float inverse_temperature;
-  uint32_t words[3];
-  uint32_t key[2];
+  Counter counter;
 };
 
 // Writes, for tokens [begin, end), a bound above each one's weight / noise, times 2^-32, and returns a bound below the

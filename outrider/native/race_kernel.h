@@ -1,4 +1,4 @@
-// The race's bounds, in loops that a compiler turns into those of any instruction set.
+// Keyed noise, and a race's bounds, in loops that a compiler turns into those of any instruction set.
 //
 // Noise is -log(u), and 1 - u <= -log(u) <= (1 - u) / u. With n the first 32 bits of 1 - u, rounded down,
 //     weight * (1 - (n + 1) / 2^32) / (n + 1)  <=  weight / noise / 2^32  <=  weight / n.
@@ -32,18 +32,16 @@ inline float power_of_two(float x) {
   return value * std::bit_cast<float>((whole + 127) << 23);
 }
 
-inline float race(const RaceRow& row, int64_t begin, int64_t end, float* bounds) {
-  float best = 0.0f;
-  const float scale = row.inverse_temperature * 1.44269504f;
-  for (int64_t first = begin; first < end; first += 2 * kBlocks) {
-    uint32_t x0[kBlocks], x1[kBlocks], x2[kBlocks], x3[kBlocks];
-    for (int b = 0; b < kBlocks; ++b) {
-      x0[b] = static_cast<uint32_t>(first / 2) + b;
-      x1[b] = row.words[0];
-      x2[b] = row.words[1];
-      x3[b] = row.words[2];
-    }
-    uint32_t key0 = row.key[0], key1 = row.key[1];
+// The words of so many Philox counters; before the rounds the first one of each is its block.
+struct Blocks {
+  uint32_t x0[kBlocks], x1[kBlocks], x2[kBlocks], x3[kBlocks];
+
+  // Philox4x32-10 (Salmon et al. 2011, section 3.3).
+  void mix(const Counter& counter) {
+    std::fill(x1, x1 + kBlocks, counter.words[0]);
+    std::fill(x2, x2 + kBlocks, counter.words[1]);
+    std::fill(x3, x3 + kBlocks, counter.words[2]);
+    uint32_t key0 = counter.key[0], key1 = counter.key[1];
     for (int round = 0; round < 10; ++round) {
       for (int b = 0; b < kBlocks; ++b) {
         const uint64_t product0 = static_cast<uint64_t>(x0[b]) * 0xD2511F53u;
@@ -58,10 +56,36 @@ inline float race(const RaceRow& row, int64_t begin, int64_t end, float* bounds)
       key0 += 0x9E3779B9u;
       key1 += 0xBB67AE85u;
     }
+  }
+};
+
+inline void uniforms(const Counter& counter, const int64_t* token_ids, int64_t num, double* output) {
+  for (int64_t first = 0; first < num; first += kBlocks) {
+    const int now = static_cast<int>(std::min<int64_t>(kBlocks, num - first));
+    const int64_t* given = token_ids + first;
+    Blocks blocks;
+    for (int b = 0; b < kBlocks; ++b) blocks.x0[b] = b < now ? static_cast<uint32_t>(given[b] >> 1) : 0;
+    blocks.mix(counter);
+    for (int b = 0; b < now; ++b) {
+      const bool is_odd = given[b] & 1;
+      const uint64_t high = is_odd ? blocks.x2[b] : blocks.x0[b];
+      const uint64_t low = is_odd ? blocks.x3[b] : blocks.x1[b];
+      output[first + b] = (static_cast<double>(static_cast<int64_t>(high << 20 | low >> 12)) + 0.5) * 0x1p-52;
+    }
+  }
+}
+
+inline float race(const RaceRow& row, int64_t begin, int64_t end, float* bounds) {
+  float best = 0.0f;
+  const float scale = row.inverse_temperature * 1.44269504f;
+  for (int64_t first = begin; first < end; first += 2 * kBlocks) {
+    Blocks blocks;
+    for (int b = 0; b < kBlocks; ++b) blocks.x0[b] = static_cast<uint32_t>(first / 2) + b;
+    blocks.mix(row.counter);
     float complements[2 * kBlocks];
     for (int b = 0; b < kBlocks; ++b) {
-      complements[2 * b] = static_cast<float>(~x0[b]);
-      complements[2 * b + 1] = static_cast<float>(~x2[b]);
+      complements[2 * b] = static_cast<float>(~blocks.x0[b]);
+      complements[2 * b + 1] = static_cast<float>(~blocks.x2[b]);
     }
     const int num = static_cast<int>(std::min<int64_t>(2 * kBlocks, end - first));
     float scores[2 * kBlocks], above[2 * kBlocks];

@@ -1,8 +1,8 @@
 """Keyed randomness: every random number is a pure function of a seed and a counter.
 
 The generator is Philox4x32-10 (Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3"), on Python's
-integers or integer tensors, so that all devices produce the same integers. Uniform and exponential noise made from them
-is float64; ties go to the lowest token id.
+integers or integer tensors, so that all devices produce the same integers; a native operator makes the same ones for
+many tokens on a CPU. Uniform and exponential noise made from them is float64; ties go to the lowest token id.
 """
 
 from dataclasses import dataclass
@@ -11,6 +11,8 @@ from typing import Final, TypeAlias
 
 import torch
 from torch import Tensor
+
+from outrider import native
 
 Word: TypeAlias = int | Tensor
 """A 32-bit word as an int, or one per element of an int64 tensor; the tensors of one computation broadcast."""
@@ -152,10 +154,6 @@ class KeyedSource:
             return vocabulary_exponential(len(token_ids), counter.words, self._key, token_ids.device).view(-1)
         return token_exponential(token_ids, counter.words, self._key)
 
-    def gumbel(self, token_ids: Tensor, counter: Counter) -> Tensor:
-        """Return standard Gumbel noise, float64 [N], of ascending token ids: -log of their exponential noise."""
-        return self.exponential(token_ids, counter).log_().neg_()
-
     def _race(self, weights: Tensor, token_ids: Tensor, counter: Counter) -> Tensor:
         return self.exponential(token_ids, counter).reciprocal_().mul_(weights)
 
@@ -175,8 +173,11 @@ def token_exponential(token_ids: Tensor, words: Words, key: Key) -> Tensor:
     Returns:
         float64 [N], positive and finite.
     """
+    numbers = (*words, *key)
+    if _runs_natively(token_ids.device) and not any(isinstance(number, Tensor) for number in numbers):
+        return _exponential(_native(token_ids.unsqueeze(0), torch.tensor([numbers]))[0])
     even, odd = _pairs(token_ids >> 1, words, key)
-    return _exponential(torch.where((token_ids & 1).bool(), odd, even))
+    return _exponential(_uniform(torch.where((token_ids & 1).bool(), odd, even)))
 
 
 def vocabulary_exponential(vocabulary_size: int, words: Words, key: Key, device: torch.device) -> Tensor:
@@ -191,14 +192,34 @@ def vocabulary_exponential(vocabulary_size: int, words: Words, key: Key, device:
     Returns:
         float64 [R, V], positive and finite; [1, V] if all words are ints.
     """
-    num_rows = max(word.numel() if isinstance(word, Tensor) else 1 for word in (*words, *key))
+    numbers = [torch.as_tensor(number) for number in (*words, *key)]
+    num_rows = max(number.numel() for number in numbers)
+    if _runs_natively(device):
+        counters = torch.cat([number.view(-1, 1).expand(num_rows, 1) for number in numbers], dim=1)
+        return _exponential(_native(torch.arange(vocabulary_size).unsqueeze(0), counters))
     blocks = torch.arange((vocabulary_size + 1) // 2, device=device).expand(num_rows, -1)
     bits = torch.stack(_pairs(blocks, words, key), dim=-1).flatten(1)
-    return _exponential(bits[:, :vocabulary_size])
+    return _exponential(_uniform(bits[:, :vocabulary_size]))
 
 
-def _exponential(bits: Tensor) -> Tensor:
-    return bits.double().add_(0.5).mul_(2.0**-52).log_().neg_()
+def _exponential(uniforms: Tensor) -> Tensor:
+    return uniforms.log_().neg_()
+
+
+def _uniform(bits: Tensor) -> Tensor:
+    return bits.double().add_(0.5).mul_(2.0**-52)
+
+
+def _runs_natively(device: torch.device) -> bool:
+    return device.type == "cpu" and native.loaded_variant() is not None
+
+
+def _native(token_ids: Tensor, counters: Tensor) -> Tensor:
+    """Return the uniform random numbers of tokens, int64 [1, N], by counters and keys, int64 [R, 5]: float64 [R, N]."""
+    variant = native.loaded_variant()
+    assert variant is not None
+    uniforms: Tensor = torch.ops.outrider.uniform_noise.default(token_ids.contiguous(), counters, int(variant))
+    return uniforms
 
 
 def _pairs(blocks: Tensor, words: Words, key: Key) -> tuple[Tensor, Tensor]:

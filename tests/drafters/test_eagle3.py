@@ -32,7 +32,7 @@ def confidences(tiny: TinyEagle3, given: DraftTerms, path: tuple[int, ...]) -> t
     scores = tiny.logits(TEXT[:12], path)
     if not given.parameters.is_greedy:
         counter = Counter(Purpose.TARGET, 12 + len(path))
-        scores = scores.log_softmax(-1) + KeyedSource(5).gumbel(VOCABULARY.token_ids, counter)
+        scores = scores.log_softmax(-1) - KeyedSource(5).exponential(VOCABULARY.token_ids, counter).log()
     return scores.log_softmax(-1)
 
 

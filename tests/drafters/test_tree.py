@@ -53,7 +53,7 @@ def _ranking(token_ids: list[int], parameters: SamplingParameters) -> list[int]:
     model = markov()
     scores = model.transitions[model.context(token_ids)].log()
     if not parameters.is_greedy:
-        scores = scores + KeyedSource(11).gumbel(torch.arange(24), Counter(Purpose.TARGET, len(token_ids)))
+        scores = scores - KeyedSource(11).exponential(torch.arange(24), Counter(Purpose.TARGET, len(token_ids))).log()
     return scores.argsort(descending=True).tolist()
 
 

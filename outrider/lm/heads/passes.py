@@ -30,7 +30,10 @@ class HeadPasses:
         layer, attention, mlp = head.midlayer, head.midlayer.self_attn, head.midlayer.mlp
         config = head.config.layer
         # Only what is used is kept, so that the head's own layers are freed with it.
-        self._norms = layer.input_layernorm, layer.hidden_norm, layer.post_attention_layernorm, head.norm
+        self._norms = layer.post_attention_layernorm, head.norm
+        # Of a token's embedding and of the feature beside it: [2, H].
+        self._input_norms = torch.stack([layer.input_layernorm.weight, layer.hidden_norm.weight]).detach()
+        self._epsilon = layer.hidden_norm.variance_epsilon
         self._starts_normed = layer.norm_before_residual
         self._rotary = head.rotary
         self._fc = joined(head.fc)
@@ -60,27 +63,27 @@ class HeadPasses:
             hidden: the output of `fuse` for a column, the output of the parent for a drafted token: [N, H].
             positions: for the rotary embedding, int64 [N].
         """
-        normed = _norm(self._norms[1], hidden)
-        rows = torch.cat([_norm(self._norms[0], embeddings), normed], dim=-1)
-        heads = self._qkv(rows).view(len(rows), -1, self._head_dim).transpose(0, 1)
+        rows = torch.stack([embeddings, hidden], dim=1)
+        normed = functional.rms_norm(rows, rows.shape[-1:], eps=self._epsilon) * self._input_norms
+        heads = self._qkv(normed.flatten(1)).view(len(rows), -1, self._head_dim).transpose(0, 1)
         num_rotated = self._num_heads + self._num_kv_heads
         cosine, sine = self._rotation(hidden, positions)
         turned = heads[:num_rotated]
         first, second = turned.chunk(2, dim=-1)
         rotated = turned * cosine + torch.cat([-second, first], dim=-1) * sine
-        residual = normed if self._starts_normed else hidden
+        residual = normed[:, 1] if self._starts_normed else hidden
         return rotated[: self._num_heads], rotated[self._num_heads :], heads[num_rotated:], residual
 
     def finish(self, attended: Tensor, residual: Tensor) -> Tensor:
         """Return the outputs of rows, [N, H], given what they attended to, [N, heads * dim]."""
         hidden = residual + self._o(attended)
-        gate, up = self._gate_up(_norm(self._norms[2], hidden)).chunk(2, dim=-1)
+        gate, up = self._gate_up(_norm(self._norms[0], hidden)).chunk(2, dim=-1)
         outputs: Tensor = hidden + self._down(self._act(gate) * up)
         return outputs
 
     def logits(self, outputs: Tensor) -> tuple[Tensor, Tensor]:
         """Return the normalised outputs, [N, H], and the logits of the draft's tokens, [N, D]."""
-        states = _norm(self._norms[3], outputs)
+        states = _norm(self._norms[1], outputs)
         return states, self._output(states)
 
     def _rotation(self, hidden: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
