@@ -187,6 +187,7 @@ class PagedKVCache:
         if self._layout is None:
             raise ValueError("no step was laid out")
         self._has_run = True
+        self._free_copied(self._layout)
         self._extend_tokens(self._layout.span.token_ids)
 
     def keep(self, path: Sequence[int]) -> None:
@@ -251,6 +252,7 @@ class PagedKVCache:
         layout, self._layout = self._layout, None
         if layout is None:
             return
+        self._free_copied(layout)
         for branch in layout.branches[1:]:
             self._pool.free(branch.table[branch.own_from :])
         if not self._has_run:
@@ -258,6 +260,10 @@ class PagedKVCache:
             copied = [self._table.index(page) for _, page in layout.copies if page in self._table]
             del self._token_ids[min(copied, default=len(self._table)) * self._pool.page_len :]
         self._trim()
+
+    def _free_copied(self, layout: StepLayout) -> None:
+        self._pool.free(layout.held_pages)
+        layout.held_pages.clear()
 
     def _extend_table(self, layout: StepLayout, start: int, end: int) -> bool:
         """Extend the table to `end`; make the page of `start` private, as it is about to be written."""
@@ -271,7 +277,8 @@ class PagedKVCache:
         if copied:
             page = pages.pop()
             layout.copies.append((self._table[first], page))
-            self._pool.free([self._table[first]])
+            # Not freed yet: another session of the pass might be given it, and write to it first.
+            layout.held_pages.append(self._table[first])
             self._table[first] = page
             layout.new_pages.append(page)
         layout.new_pages += pages

@@ -37,6 +37,7 @@ class StepLayout:
         branches: branches of the tree, the main line first.
         new_pages: newly allocated pages.
         copies: (source, destination) of each page to copy.
+        held_pages: those of the sources that the session has left, and holds until they have been copied.
     """
 
     span: TokenSpan
@@ -45,6 +46,7 @@ class StepLayout:
     branches: list[Branch] = field(default_factory=list)
     new_pages: list[int] = field(default_factory=list)
     copies: list[tuple[int, int]] = field(default_factory=list)
+    held_pages: list[int] = field(default_factory=list)
 
 
 def main_branch(span: TokenSpan, main: tuple[int, ...], table: tuple[int, ...]) -> Branch:

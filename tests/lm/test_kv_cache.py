@@ -137,6 +137,26 @@ def test_a_shared_page_is_copied_before_it_is_written_to() -> None:
     assert memory.pool.usage.num_held == 0
 
 
+def test_a_page_that_is_to_be_copied_is_nobody_elses_until_the_pass_has_run() -> None:
+    memory = Memory(4)
+    first, second, third = (PagedKVCache(memory.pool) for _ in range(3))
+    memory.run(first, _span(0, 1, 2, 3, 4, 5, 6))
+    copying = first.fork(6)
+    # As a scheduler does: the steps of a pass are reserved before any is run, and other sessions make room for them.
+    assert copying.reserve(_span(6, 7), EMPTY)
+    first.release()
+    assert second.reserve(_span(0, 21, 22, 23, 24), EMPTY)
+    if third.reserve(_span(0, 31), EMPTY):
+        memory.run(third, _span(0, 31))
+    memory.run(second, _span(0, 21, 22, 23, 24))
+    memory.run(copying, _span(6, 7))
+    assert memory.tokens(copying) == [1, 2, 3, 4, 5, 6, 7]
+    assert third.reserve(_span(0, 31), EMPTY)
+    for cache in (copying, second, third):
+        cache.release()
+    assert memory.pool.usage.num_held == 0
+
+
 def test_a_page_that_was_to_be_copied_and_was_not_is_not_trusted() -> None:
     memory = Memory(3)
     first, second = PagedKVCache(memory.pool), PagedKVCache(memory.pool)
