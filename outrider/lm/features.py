@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from outrider.errors import ModelUnsupported
 from outrider.lm.attention.rows import PassRows
 from outrider.lm.kv_cache import PagedKVCache
-from outrider.lm.kv_storage import KVStorage, lazy_zeros
+from outrider.lm.kv_storage import KVStorage, copy_pages, lazy_zeros
 from outrider.lm.model import KVCache
 from outrider.lm.pages import PagePool
 
@@ -110,11 +110,7 @@ class FeatureStore:
 
     def prepare(self, copies: Sequence[tuple[int, int]]) -> None:
         """Copy the features of pages that a pass needs copies of; see `StepLayout.copies`."""
-        if copies and self._planes:
-            source, target = torch.tensor(copies, device=self._storage.device).unbind(1)
-            for plane in self._planes.values():
-                pages = plane.view(-1, self._storage.page_len, self.hidden_size)
-                pages[target] = pages[source]
+        copy_pages([plane.view(1, -1, self._storage.page_len, self.hidden_size) for plane in self._kept()], copies)
 
     def taken(self) -> dict[int, Tensor]:
         """Return the features of the pass that has run, [1, rows, H], by layer in ascending order."""

@@ -93,13 +93,25 @@ class KVStorage:
             # Old content is masked, but 0 times NaN is NaN: a failed session must not affect another.
             for pages in self._pages():
                 pages[:, empty] = 0
-        if copies:
-            source, target = torch.tensor(copies, device=self.device).unbind(1)
-            for pages in self._pages():
-                pages[:, target] = pages[:, source]
+        copy_pages(self._pages(), copies)
 
     def _pages(self) -> list[torch.Tensor]:
         return [plane.view(plane.shape[0], self.num_pages, -1) for plane in self._planes.values()]
+
+
+def copy_pages(planes: Sequence[torch.Tensor], copies: Sequence[tuple[int, int]]) -> None:
+    """Copy pages of planes [layers, pages, ...]; no page is both source and destination."""
+    if not copies or not planes:
+        return
+    if planes[0].device.type == "cpu":
+        # A third of the time of a gather and a scatter: one copy in place of two, and whole rows of it.
+        for plane in planes:
+            for source, target in copies:
+                plane[:, target].copy_(plane[:, source])
+        return
+    sources, targets = torch.tensor(copies, device=planes[0].device).unbind(1)
+    for plane in planes:
+        plane[:, targets] = plane[:, sources]
 
 
 def lazy_zeros(size: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
