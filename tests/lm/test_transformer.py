@@ -214,7 +214,13 @@ def test_a_weight_that_is_left_float32_keeps_rows_in_fours(
 def test_heads_of_other_sizes_on_a_gpu(
     tmp_path: Path, dtype: torch.dtype, head_dim: int, num_heads: int, num_kv_heads: int
 ) -> None:
-    shape = {"head_dim": head_dim, "num_attention_heads": num_heads, "num_key_value_heads": num_kv_heads}
+    # transformers refuses a hidden size that is no multiple of the number of heads, whatever their size.
+    shape = {
+        "hidden_size": 48,
+        "head_dim": head_dim,
+        "num_attention_heads": num_heads,
+        "num_key_value_heads": num_kv_heads,
+    }
     folder = save_model(LlamaConfig(**{**SMALL, **shape}), tmp_path, dtype=dtype)
     model = load_model(folder, LoadOptions(device="cuda")).model
     assert "attention-triton" in model.info.numerics
