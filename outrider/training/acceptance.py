@@ -94,16 +94,16 @@ def coupled_matches(
         logits: logits of the draft at temperature 1: [N, draft_size].
         target_log_probs: the target's log-probabilities of the draft's tokens: float32 [N, draft_size].
         wanted: as in `greedy_matches`: [N].
-        generator: CPU generator of the noise.
+        generator: of the noise, on the device of the logits.
         width: children that a node has.
 
     Returns:
         bool [N].
     """
     known = wanted >= 0
-    largest = _gumbel((len(logits), 1), generator).to(logits.device)
+    largest = _gumbel((len(logits), 1), generator)
     # Sums truncated at `largest`, by inversion of the truncated distribution function in log space.
-    free = target_log_probs + _gumbel(tuple(target_log_probs.shape), generator).to(logits.device)
+    free = target_log_probs + _gumbel(tuple(target_log_probs.shape), generator)
     sums = -torch.logaddexp(-largest, -free)
     own = torch.nn.functional.one_hot(wanted.clamp(min=0), logits.shape[-1]).bool() & known[:, None]
     noise = torch.where(own, largest, sums) - target_log_probs
@@ -112,5 +112,5 @@ def coupled_matches(
 
 
 def _gumbel(shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
-    uniform = torch.rand(shape, generator=generator).clamp_(1e-20, 1 - 1e-7)
+    uniform = torch.rand(shape, generator=generator, device=generator.device).clamp_(1e-20, 1 - 1e-7)
     return -(-uniform.log()).log()

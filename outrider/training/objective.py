@@ -101,7 +101,7 @@ def measure(
         method: the draft.
         batch: texts of the target.
         vocabulary: vocabulary of the draft.
-        generator: CPU generator of the noise for sampled answers; see `coupled_matches`.
+        generator: of the noise for sampled answers, on the device of the batch; see `coupled_matches`.
         widths: children per node at each depth; a chain has 1 everywhere.
     """
     targets = targets_of(batch, method, vocabulary)

@@ -137,7 +137,7 @@ class Trainer:
         """Return the acceptance on the held-out conversations, for greedy answers (True) and sampled ones (False)."""
         found: dict[bool, Acceptance] = {}
         self._method.module.eval()
-        generator = torch.Generator().manual_seed(self._options.seed)
+        generator = torch.Generator(self._parameters[0].device).manual_seed(self._options.seed)
         lens = self._held_out.corpus.lens
         for indices in groups(lens.argsort(kind="stable"), lens, self._options.tokens_per_batch):
             with self._precision():
