@@ -59,7 +59,8 @@ class FeatureBuffer:
         if not features.data:
             return False
         rows = torch.frombuffer(bytearray(features.data), dtype=torch.bfloat16).view(-1, self._width)
-        self._rows = torch.cat([self._rows, rows[max(0, self.end - features.start) :]])
+        new = rows[max(0, self.end - features.start) :]
+        self._rows = torch.cat([self._rows, new]) if len(self._rows) else new
         return False
 
     def take(self, num: int) -> Tensor:

@@ -161,16 +161,23 @@ class FeatureStore:
         """
         if not isinstance(cache, PagedKVCache):
             raise TypeError("the cache was made by another model class")
-        slots = self._slots(cache.table, start, end)
-        return torch.cat([self._planes[layer][slots] for layer in layers], dim=-1)
+        runs = self._runs(cache.table, start, end)
+        rows = [[self._planes[layer][first:last] for first, last in runs] for layer in layers]
+        return torch.cat([parts[0] if len(parts) == 1 else torch.cat(parts) for parts in rows], dim=-1)
 
     def _kept(self) -> list[Tensor]:
         return [self._planes[layer] for layer in self.layers]
 
-    def _slots(self, table: Sequence[int], start: int, end: int) -> Tensor:
-        page_len, device = self._storage.page_len, self._storage.device
-        positions = torch.arange(start, end, device=device)
-        return torch.tensor(table, device=device)[positions // page_len] * page_len + positions % page_len
+    def _runs(self, table: Sequence[int], start: int, end: int) -> list[tuple[int, int]]:
+        """Return the first slot of positions start .. end - 1 in each of their pages, and the one after the last."""
+        page_len, runs = self._storage.page_len, []
+        while start < end:
+            page, offset = divmod(start, page_len)
+            num = min(page_len - offset, end - start)
+            slot = table[page] * page_len + offset
+            runs.append((slot, slot + num))
+            start += num
+        return runs
 
     def _hook(self, layer: int) -> None:
         if layer == self.num_layers:

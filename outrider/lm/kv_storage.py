@@ -52,6 +52,7 @@ class KVStorage:
             # Zeros, because masked slots are multiplied by 0, and NaN would remain NaN.
             size = (num, num_pages * page_len, *kind[1:])
             self._planes[kind] = lazy_zeros(size, dtype, device)
+        self._pages = [plane.view(plane.shape[0], num_pages, -1) for plane in self._planes.values()]
         self.tensors = [self._planes[kind][number] for kind, number in places]
         """Keys and values of layer 0, then of layer 1, ..."""
         self.device = device
@@ -68,7 +69,7 @@ class KVStorage:
 
     def read_page(self, page: int) -> torch.Tensor:
         """Return the keys and values of a page as bytes: uint8 [page_bytes]."""
-        return torch.cat([pages[:, page].flatten().view(torch.uint8) for pages in self._pages()])
+        return torch.cat([pages[:, page].flatten().view(torch.uint8) for pages in self._pages])
 
     def write_page(self, page: int, content: torch.Tensor) -> None:
         """Fill a page with the result of `read_page`.
@@ -78,7 +79,7 @@ class KVStorage:
             content: uint8 [page_bytes], on a CPU.
         """
         start = 0
-        for pages in self._pages():
+        for pages in self._pages:
             place = pages[:, page]
             num = place.numel() * place.element_size()
             part = content[start : start + num].to(place.device)
@@ -91,12 +92,9 @@ class KVStorage:
         empty = [page for page in new_pages if page not in copied]
         if empty:
             # Old content is masked, but 0 times NaN is NaN: a failed session must not affect another.
-            for pages in self._pages():
+            for pages in self._pages:
                 pages[:, empty] = 0
-        copy_pages(self._pages(), copies)
-
-    def _pages(self) -> list[torch.Tensor]:
-        return [plane.view(plane.shape[0], self.num_pages, -1) for plane in self._planes.values()]
+        copy_pages(self._pages, copies)
 
 
 def copy_pages(planes: Sequence[torch.Tensor], copies: Sequence[tuple[int, int]]) -> None:
