@@ -3,20 +3,25 @@
 import asyncio
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
+import torch
 
 from outrider import wire
 from outrider.control.policy import WorkerStatistics
-from outrider.drafters.drafter import OpenProposal
+from outrider.drafters.drafter import OpenProposal, StepRows
 from outrider.drafters.loading import load_drafter
 from outrider.drafters.options import DrafterKind, DrafterOptions
 from outrider.parameters import REPLAYABLE_RULES, AcceptanceRule, SamplingParameters
 from outrider.tokens import MAX_PROPOSAL_NODES, Base, NodeKind, ProposalNode, ProposalPart, SparseDistribution
 from outrider.v1 import target_pb2 as pb
 from outrider.v1 import tokens_pb2
+from target_service.engine import passes
 from target_service.engine.colocated import ColocatedDraft
 from target_service.engine.commands import SpeculationTerms
+from target_service.engine.results import RoundResult
+from target_service.engine.rounds import Round, decide_all
 from target_service.engine.speculation import Speculation
 from tests.target_service.conversation import MODEL, Caller, target
 
@@ -228,6 +233,42 @@ async def test_sessions_beside_each_other_share_a_colocated_drafts_steps() -> No
         plain = await asyncio.gather(*(run(caller, number, own_draft=False) for number in range(8)))
         drafted = await asyncio.gather(*(run(caller, 100 + number, own_draft=True) for number in range(8)))
     assert drafted == plain
+
+
+@pytest.mark.parametrize(("num_threads", "feature_layers", "used"), [(2, (0,), 1), (3, (0,), 3), (2, (), 2)])
+async def test_a_heads_short_steps_leave_one_of_two_cores(
+    monkeypatch: pytest.MonkeyPatch, num_threads: int, feature_layers: tuple[int, ...], used: int
+) -> None:
+    drafter = load_drafter(DrafterOptions(drafter=DrafterKind.MODEL, model=MODEL))
+    step, used_by_steps, used_by_passes = drafter.step, list[int](), list[int]()
+
+    def counting(proposals: Sequence[OpenProposal]) -> StepRows:
+        used_by_steps.append(torch.get_num_threads())
+        if len(used_by_steps) == 2:
+            raise RuntimeError("no such page")
+        return step(proposals)
+
+    def judging(rounds: Sequence[Round], logits: torch.Tensor, max_len: int) -> list[RoundResult]:
+        used_by_passes.append(torch.get_num_threads())
+        return decide_all(rounds, logits, max_len)
+
+    monkeypatch.setattr(drafter, "step", counting)
+    monkeypatch.setattr(passes, "decide_all", judging)
+    monkeypatch.setattr(type(drafter), "info", replace(drafter.info, feature_layers=feature_layers))
+    before = torch.get_num_threads()
+    torch.set_num_threads(num_threads)  # as a target does, before its engine's thread begins
+    try:
+        async with target(draft=ColocatedDraft(drafter), adaptive_speculation=False) as (_, caller):
+            await caller.open(
+                2, PROMPT, GREEDY, num_speculative_tokens=4, max_wait_s=1.0, stop_token_ids=(), own_draft=True
+            )
+            await caller.span(2, 0, PROMPT)
+            assert [verdict async for verdict in caller.verdicts(2)]
+    finally:
+        torch.set_num_threads(before)
+    assert len(used_by_steps) > 2
+    assert set(used_by_steps) == {used}
+    assert set(used_by_passes) == {num_threads}
 
 
 async def test_a_session_that_a_colocated_draft_fails_on_goes_on_without_it(monkeypatch: pytest.MonkeyPatch) -> None:
