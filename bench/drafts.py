@@ -46,7 +46,7 @@ class Options:
 
     Attributes:
         drafter: ngram, suffix, model, layers, eagle3, block or medusa; or one combined with suffix, as eagle3+suffix.
-        draft: model or folder of the draft, if the drafter has one; empty with eagle3 for the shipped head.
+        draft: model or folder of the draft, if the drafter has one; empty with block and eagle3 for the shipped heads.
         num_layers: number of target layers of a `layers` draft.
         at: where it runs: service, or target, within the target's process.
         model: target model.
@@ -58,7 +58,7 @@ class Options:
         assisted: 1 to measure transformers' assisted generation too, for a `model` draft in a folder; 0 not to.
     """
 
-    drafter: str = "eagle3"
+    drafter: str = "block"
     draft: str = ""
     num_layers: int = 4
     at: str = "service"

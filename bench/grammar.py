@@ -73,7 +73,7 @@ class Options:
     num_tokens: int = 96
     sessions: str = "1,16"
     num_prompts: int = 6
-    drafter: str = "eagle3"
+    drafter: str = "block"
     model: str = "embedded"
 
 

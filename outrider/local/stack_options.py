@@ -85,7 +85,7 @@ def fitting_drafter(model: str, draft_model: str, num_layers: int | None) -> str
         return method if method in MODEL_DRAFTERS else "model"
     if num_layers is not None:
         return "layers"
-    return "eagle3+suffix" if model == EMBEDDED else "ngram"
+    return "block+suffix" if model == EMBEDDED else "ngram"
 
 
 @dataclass(frozen=True, slots=True)

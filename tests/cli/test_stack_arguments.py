@@ -83,7 +83,7 @@ def test_a_head_runs_at_both_places_unless_one_is_named() -> None:
     options = options_of("--draft-at", "target")
     (target,) = options.target_specs()
     assert not list(options.draft_specs())
-    assert target.environment["OUTRIDER_COLOCATED_DRAFTER"] == "eagle3+suffix"
+    assert target.environment["OUTRIDER_COLOCATED_DRAFTER"] == "block+suffix"
     # Another device is not shared with the target, and a model drafts more sessions elsewhere.
     assert places("--draft-device", "cuda:1") == ["service"]
     assert places("--model", "org/large", "--drafter", "ngram") == ["service"]

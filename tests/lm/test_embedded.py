@@ -49,3 +49,9 @@ def test_a_model_that_the_environment_brings_comes_before_the_cache(
     assert ensure_embedded() != shipped
     shipped.mkdir(parents=True)
     assert ensure_embedded() == shipped
+
+
+def test_a_head_that_the_embedded_model_has_not_is_named() -> None:
+    assert (embedded.head_folder("block") / "config.json").is_file()
+    with pytest.raises(ModelUnsupported, match="comes with heads of kind block and eagle3, not medusa"):
+        embedded.head_folder("medusa")

@@ -44,7 +44,8 @@ def test_every_file_of_the_packages_is_in_the_wheel(wheel: Path) -> None:
     assert {name.partition("/")[0] for name in found} == set(PACKAGES)
     for needed in (
         "outrider/v1/generation_pb2_grpc.py",
-        "outrider/lm/embedded_draft/model.safetensors",
+        "outrider/lm/embedded_heads/block/model.safetensors",
+        "outrider/lm/embedded_heads/eagle3/model.safetensors",
         "orchestrator/store/lua/append.lua",
         *(f"{package}/py.typed" for package in PACKAGES),
     ):

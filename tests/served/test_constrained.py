@@ -204,7 +204,7 @@ FORMATS = jsonschema.FormatChecker(["date", "uuid", "ipv4", "email"])
 STACKS = {
     "tiny": (text_stack(), load_model(TARGET).tokenizer),
     "embedded": (
-        StackOptions(drafts=(DraftOptions(drafter="eagle3"), DraftOptions(drafter="eagle3", at="target"))),
+        StackOptions(drafts=(DraftOptions(drafter="eagle3"), DraftOptions(drafter="block", at="target"))),
         None,
     ),
 }

@@ -38,7 +38,7 @@ SHIPPED_DRAFTS = (
     DraftOptions(drafter="ngram"),
     # Its requests have one text, so that each is drafted from what the other has said.
     DraftOptions(drafter="suffix", environment={"OUTRIDER_SUFFIX_SCOPE": "all"}),
-    DraftOptions(drafter="eagle3+suffix"),
+    DraftOptions(drafter="block+suffix"),
 )
 DRAFTS = (
     *SHIPPED_DRAFTS,
@@ -51,9 +51,9 @@ SHIPPED = {
     "ngram, ahead": Speculation(drafter="ngram", lookahead=24),
     "suffix": Speculation(drafter="suffix", lookahead=0, max_nodes=9),
     "suffix, ahead": Speculation(drafter="suffix", lookahead=24),
-    "eagle3+suffix": Speculation(drafter="eagle3+suffix"),
-    "eagle3+suffix, chain": Speculation(drafter="eagle3+suffix", num_speculative_tokens=4, max_nodes=4),
-    "eagle3+suffix, large tree": Speculation(drafter="eagle3+suffix", num_speculative_tokens=6, max_nodes=23),
+    "block+suffix": Speculation(drafter="block+suffix"),
+    "block+suffix, chain": Speculation(drafter="block+suffix", num_speculative_tokens=4, max_nodes=4),
+    "block+suffix, large tree": Speculation(drafter="block+suffix", num_speculative_tokens=6, max_nodes=23),
 }
 SPECULATIONS = {
     **SHIPPED,
@@ -114,7 +114,7 @@ async def _compare(
             assert drafted == plain, (name, prompt)
             # With the same noise and the same bits a model is a perfect draft of itself.
             assert name not in ("model", "model, ahead") or rate == 1.0, prompt
-            assert not name.startswith("eagle3") or rate > 0, (name, prompt)
+            assert not name.startswith(("block", "eagle3")) or rate > 0, (name, prompt)
         outputs.append(plain)
     return outputs
 
