@@ -5,7 +5,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from outrider.lm.embedded import ensure_embedded
+from outrider.errors import ModelUnsupported
+from outrider.lm.embedded import ensure_embedded, head_folder
 from outrider.lm.loading import load_model
 from outrider.lm.model import SessionStep
 from outrider.tokens import TokenSpan
@@ -52,6 +53,6 @@ def test_a_model_that_the_environment_brings_comes_before_the_cache(
 
 
 def test_a_head_that_the_embedded_model_has_not_is_named() -> None:
-    assert (embedded.head_folder("block") / "config.json").is_file()
+    assert (head_folder("block") / "config.json").is_file()
     with pytest.raises(ModelUnsupported, match="comes with heads of kind block and eagle3, not medusa"):
-        embedded.head_folder("medusa")
+        head_folder("medusa")
