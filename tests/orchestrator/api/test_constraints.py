@@ -194,15 +194,18 @@ async def busy_checker(checks: ConstraintChecks) -> int:
 
 def checkers() -> list[int]:
     """Return the processes that check constraints, of those that this one has started."""
-    children = [pid for path in Path("/proc/self/task").glob("*/children") for pid in path.read_text().split()]
-    return [int(pid) for pid in children if is_checker(Path("/proc", pid, "cmdline"))]
+    children = [pid for path in Path("/proc/self/task").glob("*/children") for pid in content(path).split()]
+    return [
+        int(pid) for pid in children if b"outrider.grammar.checking" in content(Path("/proc", pid.decode(), "cmdline"))
+    ]
 
 
-def is_checker(path: Path) -> bool:
+def content(path: Path) -> bytes:
+    """Return the content of a file of /proc; nothing once its thread or process has ended."""
     try:
-        return b"outrider.grammar.checking" in path.read_bytes()
+        return path.read_bytes()
     except OSError:
-        return False
+        return b""
 
 
 async def test_a_caller_that_leaves_while_a_process_starts_leaves_none_behind(checks: ConstraintChecks) -> None:
