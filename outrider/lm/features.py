@@ -18,6 +18,7 @@ from outrider.lm.kv_cache import PagedKVCache
 from outrider.lm.kv_storage import KVStorage, copy_pages, lazy_zeros
 from outrider.lm.model import KVCache
 from outrider.lm.pages import PagePool
+from outrider.lm.step_layout import PageCopy
 
 DTYPE: Final = torch.bfloat16
 _MAX_LAYERS: Final = 8
@@ -108,9 +109,10 @@ class FeatureStore:
         if device.type == "cpu":
             self._pool.set_extra_bytes(extra_bytes)
 
-    def prepare(self, copies: Sequence[tuple[int, int]]) -> None:
+    def prepare(self, copies: Sequence[PageCopy]) -> None:
         """Copy the features of pages that a pass needs copies of; see `StepLayout.copies`."""
-        copy_pages([plane.view(1, -1, self._storage.page_len, self.hidden_size) for plane in self._kept()], copies)
+        planes = [plane.view(1, -1, self._storage.page_len, self.hidden_size) for plane in self._kept()]
+        copy_pages(planes, copies)
 
     def taken(self) -> dict[int, Tensor]:
         """Return the features of the pass that has run, [1, rows, H], by layer in ascending order."""

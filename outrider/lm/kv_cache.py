@@ -10,7 +10,7 @@ from array import array
 from collections.abc import Sequence
 
 from outrider.lm.pages import PagePool, page_digest
-from outrider.lm.step_layout import Branch, StepLayout, main_branch, main_line, side_branch, side_paths
+from outrider.lm.step_layout import Branch, PageCopy, StepLayout, main_branch, main_line, side_branch, side_paths
 from outrider.tokens import ProposalTree, TokenSpan
 
 
@@ -71,7 +71,7 @@ class PagedKVCache:
         other = PagedKVCache(self._pool, self._salt)
         other._root = self._root
         # Pages that a step has not copied yet are shared at their source.
-        copied_from = {to: source for source, to in self._layout.copies} if self._layout and not self._has_run else {}
+        copied_from = _sources(self._layout.copies) if self._layout and not self._has_run else {}
         table = self._table[: self._pool.num_pages_for(length)]
         other._table = [copied_from.get(page, page) for page in table]
         other._token_ids = self._token_ids[:length]
@@ -257,7 +257,7 @@ class PagedKVCache:
             self._pool.free(branch.table[branch.own_from :])
         if not self._has_run:
             # The destination page of a copy that was not run has no content.
-            copied = [self._table.index(page) for _, page in layout.copies if page in self._table]
+            copied = [self._table.index(copy.target) for copy in layout.copies if copy.target in self._table]
             del self._token_ids[min(copied, default=len(self._table)) * self._pool.page_len :]
         self._trim()
 
@@ -276,7 +276,7 @@ class PagedKVCache:
             return False
         if copied:
             page = pages.pop()
-            layout.copies.append((self._table[first], page))
+            layout.copies.append(PageCopy(self._table[first], page, start % page_len))
             # Not freed yet: another session of the pass might be given it, and write to it first.
             layout.held_pages.append(self._table[first])
             self._table[first] = page
@@ -297,6 +297,12 @@ class PagedKVCache:
             return None
         layout.new_pages += pages
         if own_from * page_len < span.start:
-            copied_from = {to: source for source, to in layout.copies}
-            layout.copies.append((copied_from.get(self._table[own_from], self._table[own_from]), pages[0]))
+            shared = self._table[own_from]
+            source = _sources(layout.copies).get(shared, shared)
+            layout.copies.append(PageCopy(source, pages[0], span.start - own_from * page_len))
         return side_branch(layout, path, fresh, (*self._table[:own_from], *pages), own_from, page_len)
+
+
+def _sources(copies: Sequence[PageCopy]) -> dict[int, int]:
+    """Return the page that each target is copied from."""
+    return {copy.target: copy.source for copy in copies}

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 
 import torch
 
+from outrider.lm.step_layout import PageCopy
+
 
 @dataclass(frozen=True, slots=True)
 class LayerShape:
@@ -32,13 +34,23 @@ class KVStorage:
         page_len: positions per page.
         dtype: of keys and values.
         device: device of the tensors.
+        reads_masked: whether attention reads positions that no row sees: it multiplies them by 0, so that they must be
+            numbers, and pages are copied as a whole.
     """
 
     def __init__(
-        self, shapes: Sequence[LayerShape], num_pages: int, page_len: int, dtype: torch.dtype, device: torch.device
+        self,
+        shapes: Sequence[LayerShape],
+        num_pages: int,
+        page_len: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        *,
+        reads_masked: bool = True,
     ) -> None:
         self.page_len = page_len
         self.num_pages = num_pages
+        self._reads_masked = reads_masked
         # Keys and values lie apart: compiled layers copy what they write to if it shares memory with another argument.
         self._planes: dict[tuple[str, int, int], torch.Tensor] = {}
         numbers: dict[tuple[str, int, int], int] = {}
@@ -49,10 +61,10 @@ class KVStorage:
                 places.append((kind, numbers.get(kind, 0)))
                 numbers[kind] = numbers.get(kind, 0) + 1
         for kind, num in numbers.items():
-            # Zeros, because masked slots are multiplied by 0, and NaN would remain NaN.
+            # Zeros, because masked slots may be multiplied by 0, and NaN would remain NaN.
             size = (num, num_pages * page_len, *kind[1:])
             self._planes[kind] = lazy_zeros(size, dtype, device)
-        self._pages = [plane.view(plane.shape[0], num_pages, -1) for plane in self._planes.values()]
+        self._pages = [plane.view(plane.shape[0], num_pages, page_len, -1) for plane in self._planes.values()]
         self.tensors = [self._planes[kind][number] for kind, number in places]
         """Keys and values of layer 0, then of layer 1, ..."""
         self.device = device
@@ -86,28 +98,29 @@ class KVStorage:
             pages[:, page] = part.view(place.dtype).view(place.shape)
             start += num
 
-    def prepare(self, new_pages: Sequence[int], copies: Sequence[tuple[int, int]]) -> None:
+    def prepare(self, new_pages: Sequence[int], copies: Sequence[PageCopy]) -> None:
         """Clear new pages, then copy pages; see `StepLayout`."""
-        copied = {target for _, target in copies}
+        copied = {copy.target for copy in copies}
         empty = [page for page in new_pages if page not in copied]
         if empty:
             # Old content is masked, but 0 times NaN is NaN: a failed session must not affect another.
             for pages in self._pages:
                 pages[:, empty] = 0
-        copy_pages(self._pages, copies)
+        whole = [copy._replace(length=self.page_len) for copy in copies] if self._reads_masked else copies
+        copy_pages(self._pages, whole)
 
 
-def copy_pages(planes: Sequence[torch.Tensor], copies: Sequence[tuple[int, int]]) -> None:
-    """Copy pages of planes [layers, pages, ...]; no page is both source and destination."""
+def copy_pages(planes: Sequence[torch.Tensor], copies: Sequence[PageCopy]) -> None:
+    """Copy pages of planes [layers, pages, page_len, ...], or more than that; no page is both source and target."""
     if not copies or not planes:
         return
     if planes[0].device.type == "cpu":
         # A third of the time of a gather and a scatter: one copy in place of two, and whole rows of it.
         for plane in planes:
-            for source, target in copies:
-                plane[:, target].copy_(plane[:, source])
+            for source, target, length in copies:
+                plane[:, target, :length].copy_(plane[:, source, :length])
         return
-    sources, targets = torch.tensor(copies, device=planes[0].device).unbind(1)
+    sources, targets, _ = torch.tensor(copies, device=planes[0].device).unbind(1)
     for plane in planes:
         plane[:, targets] = plane[:, sources]
 

@@ -20,6 +20,7 @@ from outrider.lm.byte_tokenizer import EOS, VOCABULARY_SIZE, byte_tokenizer, pri
 from outrider.lm.kv_cache import PagedKVCache
 from outrider.lm.model import ModelInfo, SessionStep
 from outrider.lm.pages import KVUsage, PagePool
+from outrider.lm.step_layout import PageCopy
 
 _PREFIX = "markov:"
 _TOKEN_BYTES = 4
@@ -179,9 +180,9 @@ class MarkovModel:
         first = max(0, position + 1 - self.options.order)
         return self.context([self._slots[_slot(table, at)] for at in range(first, position + 1)])
 
-    def _copy(self, copies: Sequence[tuple[int, int]]) -> None:
-        for source, target in copies:
-            for offset in range(_PAGE_LEN):
+    def _copy(self, copies: Sequence[PageCopy]) -> None:
+        for source, target, length in copies:
+            for offset in range(length):
                 if (slot := source * _PAGE_LEN + offset) in self._slots:
                     self._slots[target * _PAGE_LEN + offset] = self._slots[slot]
 

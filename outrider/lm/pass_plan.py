@@ -4,12 +4,13 @@ Each list is written as its length followed by its numbers. Reading validates th
 numbers left over, raise ValueError.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from outrider.lm.attention.rows import PassBranch, PassRows, lay_out_rows
 from outrider.lm.kv_cache import PagedKVCache
 from outrider.lm.model import SessionStep
+from outrider.lm.step_layout import PageCopy
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +28,7 @@ class PassPlan:
 
     rows: PassRows
     new_pages: list[int]
-    copies: list[tuple[int, int]]
+    copies: list[PageCopy]
     token_ids: list[int]
     positions: list[int]
     wanted: list[int]
@@ -41,7 +42,7 @@ class PassPlan:
             rows.write_rows,
             rows.write_slots,
             self.new_pages,
-            [number for pair in self.copies for number in pair],
+            [number for copy in self.copies for number in copy],
             self.token_ids,
             self.positions,
             self.wanted,
@@ -65,7 +66,7 @@ class PassPlan:
             for first in range(0, 3 * num_branches, 3)
         ]
         write_rows, write_slots, new_pages, copies, *rest = lists[3 * num_branches :]
-        return cls(PassRows(num_rows, branches, write_rows, write_slots), new_pages, _pairs(copies), *rest)
+        return cls(PassRows(num_rows, branches, write_rows, write_slots), new_pages, _copies(copies), *rest)
 
     def parts(self, num_rows: int) -> "list[PassPlan]":
         """Return plans of at most `num_rows` rows each, to be run one after another; they prepare no pages."""
@@ -138,6 +139,6 @@ def _split(numbers: Sequence[int]) -> list[list[int]]:
     return lists
 
 
-def _pairs(numbers: list[int]) -> list[tuple[int, int]]:
-    even: Iterator[int] = iter(numbers)
-    return list(zip(even, even, strict=True))
+def _copies(numbers: list[int]) -> list[PageCopy]:
+    number = iter(numbers)
+    return [PageCopy(*copy) for copy in zip(number, number, number, strict=True)]

@@ -1,6 +1,7 @@
 """The layout of a step: its branches, their page tables and rows, and the pages to prepare."""
 
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from outrider.tokens import ROOT, ProposalTree, TokenSpan
 
@@ -26,6 +27,20 @@ class Branch:
     writes: tuple[tuple[int, int], ...]
 
 
+class PageCopy(NamedTuple):
+    """The copy of a page whose first positions a branch has from another page, before it writes the others.
+
+    Attributes:
+        source: page to copy from.
+        target: page to copy to.
+        length: number of positions to copy.
+    """
+
+    source: int
+    target: int
+    length: int
+
+
 @dataclass(slots=True)
 class StepLayout:
     """The layout of a step: its branches, and the pages to prepare before it is run.
@@ -36,7 +51,7 @@ class StepLayout:
         num_nodes: size of the tree when it was laid out.
         branches: branches of the tree, the main line first.
         new_pages: newly allocated pages.
-        copies: (source, destination) of each page to copy.
+        copies: pages to copy.
         held_pages: those of the sources that the session has left, and holds until they have been copied.
     """
 
@@ -45,7 +60,7 @@ class StepLayout:
     num_nodes: int
     branches: list[Branch] = field(default_factory=list)
     new_pages: list[int] = field(default_factory=list)
-    copies: list[tuple[int, int]] = field(default_factory=list)
+    copies: list[PageCopy] = field(default_factory=list)
     held_pages: list[int] = field(default_factory=list)
 
 

@@ -26,8 +26,8 @@ class Memory:
         for page in layout.new_pages:
             for offset in range(PAGE_LEN):
                 self.slots.pop(page * PAGE_LEN + offset, None)
-        for source, target in layout.copies:
-            for offset in range(PAGE_LEN):
+        for source, target, length in layout.copies:
+            for offset in range(length):
                 if source * PAGE_LEN + offset in self.slots:
                     self.slots[target * PAGE_LEN + offset] = self.slots[source * PAGE_LEN + offset]
         tokens = [*span.token_ids, *(node.token_id for node in tree.nodes)]

@@ -6,6 +6,7 @@ from pathlib import Path
 import torch
 
 from outrider.lm.kv_storage import KVStorage, LayerShape, lazy_zeros
+from outrider.lm.step_layout import PageCopy
 
 CPU = torch.device("cpu")
 
@@ -37,6 +38,16 @@ def test_new_pages_are_cleared_before_pages_are_copied() -> None:
     keys, values = storage.layer(0)
     keys.fill_(float("nan"))
     values.fill_(1.0)
-    storage.prepare(new_pages=[2], copies=[(2, 3)])
+    storage.prepare(new_pages=[2], copies=[PageCopy(2, 3, 1)])
     assert keys.view(4, -1)[2:].eq(0).all() and values.view(4, -1)[2:].eq(0).all()
     assert keys.view(4, -1)[:2].isnan().all()
+
+
+def test_of_a_page_only_what_is_read_is_copied() -> None:
+    for reads_masked, num_copied in ((False, 3), (True, 4)):
+        storage = KVStorage([LayerShape(1, 2, 2)], 3, 4, torch.float32, CPU, reads_masked=reads_masked)
+        for tensor in storage.tensors:
+            tensor[4:8] = torch.arange(1.0, 5.0).view(4, 1, 1)
+        storage.prepare(new_pages=[2], copies=[PageCopy(1, 2, 3)])
+        for tensor in storage.tensors:
+            assert tensor[8:, 0, 0].tolist() == [1.0, 2.0, 3.0, 4.0][:num_copied] + [0.0] * (4 - num_copied)

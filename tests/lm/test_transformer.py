@@ -14,9 +14,10 @@ from outrider.control.pass_times import MULTIPLES_OF_FOUR, PaddedSizes
 from outrider.errors import InvalidArgument, ModelUnsupported
 from outrider.lm import attention
 from outrider.lm.attention import BLOCK_LEN
+from outrider.lm.kv_cache import PagedKVCache
 from outrider.lm.load_options import LoadOptions
 from outrider.lm.loading import load_model
-from outrider.lm.model import LanguageModel, SessionStep
+from outrider.lm.model import KVCache, LanguageModel, SessionStep
 from outrider.lm.packed_linear import OneDnnLinear, packed_kind
 from outrider.lm.transformer import TransformersModel
 from outrider.tokens import NodeKind, ProposalNode, ProposalTree, TokenSpan
@@ -125,6 +126,15 @@ def test_bits_do_not_depend_on_the_number_of_rows(model: LanguageModel) -> None:
         assert torch.equal(logits[1][0], alone), num_rows
 
 
+def _spoil_free_pages(model: LanguageModel, cache: KVCache) -> None:
+    """Leave in all pages that are not the cache's what a session whose numbers overflowed would."""
+    assert isinstance(model, TransformersModel) and isinstance(cache, PagedKVCache)
+    storage = model._storage
+    free = sorted(set(range(1, storage.num_pages)) - set(cache.table))
+    for tensor in storage.tensors:
+        tensor.view(storage.num_pages, -1)[free] = float("nan")
+
+
 def _random_tree(rng: random.Random, size: int) -> ProposalTree:
     tree = ProposalTree()
     while len(tree) < size:
@@ -147,13 +157,16 @@ def test_every_tree_row_equals_the_plain_run_of_its_branch(model: LanguageModel,
             assert torch.equal(rows[number], _run(model, tokens + branch, [])), (size, number)
 
 
-def test_a_kept_branch_is_as_good_as_a_plain_run(model: LanguageModel) -> None:
+@pytest.mark.parametrize("spoils", [False, True])
+def test_a_kept_branch_is_as_good_as_a_plain_run(model: LanguageModel, spoils: bool) -> None:
     rng = random.Random(5)
     tokens = _tokens(BLOCK_LEN - 3)
     cache = model.new_cache()
     start, known = 0, tokens
     for _ in range(6):
         tree = _random_tree(rng, 6)
+        if spoils:
+            _spoil_free_pages(model, cache)
         model.forward([SessionStep(cache, TokenSpan(start, known[start:]), tree)])
         path = tree.path(rng.randrange(7))
         cache.keep(path)
