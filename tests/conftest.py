@@ -9,6 +9,9 @@ import torch
 # Services run with as many threads as they are told to; `tests/lm` tests what several threads compute.
 torch.set_num_threads(1)
 
+# As `packed_linear` sets it, whatever a test asks of oneDNN first.
+os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")
+
 
 def pytest_configure(config: pytest.Config) -> None:
     """Hide GPUs from tests that are not about them: what these expect of a model is what it does on a CPU."""

@@ -4,6 +4,7 @@ The kernel is the native product (`outrider.native`) where that can be had, else
 """
 
 import itertools
+import os
 import weakref
 from typing import ClassVar, Final, TypeAlias
 
@@ -126,6 +127,8 @@ def packed_kind() -> type[PackedLinear] | None:
     """Return the kind of packed layer that bfloat16 layers become on this CPU; None if they cannot be packed."""
     if native.best_variant() is not None:
         return NativeLinear
+    # oneDNN's products by AMX add up in another order from 33 rows on. It reads this once, when it is first asked.
+    os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")
     # The second condition is also False if PyTorch was built without oneDNN.
     supported = hasattr(torch.ops.mkldnn, "_linear_pointwise") and torch.ops.mkldnn._is_mkldnn_bf16_supported()
     return OneDnnLinear if supported else None
