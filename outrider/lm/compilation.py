@@ -18,7 +18,7 @@ from outrider.cache import cache_dir
 _LOG: Final = logging.getLogger(__name__)
 _MAX_VARIANTS: Final = 32
 _MIN_CHUNK: Final = 16384
-_CODE: Final = 4
+_CODE: Final = 5
 """Version of this module in the cache folder's name; increased by changes that the compiler's cache key lacks."""
 
 _PRODUCTS: Final = ("outrider.packed_product.default", "outrider.packed_linear.default")
@@ -159,6 +159,9 @@ def _use_disk_cache() -> None:
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(_made(folder))
     # A few kernels do not need a pool of compiler processes, which would keep running.
     torch._inductor.config.compile_threads = 1
+    # What lies between kernels and operators is C++ too: a layer is one call from Python in place of a dozen, each of
+    # which gives up the interpreter's lock and may wait for the event loop before it has it again.
+    torch._inductor.config.cpp_wrapper = True
     # Kinds of layers (with and without a sliding window) are variants of one code.
     torch._dynamo.config.recompile_limit = _MAX_VARIANTS
     torch._inductor.config.post_grad_custom_pre_pass = _MergeEqualProducts()
