@@ -1,9 +1,10 @@
 """Concurrent sessions through the whole stack: throughput, time to first token, inter-token latency.
 
 Target and draft are a synthetic pair (`outrider.lm.synthetic`): both run the passes of real models, and the draft has a
-chosen acceptance rate. Every load is measured without and with speculation, and compared with transformers in a process
-of its own: `generate` for one session, continuous batching (`generate_batch`) for many. Throughput is the number of
-output tokens divided by the time from the first request to the last token, prefill included.
+chosen acceptance rate. With another drafter than `model` the target is the model itself, which answers questions. Every
+load is measured without and with speculation, and compared with transformers in a process of its own: `generate` for
+one session, continuous batching (`generate_batch`) for many. Throughput is the number of output tokens divided by the
+time from the first request to the last token, prefill included.
 """
 
 from collections.abc import Mapping, Sequence
@@ -11,13 +12,13 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from bench.models import synthetic_pair, transformers_name
+from bench.models import served_name, synthetic_pair, transformers_name
 from bench.number_lists import numbers
 from bench.peer import TransformersPeer
 from bench.progress import Step, progress
 from bench.result import BenchResult, machine, median, quantile
 from bench.stall import Stall, StallOptions, measure_stall
-from bench.traffic import Prompts, RequestTemplate, Trace, run_wave
+from bench.traffic import Prompts, Questions, RequestTemplate, Trace, run_wave
 from bench.worker import Worker
 from outrider.client import DraftOptions, LocalStack, OutriderClient, StackOptions
 from outrider.errors import OutriderError
@@ -37,10 +38,14 @@ class Options:
 
     Attributes:
         sessions: numbers of concurrent sessions, comma-separated; the figures are of 1 and 16.
-        prompt_lens: prompt lengths, in tokens, assigned to the sessions in turn, comma-separated.
+        prompt_lens: prompt lengths, in tokens, assigned to the sessions in turn, comma-separated; questions have their
+            own.
         num_tokens: output tokens per session.
         num_rounds: measurements per load, of which the median is reported.
         model: base model of the target: a model name, or a shape such as `shape:8b`.
+        drafter: model, for the synthetic pair; or a drafter of the model itself: block or eagle3 for the shipped heads,
+            suffix, ngram.
+        at: where it runs: service, or target, within the target's process.
         draft: base model of the draft, with a vocabulary of the same size.
         draft_layers: number of first layers of the draft to run; 0 for all.
         acceptance: probability that the target outputs the draft's first choice.
@@ -55,6 +60,8 @@ class Options:
     num_tokens: int = 128
     num_rounds: int = 5
     model: str = "embedded"
+    drafter: str = "model"
+    at: str = "service"
     draft: str = "shape:13m"
     draft_layers: int = 0
     acceptance: float = 0.8
@@ -62,6 +69,11 @@ class Options:
     prefill_len: int = 2000
     batch: str = "yes"
     temperature: float = 0.0
+
+    @property
+    def is_synthetic(self) -> bool:
+        """Whether target and draft are a synthetic pair."""
+        return self.drafter == "model"
 
     @property
     def loads(self) -> tuple[int, ...]:
@@ -78,10 +90,12 @@ class Options:
 
 async def measure(options: Options) -> BenchResult:
     """Start a stack with a synthetic pair, and transformers for comparison, and run every load."""
-    target, draft = synthetic_pair(options.model, options.draft, options.acceptance, options.draft_layers)
+    target, draft = served_name(options.model), ""
+    if options.is_synthetic:
+        target, draft = synthetic_pair(options.model, options.draft, options.acceptance, options.draft_layers)
     stack_options = StackOptions(
         model=target,
-        drafts=(DraftOptions(drafter="model", model=draft),),
+        drafts=(DraftOptions(options.drafter, draft, at=options.at),),
         orchestrator_environment={"OUTRIDER_NUM_SPECULATIVE_TOKENS": str(options.num_speculative_tokens)},
     )
     with progress(_num_steps(options)) as step:
@@ -92,20 +106,29 @@ async def measure(options: Options) -> BenchResult:
             Worker(stack.targets[0]) as worker,
             TransformersPeer(transformers_name(options.model)) as peer,
         ):
-            prompts = Prompts((await worker.info()).vocabulary_size)
-            return await _Load(options, client, peer, prompts, step).run()
+            vocabulary_size = (await worker.info()).vocabulary_size
+            prompts = Prompts(vocabulary_size)
+            questions = None if options.is_synthetic else Questions(transformers_name(options.model))
+            return await _Load(options, client, peer, prompts, questions, step).run()
 
 
 class _Load:
     """The measurements on one stack."""
 
     def __init__(
-        self, options: Options, client: OutriderClient, peer: TransformersPeer, prompts: Prompts, step: Step
+        self,
+        options: Options,
+        client: OutriderClient,
+        peer: TransformersPeer,
+        prompts: Prompts,
+        questions: Questions | None,
+        step: Step,
     ) -> None:
         self._options = options
         self._client = client
         self._peer = peer
         self._prompts = prompts
+        self._questions = questions
         self._step = step
 
     async def run(self) -> BenchResult:
@@ -177,6 +200,8 @@ class _Load:
         return await measure_stall(self._client, self._prompts, StallOptions(prefill_len=self._options.prefill_len))
 
     def _draw(self, lengths: Sequence[int]) -> list[tuple[int, ...]]:
+        if self._questions is not None:
+            return [self._questions.draw() for _ in lengths]
         return [self._prompts.draw(length) for length in lengths]
 
 

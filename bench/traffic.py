@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
 
+from bench.kinds import KINDS
 from outrider.client import Delta, Finished, GenerationRequest, OutriderClient, Speculation
 from outrider.client.statistics import Statistics
 from outrider.parameters import SamplingParameters
@@ -105,3 +106,28 @@ class Prompts:
     def draw(self, length: int) -> tuple[int, ...]:
         """Return a new prompt of `length` tokens."""
         return tuple(self._random.choices(self._ids, k=length))
+
+
+class Questions:
+    """Questions to a chat model, in turn, each in a conversation of its own, without prefix-cache hits between them.
+
+    Args:
+        model: name by which transformers loads the tokenizer.
+    """
+
+    def __init__(self, model: str) -> None:
+        from transformers import AutoTokenizer
+
+        self._tokenizer = AutoTokenizer.from_pretrained(model)
+        # One of each kind in turn.
+        texts = itertools.chain.from_iterable(zip(*KINDS.values(), strict=True))
+        self._numbered = enumerate(itertools.cycle(texts), 1)
+
+    def draw(self) -> tuple[int, ...]:
+        """Return the next question, as the tokens of a new conversation."""
+        number, text = next(self._numbered)
+        messages = [
+            {"role": "system", "content": f"{number} is the number of this conversation."},
+            {"role": "user", "content": text},
+        ]
+        return tuple(self._tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False))

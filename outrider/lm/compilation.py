@@ -18,7 +18,7 @@ from outrider.cache import cache_dir
 _LOG: Final = logging.getLogger(__name__)
 _MAX_VARIANTS: Final = 32
 _MIN_CHUNK: Final = 16384
-_CODE: Final = 5
+_CODE: Final = 6
 """Version of this module in the cache folder's name; increased by changes that the compiler's cache key lacks."""
 
 _PRODUCTS: Final = ("outrider.packed_product.default", "outrider.packed_linear.default")

@@ -50,18 +50,20 @@ class NativeLinear(nn.Module):
 
     Args:
         linears: layers with the same number of inputs, all with a bias or none with a bias; usually one.
+        in_bytes: keep the weights in 8 bits (`native.pack_bytes`).
     """
 
     kind: ClassVar = "native"
 
-    def __init__(self, *linears: nn.Linear) -> None:
+    def __init__(self, *linears: nn.Linear, in_bytes: bool = False) -> None:
         super().__init__()
         variant = native.best_variant()
         if variant is None:
             raise RuntimeError("no native operators here: `packed_kind` says so")
         self.out_features = sum(linear.out_features for linear in linears)
         # A parameter: the compiler takes its sizes as constants. As symbols they could be those of numbers of rows too.
-        packed = native.pack(torch.cat([linear.weight.detach() for linear in linears]))
+        whole = torch.cat([linear.weight.detach() for linear in linears])
+        packed, self._scales = native.pack_bytes(whole) if in_bytes else (native.pack(whole), None)
         self._weight = nn.Parameter(packed, requires_grad=False)
         self._bias = _joined_bias(linears)
         self._variant = int(variant)
@@ -69,7 +71,7 @@ class NativeLinear(nn.Module):
     def forward(self, rows: torch.Tensor) -> torch.Tensor:
         """Return the outputs, bfloat16 [..., out_features], of rows, bfloat16 [..., in_features]."""
         product = torch.ops.outrider.packed_product.default
-        output: torch.Tensor = product(rows, self._weight, self._bias, self.out_features, self._variant)
+        output: torch.Tensor = product(rows, self._weight, self._scales, self._bias, self.out_features, self._variant)
         return output
 
 

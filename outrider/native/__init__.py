@@ -1,8 +1,8 @@
 """Four native operators for CPUs, built once from the C++ sources beside this file.
 
-`packed_product` multiplies bfloat16 rows with packed bfloat16 weights in float32. Each output is one chain of additions
-in order of the inputs, so its bits depend on its row and its weights only: not on the number of rows, on threads, or on
-the variant.
+`packed_product` multiplies bfloat16 rows with packed weights in float32: weights of bfloat16, or of 8 bits with a scale
+for each output. Each output is one chain of additions in order of the inputs, so its bits depend on its row and its
+weights only: not on the number of rows, on threads, or on the variant.
 
 `paged_attention` writes the new keys and values of a pass to their pages, then attends. An output's bits depend on its
 row and on what it sees only: keys and values are added in order of position.
@@ -27,6 +27,7 @@ from outrider.native.build import ensure_library
 
 _LOG: Final = logging.getLogger(__name__)
 _COLUMNS: Final = 16
+_LARGEST_BYTE: Final = 127
 
 
 class Variant(IntEnum):
@@ -58,17 +59,36 @@ def loaded_variant() -> Variant | None:
 
 
 def pack(weight: torch.Tensor) -> torch.Tensor:
-    """Return a weight, bfloat16 [out_features, in_features], as `packed_product` reads it.
+    """Return a weight, [out_features, in_features], as `packed_product` reads it.
 
     Returns:
-        bfloat16 [blocks, pairs, 16, 2]: blocks of 16 outputs; of each, pair by pair of inputs, the weights of all
-        outputs. What is missing in the last block or pair is zero.
+        [blocks, pairs, 16, 2], of the same dtype: blocks of 16 outputs; of each, pair by pair of inputs, the weights of
+        all outputs. What is missing in the last block or pair is zero.
     """
     num_out, num_in = weight.shape
     blocks, pairs = -(-num_out // _COLUMNS), -(-num_in // 2)
     padded = weight.new_zeros(blocks * _COLUMNS, 2 * pairs)
     padded[:num_out, :num_in] = weight
     return padded.view(blocks, _COLUMNS, pairs, 2).permute(0, 2, 1, 3).contiguous()
+
+
+def pack_bytes(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return a weight in 8 bits, as `packed_product` reads it, in half of the memory of bfloat16.
+
+    Args:
+        weight: [out_features, in_features].
+
+    Returns:
+        int8 [blocks, pairs, 16, 2], as `pack` has it, and the scales of the outputs, float32 [blocks, 16]: a weight is
+        the nearest multiple of its output's scale, 127 of which are the largest of the output's weights.
+    """
+    given = weight.float()
+    scales = given.abs().amax(1) / _LARGEST_BYTE if weight.shape[1] else given.new_zeros(len(given))
+    rounded = (given / scales.clamp(min=torch.finfo(torch.float32).tiny)[:, None]).round().to(torch.int8)
+    packed = pack(rounded)
+    padded = scales.new_zeros(len(packed) * _COLUMNS)
+    padded[: len(scales)] = scales
+    return packed, padded.view(-1, _COLUMNS)
 
 
 def _loaded(library: Path) -> Variant | None:
@@ -83,7 +103,12 @@ def _loaded(library: Path) -> Variant | None:
 
 
 def _product_shape(
-    rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, out_features: int, variant: int
+    rows: torch.Tensor,
+    weight: torch.Tensor,
+    scales: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    out_features: int,
+    variant: int,
 ) -> torch.Tensor:
     return rows.new_empty(*rows.shape[:-1], out_features)
 

@@ -14,6 +14,7 @@ struct Avx2 {
   struct Sum {
     __m256 low, high;
   };
+  using Cell = uint32_t;
   struct Weights {
     __m256 low_even, low_odd, high_even, high_odd;
   };
@@ -34,6 +35,16 @@ struct Avx2 {
     const __m256i low = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(weights));
     const __m256i high = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(weights + 8));
     return {even(low), odd(low), even(high), odd(high)};
+  }
+  static Pair halves(const uint16_t* cells) {
+    const __m128i given = _mm_loadu_si128(reinterpret_cast<const __m128i*>(cells));
+    const __m256i odd = _mm256_cvtepi16_epi32(given);  // with the even one in its last byte
+    const __m256i even = _mm256_srai_epi32(_mm256_slli_epi32(odd, 24), 24);
+    return {_mm256_cvtepi32_ps(even), _mm256_cvtepi32_ps(_mm256_srai_epi32(odd, 8))};
+  }
+  static Weights load_bytes(const uint16_t* cells) {
+    const Pair low = halves(cells), high = halves(cells + 8);
+    return {low.even, low.odd, high.even, high.odd};
   }
   static Pair spread(uint32_t pair) {
     const __m256i pairs = _mm256_set1_epi32(static_cast<int>(pair));

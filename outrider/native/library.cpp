@@ -61,22 +61,29 @@ int64_t best_variant() {
   return __builtin_cpu_supports("avx512bf16") ? 2 : 1;
 }
 
-// rows: bfloat16 [..., K]. weight: bfloat16 [blocks, ceil(K / 2), 16, 2]. bias: bfloat16 [out_features].
+// rows: bfloat16 [..., K]. weight: bfloat16 [blocks, ceil(K / 2), 16, 2]; or int8, with scales, float32 [blocks, 16].
+// bias: bfloat16 [out_features].
 Tensor packed_product(
-    const Tensor& rows, const Tensor& weight, std::optional<Tensor> bias, int64_t out_features, int64_t variant) {
+    const Tensor& rows, const Tensor& weight, std::optional<Tensor> scales, std::optional<Tensor> bias,
+    int64_t out_features, int64_t variant) {
   STD_TORCH_CHECK(rows.dim() > 0 && weight.dim() == 4, "rows must have a dimension, the packed weight four");
   const int64_t num_inputs = rows.size(rows.dim() - 1);
   const int64_t num_blocks = weight.size(0);
   const int64_t num_pairs = weight.size(1);
   STD_TORCH_CHECK(
-      rows.scalar_type() == ScalarType::BFloat16 && weight.scalar_type() == ScalarType::BFloat16 &&
-          (!bias || bias->scalar_type() == ScalarType::BFloat16),
-      "rows, weight and bias must be bfloat16");
+      rows.scalar_type() == ScalarType::BFloat16 && (!bias || bias->scalar_type() == ScalarType::BFloat16) &&
+          weight.scalar_type() == (scales ? ScalarType::Char : ScalarType::BFloat16),
+      "rows, weight and bias must be bfloat16, a weight with scales int8");
   STD_TORCH_CHECK((num_inputs + 1) / 2 == num_pairs, "rows and weight differ in their number of inputs");
   STD_TORCH_CHECK(
       weight.is_contiguous() && weight.size(2) == outrider::kColumns && weight.size(3) == 2 &&
           (out_features + outrider::kColumns - 1) / outrider::kColumns == num_blocks,
       "the weight is not packed for so many outputs");
+  STD_TORCH_CHECK(
+      !scales || (scales->scalar_type() == ScalarType::Float && scales->is_contiguous() &&
+                  scales->numel() == num_blocks * outrider::kColumns &&
+                  reinterpret_cast<uintptr_t>(scales->const_data_ptr()) % outrider::kScaleAlignment == 0),
+      "the scales do not fit");
   STD_TORCH_CHECK(!bias || (bias->numel() == out_features && bias->is_contiguous()), "the bias does not fit");
   STD_TORCH_CHECK(variant >= 0 && variant <= best_variant(), "this CPU cannot run variant ", variant);
 
@@ -98,7 +105,8 @@ Tensor packed_product(
   }
   const outrider::Product product{
       copied.empty() ? reinterpret_cast<const uint32_t*>(inputs) : copied.data(),
-      static_cast<const uint32_t*>(weight.const_data_ptr()),
+      weight.const_data_ptr(),
+      scales ? static_cast<const float*>(scales->const_data_ptr()) : nullptr,
       bias ? static_cast<const uint16_t*>(bias->const_data_ptr()) : nullptr,
       static_cast<uint16_t*>(output.mutable_data_ptr()),
       num_rows,
@@ -379,7 +387,8 @@ Tensor paged_attention(
 }  // namespace
 
 STABLE_TORCH_LIBRARY_FRAGMENT(outrider, library) {
-  library.def("packed_product(Tensor rows, Tensor weight, Tensor? bias, int out_features, int variant) -> Tensor");
+  library.def(
+      "packed_product(Tensor rows, Tensor weight, Tensor? scales, Tensor? bias, int out_features, int variant) -> Tensor");
   library.def(
       "race_candidates(Tensor scores, Tensor tops, Tensor inverse_temperatures, Tensor counters, int variant) -> Tensor");
   library.def(

@@ -27,21 +27,36 @@ constexpr int64_t kPairsAtOnce = 288;
 constexpr int64_t kRowsAtOnce = 64;
 // Lines that are fetched ahead of a single pass: the CPU's own fetching stops at the end of each memory page.
 constexpr int64_t kLinesAhead = 24;
+constexpr int64_t kLineBytes = 64;
 
 // Weights that are fetched while other ones are used: a line for every pair, of up to two streams.
+template <class Cell>
 struct Ahead {
-  const uint32_t* first;
+  const Cell* first;
   int64_t first_step;
-  const uint32_t* second;
+  const Cell* second;
   int64_t second_step;
 };
 
-// Adds the bias, rounds to the nearest bfloat16 (ties to even) and writes the columns that there are.
+// The same instruction set, for weights of 8-bit integers: they become bfloat16, which has all of them.
+template <class Isa>
+struct Bytes : Isa {
+  using Cell = uint16_t;
+  static typename Isa::Weights load(const uint16_t* cells) { return Isa::load_bytes(cells); }
+};
+
+template <class Isa>
+inline const typename Isa::Cell* cells_of(const Product& product) {
+  return static_cast<const typename Isa::Cell*>(product.weights);
+}
+
+// Scales, adds the bias, rounds to the nearest bfloat16 (ties to even) and writes the columns that there are.
 template <class Isa>
 inline void store_columns(const Product& product, int64_t row, int64_t block, typename Isa::Sum sum) {
   const int64_t first = block * kColumns;
   const int64_t num = std::min(kColumns, product.num_columns - first);
   alignas(32) uint16_t columns[kColumns] = {};
+  if (product.scales != nullptr) sum = Isa::times(sum, Isa::read(product.scales + first));
   if (product.bias != nullptr) {
     std::memcpy(columns, product.bias + first, num * sizeof(uint16_t));
     sum = Isa::plus(sum, Isa::widened(columns));
@@ -61,7 +76,7 @@ inline void add_pairs(
     const Product& product, int64_t row, int64_t block, int64_t first, int64_t last,
     typename Isa::Sum (&sums)[ROWS][BLOCKS], const Fetch& fetch) {
   const uint32_t* rows = product.rows + row * product.num_pairs;
-  const uint32_t* weights = product.weights + block * product.num_pairs * kColumns;
+  const typename Isa::Cell* weights = cells_of<Isa>(product) + block * product.num_pairs * kColumns;
   const int64_t next_block = product.num_pairs * kColumns;
   for (int64_t pair = first; pair < last; ++pair) {
     typename Isa::Weights loaded[BLOCKS];
@@ -74,7 +89,7 @@ inline void add_pairs(
   }
 }
 
-inline void fetch_line(const uint32_t* address) { _mm_prefetch(reinterpret_cast<const char*>(address), _MM_HINT_T0); }
+inline void fetch_line(const void* address) { _mm_prefetch(static_cast<const char*>(address), _MM_HINT_T0); }
 
 // All pairs at once, for few rows: the time goes into reading the weights.
 template <class Isa, int ROWS, int BLOCKS>
@@ -82,7 +97,8 @@ inline void product_tile(const Product& product, int64_t block) {
   typename Isa::Sum sums[ROWS][BLOCKS];
   for (auto& row : sums)
     for (auto& sum : row) sum = Isa::zero();
-  const uint32_t* ahead = product.weights + (block * product.num_pairs + kLinesAhead) * kColumns;
+  constexpr int64_t kAhead = kLinesAhead * kLineBytes / sizeof(typename Isa::Cell);
+  const typename Isa::Cell* ahead = cells_of<Isa>(product) + block * product.num_pairs * kColumns + kAhead;
   const int64_t next_block = product.num_pairs * kColumns;
   add_pairs<Isa, ROWS, BLOCKS>(product, 0, block, 0, product.num_pairs, sums, [&](int64_t pair) {
     for (int b = 0; b < BLOCKS; ++b) fetch_line(ahead + b * next_block + pair * kColumns);
@@ -115,7 +131,7 @@ inline void product_few(const Product& product, int64_t begin, int64_t end) {
 template <class Isa, int ROWS, int BLOCKS>
 inline void product_band(
     const Product& product, int64_t row, int64_t num_rows, int64_t block, int64_t first, int64_t last, float* panel,
-    const Ahead& ahead) {
+    const Ahead<typename Isa::Cell>& ahead) {
   if (num_rows == ROWS) {
     typename Isa::Sum sums[ROWS][BLOCKS];
     for (int r = 0; r < ROWS; ++r)
@@ -154,14 +170,14 @@ inline void product_group(const Product& product, int64_t first_row, int64_t las
       // The first bands fetch one or two blocks each of the next part.
       const int64_t each = num_bands >= BLOCKS ? 1 : 2;
       const auto part = [&](int64_t number) {
-        return product.weights + ((next_block + number) * product.num_pairs + (is_last ? 0 : last)) * kColumns;
+        return cells_of<Isa>(product) + ((next_block + number) * product.num_pairs + (is_last ? 0 : last)) * kColumns;
       };
       const auto exists = [&](int64_t number) { return number < BLOCKS && next_block + number < end; };
       const int64_t one = band * each, other = one + 1;
       const bool has_one = exists(one), has_other = each == 2 && exists(other);
-      const Ahead ahead{
-          has_one ? part(one) : product.weights, has_one ? kColumns : 0,
-          has_other ? part(other) : product.weights, has_other ? kColumns : 0};
+      const typename Isa::Cell* none = cells_of<Isa>(product);
+      const Ahead<typename Isa::Cell> ahead{
+          has_one ? part(one) : none, has_one ? kColumns : 0, has_other ? part(other) : none, has_other ? kColumns : 0};
       float* sums = panel + band * Isa::kRows * BLOCKS * kColumns;
       const int64_t num = std::min<int64_t>(Isa::kRows, last_row - row);
       product_band<Isa, Isa::kRows, BLOCKS>(product, row, num, block, first, last, sums, ahead);
@@ -170,8 +186,7 @@ inline void product_group(const Product& product, int64_t first_row, int64_t las
 }
 
 template <class Isa>
-inline void product_rows(const Product& product, int64_t begin, int64_t end) {
-  const NoSubnormals guard;
+inline void product_cells(const Product& product, int64_t begin, int64_t end) {
   if (product.num_rows <= Isa::kRows) {
     product_few<Isa, Isa::kRows>(product, begin, end);
     return;
@@ -182,6 +197,16 @@ inline void product_rows(const Product& product, int64_t begin, int64_t end) {
     int64_t block = begin;
     for (; block + kGroup <= end; block += kGroup) product_group<Isa, kGroup>(product, row, last, block, end);
     for (; block < end; ++block) product_group<Isa, 1>(product, row, last, block, end);
+  }
+}
+
+template <class Isa>
+inline void product_rows(const Product& product, int64_t begin, int64_t end) {
+  const NoSubnormals guard;
+  if (product.scales == nullptr) {
+    product_cells<Isa>(product, begin, end);
+  } else {
+    product_cells<Bytes<Isa>>(product, begin, end);
   }
 }
 

@@ -12,7 +12,7 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from outrider.lm.heads.block import Transition
 from outrider.lm.heads.eagle3 import Eagle3Head
-from outrider.lm.packed_linear import packed_kind
+from outrider.lm.packed_linear import NativeLinear, packed_kind
 
 _VARYING_ROPE = ("dynamic", "longrope")
 """Rotary embeddings whose frequencies depend on the longest position of a pass."""
@@ -114,9 +114,15 @@ class TransitionPass:
 
 
 def joined(*linears: nn.Linear) -> nn.Module:
-    """Return layers with the same input as one layer, packed where that can be (see `packed_linear`)."""
+    """Return layers with the same input as one layer, packed where that can be (see `packed_linear`).
+
+    The native product has their weights in 8 bits: a draft need not be exact.
+    """
     weight = linears[0].weight
     kind = packed_kind() if weight.dtype == torch.bfloat16 and weight.device.type == "cpu" else None
+    if kind is NativeLinear:
+        # A step reads all weights for a few rows, so that half of the bytes take half of the time.
+        return NativeLinear(*linears, in_bytes=True)
     if kind is not None:
         return kind(*linears)
     whole = nn.Linear(
