@@ -8,6 +8,7 @@ output tokens a second decide which of both goes on. It is asked again the less 
 The rates depend on how many sessions decode: each power of two has its own, and begins as the one below has ended up.
 """
 
+import math
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -22,6 +23,8 @@ _FIRST: Final = {True: 48, False: 128}
 _MOST: Final = {True: 1024, False: 2048}
 """Passes with speculation, and without, from one trial of the other to the next: at first, and at most. With more
 sessions fewer passes of the first kind show as much, down to a quarter."""
+_TRIAL_SHARE: Final = 0.01
+"""Share of the time that trials may take from then on: one that was found to cost much is long not repeated."""
 _MOST_FASTER: Final = 4
 _LEAST_SHARE: Final = 0.1
 _DECAY: Final = 0.985
@@ -97,9 +100,18 @@ class _Case:
     def _decide(self) -> None:
         before = self.speculates
         self.speculates = self.rates[True].value >= _WORTH * self.rates[False].value
-        same = self.speculates is before
-        self.interval = min(2 * self.interval, _MOST[before]) if same else self.first_interval
+        interval = 2 * self.interval if self.speculates is before else self.first_interval
+        self.interval = min(max(interval, self._least_interval()), _MOST[self.speculates])
         self.is_trial, self.num_passes = False, 0
+
+    def _least_interval(self) -> int:
+        """Return the passes after which a trial of what was found to be slower takes no more than its share."""
+        kept, other = self.rates[self.speculates].value, self.rates[not self.speculates].value
+        if kept <= other:
+            return 0
+        # Of a trial's passes, those that the same tokens would not have taken.
+        lost = (_SETTLE + self.num_turns) * (1 - other / kept)
+        return math.ceil(lost / _TRIAL_SHARE)
 
 
 class SpeculationGuard:

@@ -63,7 +63,11 @@ class NativeLinear(nn.Module):
         self.out_features = sum(linear.out_features for linear in linears)
         # A parameter: the compiler takes its sizes as constants. As symbols they could be those of numbers of rows too.
         whole = torch.cat([linear.weight.detach() for linear in linears])
-        packed, self._scales = native.pack_bytes(whole) if in_bytes else (native.pack(whole), None)
+        self._scales: torch.Tensor | None = None
+        if in_bytes:
+            packed, self._scales = native.pack_bytes(whole)
+        else:
+            packed = native.pack(whole)
         self._weight = nn.Parameter(packed, requires_grad=False)
         self._bias = _joined_bias(linears)
         self._variant = int(variant)

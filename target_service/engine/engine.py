@@ -163,7 +163,7 @@ class Engine:
         self.requests.check(command)
 
     def open(self, command: Open) -> Request:
-        """Begin a request, and post `Opened`."""
+        """Begin a request; `Opened` is posted before the next step, or before anything else of the request."""
         return self.requests.open(command)
 
     def apply(self, request: Request, command: RequestCommand) -> None:
@@ -208,6 +208,7 @@ class Engine:
 
     def step(self) -> bool:
         """Run a step of this process's draft, then a pass if any session is ready; return whether anything was run."""
+        self.requests.announce()
         if self._draft is not None:
             self._step_draft(self._draft)
             if self._draft.is_busy:

@@ -72,7 +72,10 @@ class TargetEngine(SteppedEngine, Protocol[RequestT]):
         """Raise `InvalidArgument` if a request cannot be opened as requested; change nothing."""
 
     def open(self, command: Open) -> RequestT:
-        """Begin a request and post `Opened`; no other request runs on its session."""
+        """Begin a request and post `Opened`, at the latest before the next step or before anything else of the request.
+
+        No other request runs on its session.
+        """
 
     def apply(self, request: RequestT, command: RequestCommand) -> None:
         """Apply a command to an open request.

@@ -76,6 +76,7 @@ class Requests:
         self._max_len = max_len
         self._residents: Residents[KVCache] = Residents(settings.max_cached_sessions, settings.idle_ttl_s)
         self._requests: dict[int, Request] = {}
+        self._unannounced: dict[int, tuple[Request, int]] = {}
         self._num_opened = 0
         self._unexpected = UnexpectedErrors()
 
@@ -105,7 +106,7 @@ class Requests:
         self._constraints.check(command.parameters)
 
     def open(self, command: Open) -> Request:
-        """Begin a request, and post `Opened`; raise `Overloaded` where too many constraints wait to be compiled."""
+        """Begin a request, to be announced; raise `Overloaded` where too many constraints wait to be compiled."""
         # First, since it may be refused.
         grammar = self._constraints.begin(command.parameters)
         if command.feature_layers:
@@ -147,8 +148,21 @@ class Requests:
         )
         self._constraints.attach(request, grammar, functools.partial(self._on_compiled, request))
         self._requests[request.number] = request
-        command.handle.stream.post(Opened(command.handle.number, cached_len, self._is_plain))
+        self._unannounced[request.number] = request, cached_len
         return request
+
+    def announce(self) -> None:
+        """Post `Opened` for the requests that are new, before the next pass.
+
+        Requests that come together are announced together: whether drafts pay depends on how many there are.
+        """
+        for number in list(self._unannounced):
+            self._announce(number)
+
+    def _announce(self, number: int) -> None:
+        if (opened := self._unannounced.pop(number, None)) is not None:
+            request, cached_len = opened
+            request.handle.stream.post(Opened(request.handle.number, cached_len, self._is_plain))
 
     @property
     def _is_plain(self) -> bool:
@@ -157,6 +171,7 @@ class Requests:
 
     def apply(self, request: Request, command: RequestCommand) -> None:
         """Apply a command to an open request; see `TargetEngine`."""
+        self._announce(request.number)
         match command:
             case Span(_, span):
                 self.span(request, span)
@@ -228,6 +243,7 @@ class Requests:
 
     def close(self, request: Request, committed_len: int | None, error: str = "") -> None:
         """Close a request, and keep its session for the next one; see `TargetEngine`."""
+        self._announce(request.number)
         self._requests.pop(request.number, None)
         if request.constraint is not None:
             request.constraint.grammar.drop()

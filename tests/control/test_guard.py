@@ -41,6 +41,13 @@ def test_drafts_that_cost_more_than_they_bring_cost_nearly_nothing(
     assert rate > 0.98
 
 
+def test_a_trial_of_what_cost_much_takes_a_hundredth_of_the_time() -> None:
+    worker = Worker(16)
+    worker.run(60, slowdown=2.0, accepted=0.0)
+    rate, share = worker.run(1500, slowdown=2.0, accepted=0.0)
+    assert rate > 0.985 and share > 0
+
+
 @pytest.mark.parametrize("num_sessions", [1, 4, 32])
 def test_drafts_that_pay_go_on_but_for_one_pass_in_a_hundred(num_sessions: int) -> None:
     worker = Worker(num_sessions)

@@ -3,17 +3,20 @@
 import asyncio
 import math
 import random
+import threading
 from collections.abc import Callable, Sequence
 
 import pytest
 
 from outrider import wire
+from outrider.control.guard import SpeculationGuard
 from outrider.parameters import AcceptanceRule, FinishReason, SamplingParameters
 from outrider.speculation.randomness import KeyedSource
 from outrider.speculation.verification import draft_rejection
 from outrider.tokens import MAX_PROPOSAL_NODES, Base, NodeKind, ProposalNode, SparseDistribution, TokenLogprobs
 from outrider.v1 import target_pb2 as pb
 from outrider.v1 import tokens_pb2
+from target_service.frontend import Frontend
 from target_service.servicer import TargetServicer
 from tests.target_service.conversation import Caller, model, target
 
@@ -71,6 +74,37 @@ async def test_greedy_output_is_the_argmax_of_the_distribution() -> None:
         assert token_id == int(table.transitions[table.context(tokens)].argmax())
         tokens.append(token_id)
     assert len(output) == 40
+
+
+async def test_requests_that_come_together_are_told_what_pays_for_as_many(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(SpeculationGuard, "allows_at", lambda _, num_sessions: num_sessions < 3)
+    async with target() as (engine, caller):
+        assert not (await caller.open(1, PROMPT, GREEDY)).opened.is_plain
+        frontend, goes_on = engine.host, threading.Event()
+        assert isinstance(frontend, Frontend)
+        try:
+            frontend.run_in_engine(lambda: goes_on.wait(20))
+            opening = [asyncio.create_task(caller.open(handle, PROMPT, GREEDY)) for handle in (2, 3, 4)]
+            async with asyncio.timeout(20):
+                while frontend.loop.num_waiting < 3:
+                    await asyncio.sleep(0.001)
+        finally:
+            goes_on.set()
+        assert all([frame.opened.is_plain for frame in await asyncio.gather(*opening)])
+
+
+async def test_a_request_is_told_that_it_is_open_before_all_else() -> None:
+    async with target() as (engine, caller):
+        goes_on = threading.Event()
+        try:
+            engine.host.run_in_engine(lambda: goes_on.wait(20))
+            opening = asyncio.create_task(caller.open(1, PROMPT, GREEDY))
+            await asyncio.sleep(0)
+            await caller.span(1, 3, PROMPT[3:])
+        finally:
+            goes_on.set()
+        assert (await opening).WhichOneof("frame") == "opened"
+        assert (await caller.receive(1)).refusal.reason == "KV_CACHE_MISS"
 
 
 async def test_sessions_at_once_give_what_they_give_alone() -> None:
