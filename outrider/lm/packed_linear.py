@@ -6,7 +6,7 @@ The kernel is the native product (`outrider.native`) where that can be had, else
 import itertools
 import os
 import weakref
-from typing import ClassVar, Final, TypeAlias
+from typing import Final, TypeAlias
 
 import torch
 from torch import nn
@@ -53,8 +53,6 @@ class NativeLinear(nn.Module):
         in_bytes: keep the weights in 8 bits (`native.pack_bytes`).
     """
 
-    kind: ClassVar = "native"
-
     def __init__(self, *linears: nn.Linear, in_bytes: bool = False) -> None:
         super().__init__()
         variant = native.best_variant()
@@ -72,6 +70,11 @@ class NativeLinear(nn.Module):
         self._bias = _joined_bias(linears)
         self._variant = int(variant)
 
+    @staticmethod
+    def kind() -> str:
+        """Return the name of the layers' bits, which is part of `numerics`: AMX has its own."""
+        return "amx" if native.best_variant() is native.Variant.AMX else "native"
+
     def forward(self, rows: torch.Tensor) -> torch.Tensor:
         """Return the outputs, bfloat16 [..., out_features], of rows, bfloat16 [..., in_features]."""
         product = torch.ops.outrider.packed_product.default
@@ -87,8 +90,6 @@ class OneDnnLinear(nn.Module):
     those of `nn.Linear`.
     """
 
-    kind: ClassVar = "packed"
-
     def __init__(self, *linears: nn.Linear) -> None:
         super().__init__()
         self.out_features = sum(linear.out_features for linear in linears)
@@ -98,6 +99,11 @@ class OneDnnLinear(nn.Module):
         self._weight = torch.ops.mkldnn._reorder_linear_weight(weight, _ROWS_HINT)
         _weights[number] = self._weight
         self._bias = _joined_bias(linears)
+
+    @staticmethod
+    def kind() -> str:
+        """Return the name of the layers' bits."""
+        return "packed"
 
     def forward(self, rows: torch.Tensor) -> torch.Tensor:
         """Return the outputs, bfloat16 [..., out_features], of rows, bfloat16 [..., in_features]."""
@@ -148,7 +154,7 @@ def pack_linears(model: nn.Module, *, joins: bool) -> str:
         joins: whether layers that are known to have the same input become one, which only helps compiled layers.
 
     Returns:
-        The kind of the packed layers; empty if there are none.
+        The kind of the packed layers (see their `kind`); empty if there are none.
     """
     # Without the layers themselves, so that each one's weights are freed once it is packed.
     parents = [parent for parent in model.modules() if _linears(parent)]
@@ -163,7 +169,7 @@ def pack_linears(model: nn.Module, *, joins: bool) -> str:
         for name, linear in linears.items():
             if getattr(parent, name) is linear:
                 setattr(parent, name, kind(linear))
-    return kind.kind
+    return kind.kind()
 
 
 def are_all_packed(model: nn.Module) -> bool:

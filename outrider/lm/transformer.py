@@ -33,7 +33,7 @@ from outrider.lm.rows import has_experts, scales_by_longest
 _LOG: Final = logging.getLogger(__name__)
 _PAGE_LEN: Final = native_attention.PAGE_LEN
 _MIN_PAGES: Final = 4
-_PACKED_SIZES: Final = {"native": PaddedSizes(2, 2), "packed": PaddedSizes(6, 2)}
+_PACKED_SIZES: Final = {"native": PaddedSizes(2, 2), "amx": PaddedSizes(2, 2), "packed": PaddedSizes(6, 2)}
 """Compiled layers would be compiled again for one row. oneDNN's kernel takes six at once: on one core a 16,384 x 2,048
 layer takes 3.0 ms for 4, 5 and 6 rows, 3.9 for 7, 4.2 for 8, 4.9 for 12, 6.0 for 16."""
 _GPU_SIZES: Final = PaddedSizes(16, 16)

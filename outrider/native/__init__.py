@@ -2,7 +2,8 @@
 
 `packed_product` multiplies bfloat16 rows with packed weights in float32: weights of bfloat16, or of 8 bits with a scale
 for each output. Each output is one chain of additions in order of the inputs, so its bits depend on its row and its
-weights only: not on the number of rows, on threads, or on the variant.
+weights only: not on the number of rows or on threads. AMX, whose instruction adds up 32 inputs by itself, has a chain
+and so bits of its own; the others have equal ones.
 
 `paged_attention` writes the new keys and values of a pass to their pages, then attends. An output's bits depend on its
 row and on what it sees only: keys and values are added in order of position.
@@ -12,7 +13,7 @@ of their weight and noise; the winner is then found among them exactly, with the
 
 `uniform_noise` makes the keyed random numbers of many tokens (`outrider.speculation.randomness`), with the same bits.
 
-Which variant runs follows from the CPU's features (`Variant`); all have equal results.
+Which variant runs follows from the CPU's features (`Variant`); but for products by AMX all have equal results.
 """
 
 import functools
@@ -36,6 +37,7 @@ class Variant(IntEnum):
     AVX2 = 0
     AVX512 = 1
     AVX512_BF16 = 2
+    AMX = 3
 
 
 @functools.cache

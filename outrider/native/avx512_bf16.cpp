@@ -18,12 +18,8 @@ struct Avx512Bf16 : Avx512Vectors {
   static constexpr int kRows = 8;
 
   static Weights load(const uint32_t* weights) { return _mm512_loadu_si512(weights); }
-  static __m512 numbers(const uint16_t* cells) {
-    const __m128i bytes = _mm_loadu_si128(reinterpret_cast<const __m128i*>(cells));
-    return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(bytes));
-  }
   static Weights load_bytes(const uint16_t* cells) {
-    return reinterpret_cast<__m512i>(_mm512_cvtne2ps_pbh(numbers(cells + 8), numbers(cells)));
+    return reinterpret_cast<__m512i>(_mm512_cvtne2ps_pbh(bytes(cells + 8), bytes(cells)));
   }
   static Pair spread(uint32_t pair) { return _mm512_set1_epi32(static_cast<int>(pair)); }
   static void add(Sum& sum, Pair pair, Weights weights) {

@@ -27,6 +27,7 @@ _FLAGS: Final = {
     "avx2.cpp": ("-mfma", "-mavx2"),
     "avx512.cpp": _AVX512,
     "avx512_bf16.cpp": (*_AVX512, "-mavx512bf16"),
+    "amx.cpp": (*_AVX512, "-mavx512bf16", "-mamx-tile", "-mamx-bf16"),
 }
 """Flags of each source: no code but a variant's own may use its instructions."""
 _TIMEOUT_S: Final = 300.0

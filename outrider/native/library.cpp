@@ -1,5 +1,9 @@
 // The operators of `outrider.native`, by PyTorch's stable ABI.
 
+#include <cpuid.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/ops.h>
 #include <torch/csrc/stable/tensor.h>
@@ -29,19 +33,27 @@ constexpr outrider::ProductKernel kProducts[] = {
     outrider::product_avx2,
     outrider::product_avx512,
     outrider::product_avx512_bf16,
+    outrider::product_amx,
 };
 
 constexpr outrider::UniformKernel kUniforms[] = {
     outrider::uniforms_avx2,
     outrider::uniforms_avx512,
     outrider::uniforms_avx512,
+    outrider::uniforms_avx512,
 };
 
-constexpr outrider::RaceKernel kRaces[] = {outrider::race_avx2, outrider::race_avx512, outrider::race_avx512};
+constexpr outrider::RaceKernel kRaces[] = {
+    outrider::race_avx2,
+    outrider::race_avx512,
+    outrider::race_avx512,
+    outrider::race_avx512,
+};
 
 constexpr outrider::AttentionKernel kAttentions[] = {
     outrider::attention_avx2,
     outrider::attention_avx512,
+    outrider::attention_avx512_bf16,
     outrider::attention_avx512_bf16,
 };
 
@@ -49,6 +61,19 @@ constexpr outrider::AttentionKernel kAttentions[] = {
 constexpr float kSlack = 2e-3f;
 // Tokens that one thread looks at, at least.
 constexpr int64_t kLeastTokens = 8192;
+
+// Whether the CPU has AMX for bfloat16, and the operating system lets this process use it.
+bool may_use_tiles() {
+  static const bool may = [] {
+    constexpr unsigned int kLeaf = 7, kBfloat16 = 1u << 22, kTiles = 1u << 24;
+    constexpr long kRequestPermission = 0x1023, kTileData = 18;
+    unsigned int eax = 0, ebx = 0, ecx = 0, edx = 0;
+    if (!__get_cpuid_count(kLeaf, 0, &eax, &ebx, &ecx, &edx)) return false;
+    if (!(edx & kBfloat16) || !(edx & kTiles)) return false;
+    return syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0;
+  }();
+  return may;
+}
 
 // The best variant that this CPU can run; -1 for none.
 int64_t best_variant() {
@@ -58,7 +83,8 @@ int64_t best_variant() {
       !__builtin_cpu_supports("avx512dq") || !__builtin_cpu_supports("avx512vl")) {
     return 0;
   }
-  return __builtin_cpu_supports("avx512bf16") ? 2 : 1;
+  if (!__builtin_cpu_supports("avx512bf16")) return 1;
+  return may_use_tiles() ? 3 : 2;
 }
 
 // rows: bfloat16 [..., K]. weight: bfloat16 [blocks, ceil(K / 2), 16, 2]; or int8, with scales, float32 [blocks, 16].

@@ -29,5 +29,6 @@ using ProductKernel = void (*)(const Product& product, int64_t begin, int64_t en
 void product_avx2(const Product& product, int64_t begin, int64_t end);
 void product_avx512(const Product& product, int64_t begin, int64_t end);
 void product_avx512_bf16(const Product& product, int64_t begin, int64_t end);
+void product_amx(const Product& product, int64_t begin, int64_t end);
 
 }  // namespace outrider

@@ -18,7 +18,7 @@ from outrider.lm.kv_cache import PagedKVCache
 from outrider.lm.load_options import LoadOptions
 from outrider.lm.loading import load_model
 from outrider.lm.model import KVCache, LanguageModel, SessionStep
-from outrider.lm.packed_linear import OneDnnLinear, packed_kind
+from outrider.lm.packed_linear import NativeLinear, OneDnnLinear, PackedLinear, packed_kind
 from outrider.lm.transformer import TransformersModel
 from outrider.tokens import NodeKind, ProposalNode, ProposalTree, TokenSpan
 from tests.lm.models import CONFIGS, RECURRENT, SMALL, save_model
@@ -200,13 +200,13 @@ class FloatGated(nn.Module):
         return gated
 
 
-@pytest.mark.parametrize(("kind", "first"), [("native", 2), ("packed", 6)])
+@pytest.mark.parametrize(("kind", "first"), [(NativeLinear, 2), (OneDnnLinear, 6)])
 def test_a_weight_that_is_left_float32_keeps_rows_in_fours(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, first: int
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: type[PackedLinear], first: int
 ) -> None:
-    if kind == OneDnnLinear.kind:
+    if kind is OneDnnLinear:
         monkeypatch.setattr(native, "best_variant", lambda: None)
-    if (found := packed_kind()) is None or found.kind != kind:
+    if packed_kind() is not kind:
         pytest.skip("this CPU cannot run it")
     folder = save_model(CONFIGS["llama"], tmp_path, dtype=torch.bfloat16)
     assert load_model(folder).model.info.padded_sizes == PaddedSizes(first, 2)
@@ -214,7 +214,7 @@ def test_a_weight_that_is_left_float32_keeps_rows_in_fours(
     for layer in loaded.model.layers:
         layer.mlp = FloatGated(layer.mlp, 32)
     model = TransformersModel("gated", loaded.eval(), "")
-    assert f"linear-{kind}" in model.info.numerics
+    assert f"linear-{kind.kind()}" in model.info.numerics
     assert model.info.padded_sizes == MULTIPLES_OF_FOUR
     test_numerics_are_invariant(model)
     test_bits_do_not_depend_on_the_number_of_rows(model)

@@ -2,7 +2,7 @@
 
 import os
 import stat
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import numpy as np
@@ -20,21 +20,26 @@ Product = Callable[..., torch.Tensor]
 
 
 @pytest.fixture(params=[item for item in Variant if BEST is not None and item <= BEST], ids=lambda item: item.name)
-def product(request: pytest.FixtureRequest) -> Product:
-    """The product by one variant, with weights that are not packed yet."""
+def variant(request: pytest.FixtureRequest) -> Variant:
+    """Each that this CPU can run."""
+    return Variant(request.param)
+
+
+@pytest.fixture
+def product(variant: Variant) -> Product:
+    """The product, with weights that are not packed yet."""
 
     def run(rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         operator = torch.ops.outrider.packed_product.default
-        output: torch.Tensor = operator(rows, pack(weight), None, bias, len(weight), int(request.param))
+        output: torch.Tensor = operator(rows, pack(weight), None, bias, len(weight), int(variant))
         return output
 
     return run
 
 
 @pytest.fixture
-def byte_product(request: pytest.FixtureRequest, product: Product) -> Product:
-    """The product with weights of 8 bits, by the variant of `product`."""
-    variant = request.node.callspec.params["product"]
+def byte_product(variant: Variant) -> Product:
+    """The product with weights of 8 bits."""
 
     def run(rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         operator = torch.ops.outrider.packed_product.default
@@ -50,23 +55,33 @@ def given(num_rows: int, num_in: int, num_out: int, seed: int = 0) -> tuple[torc
     return rows.bfloat16(), weight.bfloat16()
 
 
-def chained(rows: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """Adds the products in their order, one rounding each: odd inputs of a pair before even ones. Returns float32."""
+def chained(rows: torch.Tensor, weight: torch.Tensor, variant: Variant) -> torch.Tensor:
+    """Adds the products in the variant's order, one rounding each. Returns float32."""
+    # Exact in float64: a product has 16 bits, and the sum's exponents are near each other.
     left, right = rows.double().numpy(), weight.double().numpy()
+
+    def add(sums: np.ndarray, inputs: Iterable[int]) -> np.ndarray:
+        for at in inputs:
+            sums = (sums + np.outer(left[:, at], right[:, at])).astype(np.float32)
+        return sums
+
     num = left.shape[1]
-    sums = np.zeros((len(left), len(right)), np.float32)
-    for pair in range(0, num, 2):
-        for at in (pair + 1, pair):
-            if at < num:
-                # Exact in float64: a product has 16 bits, and the sum's exponents are near each other.
-                sums = (sums + np.outer(left[:, at], right[:, at])).astype(np.float32)
+    zero = sums = np.zeros((len(left), len(right)), np.float32)
+    if variant is Variant.AMX:
+        # Even and odd inputs of a tile for themselves.
+        for first in range(0, num, 32):
+            tile = range(first, min(first + 32, num))
+            sums = sums + (add(zero, tile[::2]) + add(zero, tile[1::2]))
+    else:
+        # Odd inputs of a pair before even ones.
+        sums = add(zero, (at for pair in range(0, num, 2) for at in (pair + 1, pair) if at < num))
     return torch.from_numpy(sums)
 
 
 @pytest.mark.parametrize(("num_in", "num_out"), SHAPES)
-def test_an_output_is_one_chain_of_additions(product: Product, num_in: int, num_out: int) -> None:
+def test_an_output_is_one_chain_of_additions(product: Product, variant: Variant, num_in: int, num_out: int) -> None:
     rows, weight = given(9, num_in, num_out)
-    assert torch.equal(product(rows, weight), chained(rows, weight).bfloat16())
+    assert torch.equal(product(rows, weight), chained(rows, weight, variant).bfloat16())
 
 
 def test_without_inputs_it_is_the_bias(product: Product) -> None:
@@ -78,7 +93,7 @@ def test_without_inputs_it_is_the_bias(product: Product) -> None:
 
 @pytest.mark.parametrize(("num_in", "num_out"), SHAPES)
 def test_of_8_bits_it_is_the_chain_of_integers_times_the_scale(
-    byte_product: Product, num_in: int, num_out: int
+    byte_product: Product, variant: Variant, num_in: int, num_out: int
 ) -> None:
     rows, weight = given(9, num_in, num_out)
     packed, scales = pack_bytes(weight)
@@ -86,7 +101,7 @@ def test_of_8_bits_it_is_the_chain_of_integers_times_the_scale(
     factors = scales.flatten()[:num_out]
     assert torch.equal(numbers.abs().amax(1), torch.full((num_out,), 127, dtype=torch.int8))
     assert ((numbers * factors[:, None] - weight.float()).abs() <= factors[:, None] * 0.5001).all()
-    expected = chained(rows, numbers) * factors
+    expected = chained(rows, numbers, variant) * factors
     bias = torch.randn(num_out).bfloat16()
     assert torch.equal(byte_product(rows, weight), expected.bfloat16())
     assert torch.equal(byte_product(rows, weight, bias), (expected + bias.float()).bfloat16())
@@ -170,7 +185,7 @@ def test_the_largest_sums_round_to_infinity(product: Product) -> None:
         ({"weight": torch.zeros(1, 4, 16, 2, dtype=torch.int8), "scales": torch.zeros(1, 8)}, "scales"),
         ({"weight": torch.zeros(1, 4, 16, 2, dtype=torch.int8), "scales": torch.zeros(17)[1:].view(1, 16)}, "scales"),
         ({"bias": torch.zeros(3).bfloat16()}, "bias"),
-        ({"variant": 3}, "variant 3"),
+        ({"variant": 4}, "variant 4"),
         ({"variant": -1}, "variant -1"),
     ],
 )

@@ -1,0 +1,215 @@
+// Product by AMX: tiles of 16 rows and 16 columns, to which one instruction adds 16 pairs of inputs.
+//
+// An output's chain of additions is not that of the other variants: the even and the odd ones of each 32 inputs are added
+// up for themselves, in order of k, and their two sums, added, to those before. It depends on its row and its weights
+// alone, all the same.
+
+#include <immintrin.h>
+
+#include <algorithm>
+#include <cstdint>
+
+#include "product_kernel.h"
+#include "vectors_avx512.h"
+
+namespace outrider {
+namespace {
+
+constexpr int64_t kTileRows = 16;
+constexpr int64_t kTilePairs = 16;
+constexpr int64_t kTileBytes = kTilePairs * kLineBytes;
+constexpr int64_t kBandRows = 2 * kTileRows;
+// Blocks of columns that are added up together: their sums take four of eight tiles.
+constexpr int kMostSums = 4;
+// Tiles of a block that are fetched ahead.
+constexpr int64_t kTilesAhead = 1;
+
+// What the eight tiles are: 0 to 3 sums, of both halves of a band by two blocks; 4 and 5 inputs; 6 and 7 weights.
+struct alignas(64) TileShapes {
+  uint8_t palette = 1;
+  uint8_t start_row = 0;
+  uint8_t reserved[14] = {};
+  uint16_t row_bytes[16] = {};
+  uint8_t num_rows[16] = {};
+
+  TileShapes(int64_t num_rows_of_band, int64_t num_pairs) {
+    const int64_t first = std::min(num_rows_of_band, kTileRows), second = std::max<int64_t>(1, num_rows_of_band - first);
+    const auto set = [this](int tile, int64_t rows, int64_t cells) {
+      num_rows[tile] = static_cast<uint8_t>(rows);
+      row_bytes[tile] = static_cast<uint16_t>(cells * sizeof(uint32_t));
+    };
+    const bool has_halves = num_rows_of_band > kTileRows;
+    for (int tile = 0; tile < 4; ++tile) set(tile, has_halves && tile % 2 == 1 ? second : first, kColumns);
+    set(4, first, num_pairs), set(5, second, num_pairs);
+    set(6, num_pairs, kColumns), set(7, num_pairs, kColumns);
+  }
+};
+
+// Weights as tiles: those of bfloat16 lie in memory as they are loaded.
+struct WholeCells {
+  using Cell = uint32_t;
+  static const void* tile(const Cell* cells, int64_t, void*) { return cells; }
+};
+
+// Those of 8-bit integers become bfloat16, which has all of them.
+struct ByteCells {
+  using Cell = uint16_t;
+  static const void* tile(const Cell* cells, int64_t num_pairs, void* scratch) {
+    for (int64_t pair = 0; pair < num_pairs; ++pair) {
+      const Cell* from = cells + pair * kColumns;
+      const __m512bh both = _mm512_cvtne2ps_pbh(Avx512Vectors::bytes(from + 8), Avx512Vectors::bytes(from));
+      _mm512_store_si512(static_cast<char*>(scratch) + pair * kLineBytes, reinterpret_cast<__m512i>(both));
+    }
+    return scratch;
+  }
+};
+
+struct Sums {
+  alignas(64) float values[4][kTileRows * kColumns];
+};
+
+inline void load_sums(const Sums& sums) {
+  _tile_loadd(0, sums.values[0], kLineBytes);
+  _tile_loadd(1, sums.values[1], kLineBytes);
+  _tile_loadd(2, sums.values[2], kLineBytes);
+  _tile_loadd(3, sums.values[3], kLineBytes);
+}
+
+inline void store_sums(Sums& sums) {
+  _tile_stored(0, sums.values[0], kLineBytes);
+  _tile_stored(1, sums.values[1], kLineBytes);
+  _tile_stored(2, sums.values[2], kLineBytes);
+  _tile_stored(3, sums.values[3], kLineBytes);
+}
+
+// Adds pairs of a band's inputs times some blocks to the sums: of both halves of a band and two blocks, or of one half
+// and four.
+template <class Cells, bool HALVES, int BLOCKS>
+inline void add_tiles(
+    const uint32_t* rows, int64_t num_pairs, const typename Cells::Cell* weights, int64_t num, char* scratch) {
+  const int64_t row_bytes = num_pairs * sizeof(uint32_t), block_cells = num_pairs * kColumns;
+  const auto tile = [&](int block) {
+    return Cells::tile(weights + block * block_cells, num, scratch + block * kTileBytes);
+  };
+  _tile_loadd(4, rows, row_bytes);
+  if constexpr (HALVES) _tile_loadd(5, rows + kTileRows * num_pairs, row_bytes);
+  _tile_loadd(6, tile(0), kLineBytes);
+  _tile_dpbf16ps(0, 4, 6);
+  if constexpr (HALVES) _tile_dpbf16ps(1, 5, 6);
+  if constexpr (BLOCKS > 1) {
+    _tile_loadd(7, tile(1), kLineBytes);
+    if constexpr (HALVES) {
+      _tile_dpbf16ps(2, 4, 7);
+      _tile_dpbf16ps(3, 5, 7);
+    } else {
+      _tile_dpbf16ps(1, 4, 7);
+    }
+  }
+  if constexpr (BLOCKS > 2) {
+    _tile_loadd(6, tile(2), kLineBytes);
+    _tile_dpbf16ps(2, 4, 6);
+  }
+  if constexpr (BLOCKS > 3) {
+    _tile_loadd(7, tile(3), kLineBytes);
+    _tile_dpbf16ps(3, 4, 7);
+  }
+}
+
+template <class Cells>
+class TileProduct {
+ public:
+  explicit TileProduct(const Product& product) : product_(product) {}
+
+  // Computes blocks [begin, end) for all rows. Weights are read once: all bands use some blocks before the next ones.
+  void run(int64_t begin, int64_t end) {
+    const int64_t most = product_.num_rows > kTileRows ? kMostSums / 2 : kMostSums;
+    for (int64_t block = begin; block < end; block += most) {
+      for (int64_t row = 0; row < product_.num_rows; row += kBandRows) {
+        const int64_t num = std::min(kBandRows, product_.num_rows - row);
+        const int64_t blocks = std::min(most, end - block);
+        if (num > kTileRows) {
+          blocks == 2 ? band<true, 2>(row, num, block, end) : band<true, 1>(row, num, block, end);
+        } else if (blocks == 4) {
+          band<false, 4>(row, num, block, end);
+        } else if (blocks == 3) {
+          band<false, 3>(row, num, block, end);
+        } else {
+          blocks == 2 ? band<false, 2>(row, num, block, end) : band<false, 1>(row, num, block, end);
+        }
+      }
+    }
+    _tile_release();
+  }
+
+ private:
+  void shape(int64_t num_rows, int64_t num_pairs) {
+    if (num_rows == shaped_rows_ && num_pairs == shaped_pairs_) return;
+    const TileShapes shapes(num_rows, num_pairs);
+    _tile_loadconfig(&shapes);
+    shaped_rows_ = num_rows, shaped_pairs_ = num_pairs;
+  }
+
+  template <bool HALVES, int BLOCKS>
+  void band(int64_t row, int64_t num_rows, int64_t block, int64_t end) {
+    using Cell = typename Cells::Cell;
+    const int64_t num_pairs = product_.num_pairs, num_tiles = num_pairs / kTilePairs;
+    const uint32_t* rows = product_.rows + row * num_pairs;
+    const Cell* weights = static_cast<const Cell*>(product_.weights) + block * num_pairs * kColumns;
+    const int64_t last = (end - block) * num_pairs * kColumns;
+    shape(num_rows, kTilePairs);
+    _tile_zero(0);
+    _tile_zero(1);
+    _tile_zero(2);
+    _tile_zero(3);
+    for (int64_t tile = 0; tile < num_tiles; ++tile) {
+      if (row == 0) fetch(weights, BLOCKS, tile, num_tiles, last);
+      const int64_t pair = tile * kTilePairs;
+      add_tiles<Cells, HALVES, BLOCKS>(rows + pair, num_pairs, weights + pair * kColumns, kTilePairs, scratch_);
+    }
+    store_sums(sums_);
+    if (const int64_t pair = num_tiles * kTilePairs; pair < num_pairs) {
+      shape(num_rows, num_pairs - pair);
+      load_sums(sums_);
+      add_tiles<Cells, HALVES, BLOCKS>(rows + pair, num_pairs, weights + pair * kColumns, num_pairs - pair, scratch_);
+      store_sums(sums_);
+    }
+    for (int64_t at = 0; at < num_rows; ++at) {
+      for (int number = 0; number < BLOCKS; ++number) {
+        const int64_t sum = HALVES ? 2 * number + at / kTileRows : number;
+        const float* columns = sums_.values[sum] + at % kTileRows * kColumns;
+        store_columns<Avx512Vectors>(product_, row + at, block + number, Avx512Vectors::read(columns));
+      }
+    }
+  }
+
+  // Fetches the tiles that these blocks, or those after them, need some tiles later.
+  void fetch(const typename Cells::Cell* weights, int blocks, int64_t tile, int64_t num_tiles, int64_t last) const {
+    constexpr int64_t kTileCells = kTilePairs * kColumns;
+    constexpr int64_t kLineCells = kLineBytes / sizeof(typename Cells::Cell);
+    const int64_t next = tile + kTilesAhead, block_cells = product_.num_pairs * kColumns;
+    int64_t at = next * kTileCells;
+    if (next >= num_tiles) at += blocks * block_cells - num_tiles * kTileCells;
+    for (int block = 0; block < blocks; ++block, at += block_cells) {
+      if (at + kTileCells > last) return;
+      for (int64_t cell = 0; cell < kTileCells; cell += kLineCells) fetch_line(weights + at + cell);
+    }
+  }
+
+  const Product& product_;
+  int64_t shaped_rows_ = 0, shaped_pairs_ = 0;
+  Sums sums_;
+  alignas(64) char scratch_[kMostSums * kTileBytes];
+};
+
+}  // namespace
+
+void product_amx(const Product& product, int64_t begin, int64_t end) {
+  const NoSubnormals guard;
+  if (product.scales == nullptr) {
+    TileProduct<WholeCells>(product).run(begin, end);
+  } else {
+    TileProduct<ByteCells>(product).run(begin, end);
+  }
+}
+
+}  // namespace outrider
