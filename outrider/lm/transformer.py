@@ -5,6 +5,7 @@ import logging
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Final
 
 import torch
@@ -15,7 +16,7 @@ from outrider.control.pass_times import MULTIPLES_OF_FOUR, PaddedSizes
 from outrider.errors import ModelUnsupported
 from outrider.lm import attention
 from outrider.lm.attention import native as native_attention
-from outrider.lm.compilation import can_compile, compile_layers, find_layers, uncompile_layers
+from outrider.lm.compilation import can_compile, compile_layers, find_layers, num_together, uncompile_layers
 from outrider.lm.description import describe, linear_kind
 from outrider.lm.features import FeatureStore
 from outrider.lm.gpu_passes import NUM_ROWS, GpuPasses, make_gpu_passes
@@ -275,9 +276,10 @@ class TransformersModel:
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # of the compiler, about its own code
-                compile_layers(layers)
                 # More writes than rows: sizes that differ in the first pass become separate symbols.
-                run_as_branch(self, tuple(range(3, 3 + PROBE_LEN)))
+                run = partial(run_as_branch, self, tuple(range(3, 3 + PROBE_LEN)))
+                compile_layers(layers, num_together(layers, run))
+                run()
         except RuntimeError as error:
             _LOG.warning("the model runs uncompiled: %s", str(error).strip().splitlines()[0])
             uncompile_layers(layers)

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, LlamaConfig, PretrainedConfig
 
-from outrider.lm.compilation import _are_alike, compile_layers, find_layers
+from outrider.lm.compilation import _are_alike, compile_layers, find_layers, num_together
 from outrider.lm.load_options import LoadOptions
 from outrider.lm.loading import load_model
 from outrider.lm.model import LanguageModel, SessionStep
@@ -35,23 +35,73 @@ class Layer(nn.Module):
         super().__init__()
         self.linear = nn.Linear(4, 4)
 
-    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+    def forward(self, rows: torch.Tensor, given: object = None) -> torch.Tensor:
         return torch.relu(self.linear(rows)) + rows
 
 
+def run_all(layers: list[nn.Module], rows: torch.Tensor) -> list[torch.Tensor]:
+    outputs = [rows]
+    for layer in layers:
+        outputs.append(layer(outputs[-1]))
+    return outputs[1:]
+
+
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of the compiler, about its own code
+@pytest.mark.parametrize("size", [1, 2])
 @torch.no_grad()
-def test_layers_share_code_that_is_chosen_by_the_first_one() -> None:
-    layers: list[nn.Module] = [Layer() for _ in range(3)]
+def test_layers_share_code_that_is_chosen_by_the_first_ones(size: int) -> None:
+    layers: list[nn.Module] = [Layer() for _ in range(4)]
     inputs = [torch.randn(2, 4), torch.randn(7, 4), torch.randn(2, 3, 4), torch.randn(5, 4)]
-    expected = [layers[2](layers[1](layers[0](rows))) for rows in inputs]
-    compile_layers(layers)
+    expected = [run_all(layers, rows) for rows in inputs]
+    compile_layers(layers, size)
+    codes = layers[0]._compiled_call_impl.__self__._compiled._codes  # type: ignore[union-attr]
     numbers = []
-    for rows, value in zip(inputs, expected, strict=True):
-        assert torch.allclose(layers[2](layers[1](layers[0](rows))), value)
-        numbers.append(len(layers[0]._compiled_call_impl.func._codes))  # type: ignore[union-attr]
+    for rows, values in zip(inputs, expected, strict=True):
+        for output, value in zip(run_all(layers, rows), values, strict=True):
+            assert torch.allclose(output, value)
+        numbers.append(len(codes))
     # One code for any number of rows; another one where rows have another dimension.
     assert numbers == [1, 1, 2, 2]
+
+
+@pytest.mark.parametrize(("num", "size"), [(2, 2), (4, 4), (6, 3), (7, 1), (10, 5), (30, 5)])
+def test_as_many_layers_as_divide_them_are_one_function(num: int, size: int) -> None:
+    layers: list[nn.Module] = [Layer() for _ in range(num)]
+    assert num_together(layers, lambda: run_all(layers, torch.randn(2, 4))) == size
+    assert not any(layer._compiled_call_impl for layer in layers)
+
+
+def test_layers_that_do_not_follow_each_other_stay_apart() -> None:
+    layers: list[nn.Module] = [Layer() for _ in range(4)]
+    rows = torch.randn(2, 4)
+
+    def run(*, between: float = 1.0, skipped: int = -1, given: tuple[object, ...] = (None,) * 4) -> None:
+        hidden = rows
+        for place, layer in enumerate(layers):
+            if place == 2:
+                hidden = hidden * between if between != 1 else hidden
+            if place != skipped:
+                hidden = layer(hidden, given=given[place])
+
+    shared = object()
+    assert num_together(layers, run) == 4
+    assert num_together(layers, lambda: run(given=(shared,) * 4)) == 4
+    assert num_together(layers, lambda: run(between=2.0)) == 2
+    assert num_together(layers, lambda: run(given=(None, None, shared, shared))) == 2
+    assert num_together(layers, lambda: run(given=(None, shared, None, shared))) == 1
+    assert num_together(layers, lambda: run(skipped=1)) == 1
+
+
+def test_layers_that_are_one_function_are_those_of_alike_groups() -> None:
+    layers: list[nn.Module] = [Layer() for _ in range(10)]
+
+    def run() -> None:
+        run_all(layers, torch.randn(2, 4))
+
+    layers[3].extra = 1  # type: ignore[assignment]
+    assert num_together(layers, run) == 1
+    layers[8].extra = 1  # type: ignore[assignment]
+    assert num_together(layers, run) == 5
 
 
 @pytest.mark.slow
