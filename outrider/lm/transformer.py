@@ -121,7 +121,7 @@ class TransformersModel:
         self._gpu_passes = self._made_gpu_passes(options)
         if self._gpu_passes:
             info, sizes = replace(info, part_rows=NUM_ROWS), _GPU_SIZES
-        kernel = self._kernel()
+        kernel = self._kernel(kv_dtype)
         numerics = f"{info.numerics} attention-{kernel}-{str(kv_dtype).removeprefix('torch.')}"
         split = f" ranks-{options.ranks.num}" if options.ranks else ""
         numerics = f"{numerics} linear-{linear_kind(model, packed)} layers-{layers}{split}"
@@ -210,12 +210,12 @@ class TransformersModel:
         logits: torch.Tensor = output.logits[0]
         return logits
 
-    def _kernel(self) -> str:
+    def _kernel(self, kv_dtype: torch.dtype) -> str:
         if not self._invariant:
             return "sdpa"
         if self._gpu_passes:
             return f"triton-{attention.GPU_BLOCK_LEN}"
-        return f"native-pages-{_PAGE_LEN}" if self._is_native else f"blocks-{attention.BLOCK_LEN}"
+        return native_attention.kernel(kv_dtype) if self._is_native else f"blocks-{attention.BLOCK_LEN}"
 
     def _made(self, rows: attention.PassRows) -> AnyPass:
         if self._is_native:

@@ -2,8 +2,7 @@
 
 `packed_product` multiplies bfloat16 rows with packed weights in float32: weights of bfloat16, or of 8 bits with a scale
 for each output. Each output is one chain of additions in order of the inputs, so its bits depend on its row and its
-weights only: not on the number of rows or on threads. AMX, whose instruction adds up 32 inputs by itself, has a chain
-and so bits of its own; the others have equal ones.
+weights only: not on the number of rows or on threads.
 
 `paged_attention` writes the new keys and values of a pass to their pages, then attends. An output's bits depend on its
 row and on what it sees only: keys and values are added in order of position.
@@ -13,7 +12,8 @@ of their weight and noise; the winner is then found among them exactly, with the
 
 `uniform_noise` makes the keyed random numbers of many tokens (`outrider.speculation.randomness`), with the same bits.
 
-Which variant runs follows from the CPU's features (`Variant`); but for products by AMX all have equal results.
+Which variant runs follows from the CPU's features (`Variant`). All have equal results, but for AMX: its instruction
+adds up 32 inputs by itself, so that its products, and its attention in bfloat16, have another order of additions.
 """
 
 import functools

@@ -1,16 +1,17 @@
-// Product by AMX: tiles of 16 rows and 16 columns, to which one instruction adds 16 pairs of inputs.
+// Product and attention by AMX: tiles of 16 rows and 16 columns, to which one instruction adds 16 pairs of inputs.
 //
 // An output's chain of additions is not that of the other variants: the even and the odd ones of each 32 inputs are added
 // up for themselves, in order of k, and their two sums, added, to those before. It depends on its row and its weights
-// alone, all the same.
+// alone, all the same; in attention, where 32 inputs are the keys of a page, on the row and on what it sees.
 
 #include <immintrin.h>
 
 #include <algorithm>
 #include <cstdint>
 
+#include "attention_kernel.h"
 #include "product_kernel.h"
-#include "vectors_avx512.h"
+#include "vectors_avx512_bf16.h"
 
 namespace outrider {
 namespace {
@@ -24,7 +25,8 @@ constexpr int kMostSums = 4;
 // Tiles of a block that are fetched ahead.
 constexpr int64_t kTilesAhead = 1;
 
-// What the eight tiles are: 0 to 3 sums, of both halves of a band by two blocks; 4 and 5 inputs; 6 and 7 weights.
+// What the eight tiles are: 0 to 3 sums, of both halves of a band by two blocks, or of one half by four; 4 and 5 inputs;
+// 6 and 7 weights.
 struct alignas(64) TileShapes {
   uint8_t palette = 1;
   uint8_t start_row = 0;
@@ -32,15 +34,14 @@ struct alignas(64) TileShapes {
   uint16_t row_bytes[16] = {};
   uint8_t num_rows[16] = {};
 
-  TileShapes(int64_t num_rows_of_band, int64_t num_pairs) {
-    const int64_t first = std::min(num_rows_of_band, kTileRows), second = std::max<int64_t>(1, num_rows_of_band - first);
+  // first_rows, second_rows: of the two tiles of inputs; num_pairs: that one instruction adds.
+  TileShapes(int64_t first_rows, int64_t second_rows, int64_t num_pairs, bool has_halves = false) {
     const auto set = [this](int tile, int64_t rows, int64_t cells) {
       num_rows[tile] = static_cast<uint8_t>(rows);
       row_bytes[tile] = static_cast<uint16_t>(cells * sizeof(uint32_t));
     };
-    const bool has_halves = num_rows_of_band > kTileRows;
-    for (int tile = 0; tile < 4; ++tile) set(tile, has_halves && tile % 2 == 1 ? second : first, kColumns);
-    set(4, first, num_pairs), set(5, second, num_pairs);
+    for (int tile = 0; tile < 4; ++tile) set(tile, has_halves && tile % 2 == 1 ? second_rows : first_rows, kColumns);
+    set(4, first_rows, num_pairs), set(5, second_rows, num_pairs);
     set(6, num_pairs, kColumns), set(7, num_pairs, kColumns);
   }
 };
@@ -56,9 +57,8 @@ struct ByteCells {
   using Cell = uint16_t;
   static const void* tile(const Cell* cells, int64_t num_pairs, void* scratch) {
     for (int64_t pair = 0; pair < num_pairs; ++pair) {
-      const Cell* from = cells + pair * kColumns;
-      const __m512bh both = _mm512_cvtne2ps_pbh(Avx512Vectors::bytes(from + 8), Avx512Vectors::bytes(from));
-      _mm512_store_si512(static_cast<char*>(scratch) + pair * kLineBytes, reinterpret_cast<__m512i>(both));
+      const __m512i line = Avx512Bf16::load_bytes(cells + pair * kColumns);
+      _mm512_store_si512(static_cast<char*>(scratch) + pair * kLineBytes, line);
     }
     return scratch;
   }
@@ -144,7 +144,9 @@ class TileProduct {
  private:
   void shape(int64_t num_rows, int64_t num_pairs) {
     if (num_rows == shaped_rows_ && num_pairs == shaped_pairs_) return;
-    const TileShapes shapes(num_rows, num_pairs);
+    const bool has_halves = num_rows > kTileRows;
+    const int64_t first = has_halves ? kTileRows : num_rows;
+    const TileShapes shapes(first, has_halves ? num_rows - first : first, num_pairs, has_halves);
     _tile_loadconfig(&shapes);
     shaped_rows_ = num_rows, shaped_pairs_ = num_pairs;
   }
@@ -177,7 +179,7 @@ class TileProduct {
       for (int number = 0; number < BLOCKS; ++number) {
         const int64_t sum = HALVES ? 2 * number + at / kTileRows : number;
         const float* columns = sums_.values[sum] + at % kTileRows * kColumns;
-        store_columns<Avx512Vectors>(product_, row + at, block + number, Avx512Vectors::read(columns));
+        store_columns<Avx512Bf16>(product_, row + at, block + number, Avx512Bf16::read(columns));
       }
     }
   }
@@ -201,6 +203,113 @@ class TileProduct {
   alignas(64) char scratch_[kMostSums * kTileBytes];
 };
 
+// Attention's way with a page: scores are sums over pairs of a key's numbers, outputs over pairs of keys.
+class ByTiles : public ByVectors<Avx512Bf16, Pairs<Avx512Bf16>> {
+ public:
+  static constexpr bool kAddsWholePages = true;
+
+  ~ByTiles() {
+    if (shaped_rows_ > 0) _tile_release();
+  }
+
+  void score(const Attention& attention, const Workspace& space, int64_t query, int64_t end) {
+    if (attention.key_cells % kTilePairs != 0) return ByVectors::score(attention, space, query, end);
+    const int64_t query_bytes = attention.key_cells * sizeof(uint32_t);
+    for (; query < end; query += kTileRows) {
+      shape(std::min(kTileRows, end - query));
+      _tile_zero(0);
+      _tile_zero(1);
+      for (int64_t cell = 0; cell < attention.key_cells; cell += kTilePairs) {
+        const uint32_t* keys = space.keys + cell * kPageLen;
+        _tile_loadd(4, space.queries + query * attention.key_cells + cell, query_bytes);
+        _tile_loadd(6, keys, kPageBytes);
+        _tile_dpbf16ps(0, 4, 6);
+        _tile_loadd(7, keys + kLanes, kPageBytes);
+        _tile_dpbf16ps(1, 4, 7);
+      }
+      _tile_stored(0, space.weights + query * kPageLen, kPageBytes);
+      _tile_stored(1, space.weights + query * kPageLen + kLanes, kPageBytes);
+    }
+  }
+
+  // Lays the values of each two keys of a page side by side; what is missing in the last 16 numbers is zero.
+  void pair_values(const Attention& attention, int64_t first_value, const Workspace& space) {
+    const int64_t step = attention.num_key_heads * attention.value_dim;
+    const auto* values = static_cast<const uint16_t*>(attention.values) + first_value;
+    for (int64_t pair = 0; pair < kPagePairs; ++pair) {
+      const uint16_t* given = values + 2 * pair * step;
+      for (int64_t v = 0; v < space.value_lanes; v += kLanes) {
+        const auto rest = std::min(kLanes, attention.value_dim - v);
+        const auto mask = static_cast<__mmask16>((1u << rest) - 1);
+        const __m512i even = _mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(mask, given + v));
+        const __m512i odd = _mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(mask, given + step + v));
+        const __m512i both = _mm512_or_si512(even, _mm512_slli_epi32(odd, 16));
+        _mm512_storeu_si512(space.pairs + pair * space.value_lanes + v, both);
+      }
+    }
+  }
+
+  // Adds the values of all keys of a page, times their weights, to the outputs of queries [query, end). A weight is the
+  // sum of two numbers of bfloat16, so that next to nothing of it is lost.
+  void add_whole_page(const Workspace& space, int64_t query, int64_t end) {
+    const int64_t value_bytes = space.value_lanes * sizeof(float);
+    for (; query < end; query += kTileRows) {
+      const int64_t num = std::min(kTileRows, end - query);
+      split_weights(space, query, num);
+      shape(num);
+      _tile_loadd(4, large_, kLineBytes);
+      _tile_loadd(5, small_, kLineBytes);
+      for (int64_t v = 0; v < space.value_lanes; v += kLanes) {
+        float* outputs = space.outputs + query * space.value_lanes + v;
+        _tile_loadd(0, outputs, value_bytes);
+        _tile_loadd(6, space.pairs + v, value_bytes);
+        _tile_dpbf16ps(0, 4, 6);
+        _tile_dpbf16ps(0, 5, 6);
+        _tile_stored(0, outputs, value_bytes);
+      }
+    }
+  }
+
+ private:
+  static constexpr int64_t kPageBytes = kPageLen * sizeof(float);
+  static_assert(kPagePairs == kTilePairs, "the keys of a page are the inputs of one tile");
+
+  void shape(int64_t num_rows) {
+    if (num_rows == shaped_rows_) return;
+    const TileShapes shapes(num_rows, num_rows, kTilePairs);
+    _tile_loadconfig(&shapes);
+    shaped_rows_ = num_rows;
+  }
+
+  // Splits the weights of some queries, and scales their outputs by the queries' factors.
+  void split_weights(const Workspace& space, int64_t query, int64_t num) {
+    for (int64_t at = 0; at < num; ++at) {
+      const float* weights = space.weights + (query + at) * kPageLen;
+      const __m512 first = _mm512_load_ps(weights), second = _mm512_load_ps(weights + kLanes);
+      const __m512i large = reinterpret_cast<__m512i>(_mm512_cvtne2ps_pbh(second, first));
+      const __m512 first_rest = _mm512_sub_ps(first, widened(_mm512_castsi512_si256(large)));
+      const __m512 second_rest = _mm512_sub_ps(second, widened(_mm512_extracti64x4_epi64(large, 1)));
+      const __m512i small = reinterpret_cast<__m512i>(_mm512_cvtne2ps_pbh(second_rest, first_rest));
+      _mm512_store_si512(large_ + at * kTilePairs, large);
+      _mm512_store_si512(small_ + at * kTilePairs, small);
+      if (space.factors[query + at] == 1.0f) continue;
+      const __m512 factor = _mm512_set1_ps(space.factors[query + at]);
+      float* outputs = space.outputs + (query + at) * space.value_lanes;
+      for (int64_t v = 0; v < space.value_lanes; v += kLanes) {
+        _mm512_store_ps(outputs + v, _mm512_mul_ps(_mm512_load_ps(outputs + v), factor));
+      }
+    }
+  }
+
+  static __m512 widened(__m256i numbers) {
+    return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(numbers), 16));
+  }
+
+  int64_t shaped_rows_ = 0;
+  alignas(64) uint32_t large_[kTileRows * kTilePairs];
+  alignas(64) uint32_t small_[kTileRows * kTilePairs];
+};
+
 }  // namespace
 
 void product_amx(const Product& product, int64_t begin, int64_t end) {
@@ -210,6 +319,13 @@ void product_amx(const Product& product, int64_t begin, int64_t end) {
   } else {
     TileProduct<ByteCells>(product).run(begin, end);
   }
+}
+
+void attention_amx(
+    const Attention& attention, const AttentionRow* first, const AttentionRow* last, int64_t key_head, float* scratch) {
+  if (!attention.is_bfloat16) return attention_avx512_bf16(attention, first, last, key_head, scratch);
+  const NoSubnormals guard;
+  attend_tile<Avx512Bf16, ByTiles>(attention, first, last, key_head, scratch);
 }
 
 }  // namespace outrider

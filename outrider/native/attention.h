@@ -44,6 +44,7 @@ using AttentionKernel =
 void attention_avx2(const Attention&, const AttentionRow*, const AttentionRow*, int64_t, float*);
 void attention_avx512(const Attention&, const AttentionRow*, const AttentionRow*, int64_t, float*);
 void attention_avx512_bf16(const Attention&, const AttentionRow*, const AttentionRow*, int64_t, float*);
+void attention_amx(const Attention&, const AttentionRow*, const AttentionRow*, int64_t, float*);
 
 namespace {
 
@@ -53,7 +54,7 @@ inline int64_t value_lanes(const Attention& attention) { return (attention.value
 inline int64_t attention_scratch(const Attention& attention) {
   const int64_t num_values = value_lanes(attention);
   return kMostQueries * (attention.key_cells + kPageLen + num_values + 16 + 2) +
-         kPageLen * (attention.key_cells + num_values);
+         kPageLen * (attention.key_cells + num_values) + kPageLen / 2 * num_values;
 }
 
 }  // namespace

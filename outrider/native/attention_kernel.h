@@ -20,6 +20,7 @@ namespace {
 
 constexpr int64_t kLanes = 16;
 constexpr int64_t kPageVectors = kPageLen / kLanes;
+constexpr int64_t kPagePairs = kPageLen / 2;
 constexpr float kNothing = -std::numeric_limits<float>::infinity();
 
 // Keys and queries of bfloat16: a cell is a pair.
@@ -56,6 +57,7 @@ struct Workspace {
   float* factors;     // [queries]
   uint32_t* keys;     // [key_cells, kPageLen], of one page
   float* values;      // [kPageLen, value_lanes], of one page
+  uint32_t* pairs;    // [kPagePairs, value_lanes], of one page: values of two keys that follow each other
 
   Workspace(const Attention& attention, float* scratch)
       : value_lanes(outrider::value_lanes(attention)),
@@ -66,7 +68,8 @@ struct Workspace {
         highest(totals + kMostQueries * kLanes),
         factors(highest + kMostQueries),
         keys(reinterpret_cast<uint32_t*>(factors + kMostQueries)),
-        values(factors + kMostQueries + kPageLen * attention.key_cells) {}
+        values(factors + kMostQueries + kPageLen * attention.key_cells),
+        pairs(reinterpret_cast<uint32_t*>(values + kPageLen * value_lanes)) {}
 };
 
 // Keys [first, last) of a page that a row sees.
@@ -198,8 +201,9 @@ inline void weigh(const Attention& attention, const Workspace& space, int64_t qu
     space.factors[query] = 0.0f;
     return;
   }
-  alignas(64) float factor[kLanes];
-  Isa::store(factor, exponential<Isa>(Isa::spread_float(before - highest)));
+  alignas(64) float factor[kLanes] = {1.0f};
+  // Of a zero the exponential is 1, bit for bit.
+  if (before != highest) Isa::store(factor, exponential<Isa>(Isa::spread_float(before - highest)));
   Sum total = Isa::times(Isa::read(space.totals + query * kLanes), Isa::spread_float(factor[0]));
   for (int64_t v = 0; v < kPageVectors; ++v) {
     const Sum weight = exponential<Isa>(Isa::minus(scores[v], Isa::spread_float(highest)));
@@ -248,10 +252,26 @@ inline void copy_values(const Attention& attention, int64_t first_value, Seen ke
   }
 }
 
-// Adds one page to the outputs of rows [first, last) of a tile, all of which see some of it.
+// How scores are computed, and how weights and values are added up: by vectors.
 template <class Isa, class Kind>
+struct ByVectors {
+  // Whether pages that a row sees whole are added to outputs by `add_whole_page`.
+  static constexpr bool kAddsWholePages = false;
+
+  // Writes the scores of queries [query, end) for the keys of a page.
+  void score(const Attention& attention, const Workspace& space, int64_t query, int64_t end) {
+    for (; query < end; query += Isa::kScoreRows) {
+      score_rows<Isa, Kind, Isa::kScoreRows>(
+          space.queries + query * attention.key_cells, space.keys, attention.key_cells, space.weights + query * kPageLen,
+          std::min<int64_t>(Isa::kScoreRows, end - query));
+    }
+  }
+};
+
+// Adds one page to the outputs of rows [first, last) of a tile, all of which see some of it.
+template <class Isa, class Way>
 inline void add_page(
-    const Attention& attention, const Workspace& space, const AttentionRow* tile, int64_t first, int64_t last,
+    Way& way, const Attention& attention, const Workspace& space, const AttentionRow* tile, int64_t first, int64_t last,
     int64_t index, int64_t key_head) {
   const int64_t page_start = index * kPageLen;
   Seen keys{kPageLen, 0};
@@ -261,22 +281,18 @@ inline void add_page(
   }
   const int64_t slot = tile[first].pages[index] * kPageLen;
   const int64_t key_step = attention.num_key_heads * attention.key_cells;
+  const int64_t first_value = slot * attention.num_key_heads * attention.value_dim + key_head * attention.value_dim;
   transpose_keys<Isa>(
       attention, attention.keys + slot * key_step + key_head * attention.key_cells, keys, space.keys);
-  copy_values<Isa>(
-      attention, slot * attention.num_key_heads * attention.value_dim + key_head * attention.value_dim, keys, space);
-  const int64_t group = attention.group, end = last * group;
-  for (int64_t query = first * group; query < end; query += Isa::kScoreRows) {
-    score_rows<Isa, Kind, Isa::kScoreRows>(
-        space.queries + query * attention.key_cells, space.keys, attention.key_cells, space.weights + query * kPageLen,
-        std::min<int64_t>(Isa::kScoreRows, end - query));
-  }
+  const int64_t group = attention.group;
+  way.score(attention, space, first * group, last * group);
   for (int64_t row = first; row < last; ++row) {
     const Seen seen = seen_keys(attention, tile[row].position, page_start);
     for (int64_t query = row * group; query < (row + 1) * group; ++query) weigh<Isa>(attention, space, query, seen);
   }
   // Rows that see the same keys go together. Keys that a row does not see have weight zero, but must not be added all
   // the same: a value that is no number would spoil the sum, and a negative zero would lose its sign.
+  bool has_values = false, has_pairs = false;
   for (int64_t row = first; row < last;) {
     const Seen seen = seen_keys(attention, tile[row].position, page_start);
     const auto sees_the_same = [&](const AttentionRow& other) {
@@ -285,6 +301,17 @@ inline void add_page(
     };
     int64_t next = row + 1;
     while (next < last && sees_the_same(tile[next])) ++next;
+    if constexpr (Way::kAddsWholePages) {
+      if (seen.last - seen.first == kPageLen) {
+        if (!has_pairs) way.pair_values(attention, first_value, space);
+        has_pairs = true;
+        way.add_whole_page(space, row * group, next * group);
+        row = next;
+        continue;
+      }
+    }
+    if (!has_values) copy_values<Isa>(attention, first_value, keys, space);
+    has_values = true;
     for (int64_t query = row * group; query < next * group; query += Isa::kValueRows) {
       value_rows<Isa, Isa::kValueRows>(space, query, std::min<int64_t>(Isa::kValueRows, next * group - query), seen);
     }
@@ -314,11 +341,12 @@ inline void write_output(const Attention& attention, const Workspace& space, int
   }
 }
 
-template <class Isa, class Kind>
+template <class Isa, class Way>
 inline void attend_tile(
     const Attention& attention, const AttentionRow* tile, const AttentionRow* tile_end, int64_t key_head,
     float* scratch) {
   const Workspace space(attention, scratch);
+  Way way;
   const int64_t num_rows = tile_end - tile, group = attention.group;
   int64_t last_page = 0;
   for (int64_t row = 0; row < num_rows; ++row) {
@@ -346,7 +374,7 @@ inline void attend_tile(
       }
       int64_t end = row + 1;
       while (end < num_rows && sees(end) && tile[end].pages[index] == tile[row].pages[index]) ++end;
-      add_page<Isa, Kind>(attention, space, tile, row, end, index, key_head);
+      add_page<Isa>(way, attention, space, tile, row, end, index, key_head);
       row = end;
     }
   }
@@ -363,9 +391,9 @@ inline void attend(
     float* scratch) {
   const NoSubnormals guard;
   if (attention.is_bfloat16) {
-    attend_tile<Isa, Pairs<Isa>>(attention, first, last, key_head, scratch);
+    attend_tile<Isa, ByVectors<Isa, Pairs<Isa>>>(attention, first, last, key_head, scratch);
   } else {
-    attend_tile<Isa, Singles<Isa>>(attention, first, last, key_head, scratch);
+    attend_tile<Isa, ByVectors<Isa, Singles<Isa>>>(attention, first, last, key_head, scratch);
   }
 }
 

@@ -54,7 +54,7 @@ constexpr outrider::AttentionKernel kAttentions[] = {
     outrider::attention_avx2,
     outrider::attention_avx512,
     outrider::attention_avx512_bf16,
-    outrider::attention_avx512_bf16,
+    outrider::attention_amx,
 };
 
 // Share by which a bound may be wrong.

@@ -57,7 +57,7 @@ def named(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
         )
         loaded = load_model(folder, options)
     is_native = native.best_variant() is not None and how not in ("blocks", "gpu")
-    assert ("attention-native" in loaded.model.info.numerics) == is_native
+    assert any(f"attention-{kind}-pages" in loaded.model.info.numerics for kind in ("native", "amx")) == is_native
     assert ("attention-triton" in loaded.model.info.numerics) == (how == "gpu")
     assert ("attention-blocks" in loaded.model.info.numerics) == (not is_native and how != "gpu")
     assert ("torchao" in loaded.model.info.numerics) == (how == "int8")

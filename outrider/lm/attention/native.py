@@ -9,6 +9,7 @@ from typing import Final, NamedTuple
 
 import torch
 
+from outrider import native
 from outrider.lm.attention.rows import PassRows
 
 PAGE_LEN: Final = 32
@@ -40,6 +41,12 @@ def lay_out(rows: PassRows) -> NativePass:
 def page_dtype(dtype: torch.dtype, key_dims: set[int]) -> torch.dtype:
     """Return the dtype of the pages of a model: bfloat16 if the operator can read it, else float32."""
     return dtype if dtype == torch.bfloat16 and all(dim % 2 == 0 for dim in key_dims) else torch.float32
+
+
+def kernel(dtype: torch.dtype) -> str:
+    """Return the name of the bits for pages of a dtype, which is part of `numerics`: AMX has its own for bfloat16."""
+    has_tiles = native.best_variant() is native.Variant.AMX and dtype == torch.bfloat16
+    return f"{'amx' if has_tiles else 'native'}-pages-{PAGE_LEN}"
 
 
 def attend(
