@@ -12,8 +12,9 @@ import math
 from dataclasses import dataclass, field
 from typing import Final
 
-_WORTH: Final = 0.98
-"""Speculation goes on above this ratio of the rates: what is measured as equal may pay once the text changes."""
+_WORTH: Final = 1.03
+"""Speculation goes on above this ratio of the rates. What is measured as equal costs: drafts have texts to read first,
+and sessions that end at different times leave passes less full."""
 _SETTLE: Final = 2
 """Passes after a change that do not count: proposals are on their way, or the first ones are."""
 _TURNS: Final = 8

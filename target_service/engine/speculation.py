@@ -18,6 +18,10 @@ _MAX_STOCK: Final = 32
 """Nodes by whose values a wait is decided; a pass verifies fewer of one session."""
 _FADING: Final = 0.1
 _AT_ONCE_S: Final = 0.001
+_IDLE_ROUNDS: Final = 8
+_LEAST_LEFT: Final = 16
+"""Tokens that a request must have left after so many rounds without its draft, for the draft to be asked again: it has
+all text since then to read first."""
 
 
 class Speculation:
@@ -47,7 +51,7 @@ class Speculation:
         self._is_late = False
         self._plan = RoundPlan()
         self._has_news = self._waits = self._is_answering = False
-        self._num_left = 0
+        self._num_left = self._num_idle = 0
         self._started = 0.0
         self._begun_depth = 0
         self._expected_waits_s: Sequence[float] = ()
@@ -144,6 +148,7 @@ class Speculation:
             now: monotonic time.
         """
         self._started, self._num_left = now, num_left
+        self._num_idle = 0 if self._plan.wants_draft else self._num_idle + 1
         self._reached_at = self._ready_at = self._news_at = None
         self._is_answering = False
         self._decide(now)
@@ -157,7 +162,9 @@ class Speculation:
 
     def _decide(self, now: float) -> None:
         """Decide what the round waits for; again where nodes have arrived."""
-        terms, max_depth, depth = self.terms, self._max_depth(self._num_left), self._received.depth
+        terms, depth = self.terms, self._received.depth
+        is_too_late = self._num_idle > _IDLE_ROUNDS and self._num_left < _LEAST_LEFT
+        max_depth = 0 if is_too_late else self._max_depth(self._num_left)
         is_enough = depth >= min(terms.draft_min, max_depth)
         stock = [item.value for item in islice(self._received.candidates(max_depth), _MAX_STOCK)] if is_enough else []
         self._plan = self._policy.begin(

@@ -48,6 +48,12 @@ def test_a_trial_of_what_cost_much_takes_a_hundredth_of_the_time() -> None:
     assert rate > 0.985 and share > 0
 
 
+def test_drafts_that_gain_nothing_are_left_out() -> None:
+    worker = Worker(16)
+    worker.run(500, slowdown=1.3, accepted=0.3, noise=0.01)
+    assert worker.run(2000, slowdown=1.3, accepted=0.3, noise=0.01)[1] < 0.1
+
+
 @pytest.mark.parametrize("num_sessions", [1, 4, 32])
 def test_drafts_that_pay_go_on_but_for_one_pass_in_a_hundred(num_sessions: int) -> None:
     worker = Worker(num_sessions)

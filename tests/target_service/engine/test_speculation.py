@@ -365,3 +365,20 @@ def test_nodes_that_took_no_step_do_not_say_when_those_of_a_model_come() -> None
     for _ in range(20):
         assert answer(0.001, 0.0) == pytest.approx(0.03)
     assert speculation._policy.draft.step_s == 0.005
+
+
+@pytest.mark.parametrize(("num_idle", "num_left", "wants"), [(40, 15, False), (40, 16, True), (7, 15, True)])
+def test_a_draft_that_was_not_needed_for_long_is_not_asked_for_the_last_few_tokens(
+    num_idle: int, num_left: int, wants: bool
+) -> None:
+    statistics = WorkerStatistics()
+    terms = SpeculationTerms(num_speculative_tokens=4, max_wait_s=1.0)
+    speculation = Speculation(terms, AcceptanceRule.COUPLED, statistics, adapts=True)
+    speculation.restart(len(PROMPT))
+    statistics.guard._case.speculates = False
+    for place in range(num_idle):
+        speculation.begin(100 - place, float(place))
+        assert not speculation.wants_draft
+    statistics.guard._case.speculates = True
+    speculation.begin(num_left, 50.0)
+    assert speculation.wants_draft is wants
