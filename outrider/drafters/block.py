@@ -53,14 +53,11 @@ class BlockDrafter(Eagle3Drafter):
         size = self._size(proposal)
         if columns.first + num < len(proposal.token_ids) - 1 or size == 1:
             return columns
-        total = num + size - 1
-        mask = torch.ones(total, columns.first + total, dtype=torch.bool, device=columns.mask.device)
         return Rows(
             torch.cat([columns.hidden, columns.hidden[-1:] + self._mask_features[: size - 1]]),
             torch.cat([columns.embeddings, self._mask_embeddings[: size - 1]]),
-            range(columns.first, columns.first + total),
+            range(columns.first, columns.first + num + size - 1),
             columns.first,
-            mask.tril(columns.first),
         )
 
     def _size(self, proposal: OpenProposal) -> int:
@@ -74,6 +71,7 @@ class BlockDrafter(Eagle3Drafter):
             return
         blocks = [item.outputs[item.tree.root] for item in items]
         states, logits = self._passes.logits(torch.cat(blocks))
+        states = self._transition.states(states)
         firsts = [sum(map(len, blocks[:place])) for place in range(len(items))]
         edges = [(item, first, item.edge) for item, first in zip(items, firsts, strict=True)]
         while edges:
@@ -83,11 +81,11 @@ class BlockDrafter(Eagle3Drafter):
             item.tree.proposal.fill(item.tree.take())
 
     def _expand(self, edges: Sequence[tuple[OpenTree, int, list[Node]]], states: Tensor, logits: Tensor) -> None:
-        """Expand nodes of all sessions, given the states and logits of all rows: [R, H], [R, D]."""
+        """Expand nodes of all sessions, given what all rows add to a transition, [R, rank], and their logits, [R, D]."""
         rows = [first + node.depth for _, first, nodes in edges for node in nodes]
         before = [_token_before(item, node) for item, _, nodes in edges for node in nodes]
-        chosen = torch.tensor(rows, device=states.device)
-        embeddings = functional.embedding(torch.tensor(before, device=states.device), self._embedding)
+        chosen, token_ids = torch.tensor([rows, before], device=states.device)
+        embeddings = functional.embedding(token_ids, self._embedding)
         found = logits[chosen] + self._transition(embeddings, states[chosen])
         for (item, _, nodes), part in zip(
             edges, torch.split(found, [len(nodes) for _, _, nodes in edges]), strict=True

@@ -87,7 +87,7 @@ class HeadState:
         self._agreed_len = len(self._token_ids)
         self.last_output = last_output
 
-    def attend(self, query: Tensor, key: Tensor, value: Tensor, first: int, mask: Tensor) -> Tensor:
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, first: int, mask: Tensor | None) -> Tensor:
         """Store new rows' keys and values from slot `first` on, and return their outputs.
 
         Args:
@@ -95,13 +95,15 @@ class HeadState:
             key: [kv_heads, T, dim].
             value: [kv_heads, T, dim].
             first: slots before it are columns, or nodes that were run before.
-            mask: the slots to which each row attends: bool [T, first + T].
+            mask: the slots to which each row attends: bool [T, first + T]; None for all up to its own.
 
         Returns:
             [T, heads * dim].
         """
         end = first + key.shape[1]
         self._reserve(end)
+        if mask is None:
+            mask = torch.ones(key.shape[1], end, dtype=torch.bool, device=key.device).tril(first)
         self.keys[:, first:end], self.values[:, first:end] = key, value
         keys, values = self.keys[None, :, :end], self.values[None, :, :end]
         # The query heads that share keys are rows of one head, which takes less time than `enable_gqa`.

@@ -70,14 +70,14 @@ class Rows:
         embeddings: that are concatenated with it: [T, H].
         positions: of the rows.
         first: slot of the first row.
-        mask: bool [T, first + T].
+        mask: the slots to which each row attends: bool [T, first + T]; None for all up to its own.
     """
 
     hidden: Tensor
     embeddings: Tensor
     positions: Sequence[int]
     first: int
-    mask: Tensor
+    mask: Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -242,9 +242,8 @@ class Eagle3Drafter(Drafter):
         state = self._state(proposal)
         first = state.num_columns
         features = state.features.take(num).to(self._device)
-        mask = torch.ones(num, first + num, dtype=torch.bool, device=self._device).tril(first)
         token_ids = proposal.token_ids[first + 1 : first + 1 + num]
-        return Rows(self._passes.fuse(features), self._embed(token_ids), range(first, first + num), first, mask)
+        return Rows(self._passes.fuse(features), self._embed(token_ids), range(first, first + num), first)
 
     def _embed(self, token_ids: Sequence[int]) -> Tensor:
         return functional.embedding(torch.tensor(token_ids, device=self._device), self._embedding)

@@ -107,9 +107,14 @@ class TransitionPass:
         self._token, self._state = joined(transition.token), joined(transition.state)
         self._output = joined(transition.output)
 
+    def states(self, states: Tensor) -> Tensor:
+        """Return what states, [R, H], add to a transition: [R, rank]."""
+        added: Tensor = self._state(states)
+        return added
+
     def __call__(self, embeddings: Tensor, states: Tensor) -> Tensor:
-        """Return the additions to the logits, [N, D]; embeddings and states are [N, H]."""
-        added: Tensor = self._output(functional.silu(self._token(embeddings) + self._state(states)))
+        """Return the additions to the logits, [N, D], after tokens with embeddings [N, H]; of `states` [N, rank]."""
+        added: Tensor = self._output(functional.silu(self._token(embeddings) + states))
         return added
 
 
