@@ -81,7 +81,7 @@ class BlockDrafter(Eagle3Drafter):
             item.tree.proposal.fill(item.tree.take())
 
     def _expand(self, edges: Sequence[tuple[OpenTree, int, list[Node]]], states: Tensor, logits: Tensor) -> None:
-        """Expand nodes of all sessions, given what all rows add to a transition, [R, rank], and their logits, [R, D]."""
+        """Expand nodes of all sessions, given all rows' parts of a transition, [R, rank], and logits, [R, D]."""
         rows = [first + node.depth for _, first, nodes in edges for node in nodes]
         before = [_token_before(item, node) for item, _, nodes in edges for node in nodes]
         chosen, token_ids = torch.tensor([rows, before], device=states.device)
