@@ -196,3 +196,18 @@ class LanguageModel(Protocol):
             For each step, logits [1 + len(tree), V]: row 0 is after the span's last token, row n after node n.
             [0, V] if `wants_logits` is false.
         """
+
+
+def joined(parts: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Return rows [N, V] that follow each other in parts, [n, V]; not copied where they lie in one tensor already."""
+    full = [part for part in parts if part.numel()]
+    if not full:
+        return parts[0]
+    first = full[0]
+    ends = [part.data_ptr() + part.nbytes for part in full]
+    follow = all(part.data_ptr() == end for part, end in zip(full[1:], ends, strict=False))
+    storage = first.untyped_storage().data_ptr()
+    are_one = all(part.is_contiguous() and part.untyped_storage().data_ptr() == storage for part in full)
+    if not follow or not are_one:
+        return torch.cat(full)
+    return first.as_strided((sum(map(len, full)), *first.shape[1:]), first.stride())

@@ -61,6 +61,8 @@ constexpr outrider::AttentionKernel kAttentions[] = {
 constexpr float kSlack = 2e-3f;
 // Tokens that one thread looks at, at least.
 constexpr int64_t kLeastTokens = 8192;
+// Tokens that are passed over together.
+constexpr int64_t kTokensAtOnce = 256;
 
 // Whether the CPU has AMX for bfloat16, and the operating system lets this process use it.
 bool may_use_tiles() {
@@ -85,6 +87,19 @@ int64_t best_variant() {
   }
   if (!__builtin_cpu_supports("avx512bf16")) return 1;
   return may_use_tiles() ? 3 : 2;
+}
+
+// Memory of this thread, at a multiple of 64 bytes, which is kept for the next call.
+float* thread_scratch(int64_t num_floats) {
+  constexpr uintptr_t kAlignment = 64;
+  thread_local std::unique_ptr<float[]> memory;
+  thread_local int64_t size = 0;
+  if (size < num_floats) {
+    memory = std::make_unique_for_overwrite<float[]>(num_floats + kAlignment / sizeof(float));
+    size = num_floats;
+  }
+  const uintptr_t address = reinterpret_cast<uintptr_t>(memory.get());
+  return memory.get() + (kAlignment - address % kAlignment) % kAlignment / sizeof(float);
 }
 
 // rows: bfloat16 [..., K]. weight: bfloat16 [blocks, ceil(K / 2), 16, 2]; or int8, with scales, float32 [blocks, 16].
@@ -182,6 +197,13 @@ Tensor uniform_noise(const Tensor& token_ids, const Tensor& counters, int64_t va
   return output;
 }
 
+// Whether any of the numbers is at least so large: a loop without branches.
+bool has_at_least(const float* first, const float* last, float least) {
+  int has = 0;
+  for (; first < last; ++first) has |= *first >= least;
+  return has != 0;
+}
+
 // scores: float32 [R, V], contiguous, its largest in a row `tops`, float32 [R]. inverse_temperatures: float32 [R].
 // counters: int64 [R, 5], three words of a Philox counter and two of its key. Returns int64 [2, M]: rows and tokens of
 // those that can win their row's race, in order.
@@ -207,7 +229,7 @@ Tensor race_candidates(
   const auto* scales = static_cast<const float*>(inverse_temperatures.const_data_ptr());
   const auto* numbers = static_cast<const int64_t*>(counters.const_data_ptr());
   const int64_t num_parts = (num_tokens + kLeastTokens - 1) / kLeastTokens;
-  std::vector<float> bounds(num_rows * num_tokens);
+  float* bounds = thread_scratch(num_rows * num_tokens);
   std::vector<float> bests(num_rows * num_parts);
   torch::stable::parallel_for(0, num_rows * num_parts, 1, [&](int64_t first, int64_t last) {
     for (int64_t part = first; part < last; ++part) {
@@ -215,17 +237,22 @@ Tensor race_candidates(
       const outrider::RaceRow race{
           values + row * num_tokens, largest[row], scales[row], counter_of(numbers + row * 5)};
       const int64_t end = std::min(begin + kLeastTokens, num_tokens);
-      bests[part] = kRaces[variant](race, begin, end, bounds.data() + row * num_tokens);
+      bests[part] = kRaces[variant](race, begin, end, bounds + row * num_tokens);
     }
   });
   std::vector<int64_t> rows, tokens;
   for (int64_t row = 0; row < num_rows; ++row) {
     const float* first = bests.data() + row * num_parts;
     const float least = *std::max_element(first, first + num_parts) * (1.0f - kSlack);
-    for (int64_t token = 0; token < num_tokens; ++token) {
-      if (bounds[row * num_tokens + token] < least) continue;
-      rows.push_back(row);
-      tokens.push_back(token);
+    const float* bound = bounds + row * num_tokens;
+    for (int64_t begin = 0; begin < num_tokens; begin += kTokensAtOnce) {
+      const int64_t end = std::min(begin + kTokensAtOnce, num_tokens);
+      if (!has_at_least(bound + begin, bound + end, least)) continue;
+      for (int64_t token = begin; token < end; ++token) {
+        if (bound[token] < least) continue;
+        rows.push_back(row);
+        tokens.push_back(token);
+      }
     }
   }
   Tensor output = torch::stable::new_empty(counters, {2, static_cast<int64_t>(rows.size())});
@@ -296,19 +323,6 @@ bool has_whole_cells(const Tensor& tensor) {
   const auto is_whole = [](uint64_t num_bytes) { return num_bytes % sizeof(uint32_t) == 0; };
   return tensor.stride(3) == 1 && is_whole(reinterpret_cast<uintptr_t>(tensor.const_data_ptr())) &&
          is_whole(tensor.stride(1) * tensor.element_size()) && is_whole(tensor.stride(2) * tensor.element_size());
-}
-
-// Memory of this thread, at a multiple of 64 bytes, which is kept for the next call.
-float* thread_scratch(int64_t num_floats) {
-  constexpr uintptr_t kAlignment = 64;
-  thread_local std::unique_ptr<float[]> memory;
-  thread_local int64_t size = 0;
-  if (size < num_floats) {
-    memory = std::make_unique_for_overwrite<float[]>(num_floats + kAlignment / sizeof(float));
-    size = num_floats;
-  }
-  const uintptr_t address = reinterpret_cast<uintptr_t>(memory.get());
-  return memory.get() + (kAlignment - address % kAlignment) % kAlignment / sizeof(float);
 }
 
 // query: [1, heads, rows, key_dim]. new_keys, new_values: [1, key_heads, rows, ...]. keys, values: [slots, key_heads,

@@ -109,19 +109,22 @@ def _drawn(logits: Tensor, draws: Sequence[Draw]) -> Tensor:
         token_ids = scores.argmax(-1)  # a NaN, if there is one
         tops = scores.gather(1, token_ids.unsqueeze(1)).squeeze(1)
         return torch.stack((token_ids, tops.isfinite().long()))
-    are_finite = scores.amax(-1).isfinite()
-    # The caller raises for such a row; until then it must not affect the others.
-    scores = scores.masked_fill(~are_finite.unsqueeze(1), 0.0)
-    contenders = _contenders(scores, draws)
+    tops = scores.amax(-1)
+    are_finite = tops.isfinite()
+    if scores.device.type != "cpu" or not are_finite.all():
+        # The caller raises for such a row; until then it must not affect the others.
+        scores, tops = scores.masked_fill(~are_finite.unsqueeze(1), 0.0), tops.masked_fill(~are_finite, 0.0)
+    contenders = _contenders(scores, tops, draws)
     weights = target_weights(tempered(scores, metadata), metadata) if contenders is None else contenders
     return torch.stack((_race(weights, draws), are_finite.long()))
 
 
-def _contenders(scores: Tensor, draws: Sequence[Draw]) -> Support | None:
+def _contenders(scores: Tensor, tops: Tensor, draws: Sequence[Draw]) -> Support | None:
     """Return the tokens that can win their row's race, with the weights of `target_weights`.
 
     Args:
-        scores: finite at each row's largest, [R, V].
+        scores: [R, V].
+        tops: the largest of each row, finite: [R].
         draws: of the rows.
 
     Returns:
@@ -134,7 +137,6 @@ def _contenders(scores: Tensor, draws: Sequence[Draw]) -> Support | None:
     if any(item.min_p or Truncation.of(item, scores.shape[-1]) is not Truncation.NONE for item in parameters):
         return None
     temperatures = torch.tensor([item.temperature for item in parameters], dtype=torch.float64)
-    tops = scores.amax(-1)
     _, base_len, purpose = Counter(Purpose.TARGET, 0).words
     counters = torch.tensor([(draw.position, base_len, purpose, *draw.key) for draw in draws])
     find = torch.ops.outrider.race_candidates.default

@@ -13,7 +13,7 @@ import torch
 
 from outrider.control.guard import SpeculationGuard
 from outrider.control.pass_times import PassTimes
-from outrider.lm.model import LanguageModel
+from outrider.lm.model import LanguageModel, joined
 from outrider.serving.unexpected import UnexpectedErrors
 from target_service.engine.conclusion import RoundTimes, conclude
 from target_service.engine.counters import EngineLoad
@@ -155,7 +155,7 @@ class Passes:
             for share, logits in judged:
                 rounds.append(Round(share.request, first, share.tree, share.masks))
                 first += len(logits)
-            results = decide_all(rounds, torch.cat([logits for _, logits in judged]), self._max_len)
+            results = decide_all(rounds, joined([logits for _, logits in judged]), self._max_len)
             return list(zip((share for share, _ in judged), results, strict=True))
         except Exception as error:
             if len(judged) == 1:

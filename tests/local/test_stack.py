@@ -216,8 +216,18 @@ def test_published_heads_get_the_target_of_the_stack(tmp_path: Path) -> None:
     assert "OUTRIDER_TARGET" not in spec.environment
 
 
-def test_a_targets_workers_do_not_spin_for_long_unless_told_to(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("drafter", ["block", "eagle3+suffix", "layers"])
+def test_a_targets_workers_do_not_spin_for_long_beside_a_model_that_drafts(
+    drafter: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stack = StackOptions(drafts=(DraftOptions("ngram"), DraftOptions(drafter)))
     monkeypatch.delenv("GOMP_SPINCOUNT", raising=False)
-    assert [spec.environment["GOMP_SPINCOUNT"] for spec in options().target_specs()] == ["20000"]
+    assert [spec.environment["GOMP_SPINCOUNT"] for spec in stack.target_specs()] == ["20000"]
     monkeypatch.setenv("GOMP_SPINCOUNT", "7")
-    assert [spec.environment["GOMP_SPINCOUNT"] for spec in options().target_specs()] == ["7"]
+    assert [spec.environment["GOMP_SPINCOUNT"] for spec in stack.target_specs()] == ["7"]
+
+
+@pytest.mark.parametrize("drafts", [(), (DraftOptions("ngram"), DraftOptions("suffix"))])
+def test_without_one_they_spin_as_long_as_usual(drafts: tuple[DraftOptions, ...]) -> None:
+    (spec,) = StackOptions(drafts=drafts).target_specs()
+    assert "GOMP_SPINCOUNT" not in spec.environment
