@@ -35,7 +35,7 @@ class KVStorage:
         dtype: of keys and values.
         device: device of the tensors.
         reads_masked: whether attention reads positions that no row sees: it multiplies them by 0, so that they must be
-            numbers, and pages are copied as a whole.
+            numbers: new pages are cleared, and pages are copied as a whole.
     """
 
     def __init__(
@@ -99,10 +99,10 @@ class KVStorage:
             start += num
 
     def prepare(self, new_pages: Sequence[int], copies: Sequence[PageCopy]) -> None:
-        """Clear new pages, then copy pages; see `StepLayout`."""
+        """Clear new pages where attention reads all of them, then copy pages; see `StepLayout`."""
         copied = {copy.target for copy in copies}
         empty = [page for page in new_pages if page not in copied]
-        if empty:
+        if empty and self._reads_masked:
             # Old content is masked, but 0 times NaN is NaN: a failed session must not affect another.
             for pages in self._pages:
                 pages[:, empty] = 0

@@ -1,8 +1,8 @@
 """The thread that runs a worker's engine, and the two protocols of what it calls in every turn.
 
 A turn applies commands within a budget, drops sessions that are too old, runs a step, and publishes the outcome. Where
-the step left nothing to do the thread sleeps until a command comes or the engine's next time is reached. Only this
-thread touches the engine and the sessions.
+the step left nothing to do the thread sleeps until a command comes or the engine's next time is reached, and its OpenMP
+workers end: a draft may need their cores. Only this thread touches the engine and the sessions.
 """
 
 import logging
@@ -15,6 +15,7 @@ from typing import Final, Generic, Protocol, TypeVar
 
 from outrider.errors import OutriderError
 from outrider.serving.inbox import Inbox, ReadBudget
+from outrider.serving.openmp import end_workers
 from outrider.serving.session_failures import EngineFailed, SessionFailures
 
 _LOG: Final = logging.getLogger(__name__)
@@ -208,6 +209,8 @@ class EngineLoop(Generic[CommandT]):
         if not goes_on:
             wait_s = self._engine.wait_s()
             self._busy_since = None
+            if not len(self._inbox):
+                end_workers()
             self._inbox.wait(wait_s)
 
     def _apply(self, item: CommandT | _Call) -> None:

@@ -43,6 +43,14 @@ def test_new_pages_are_cleared_before_pages_are_copied() -> None:
     assert keys.view(4, -1)[:2].isnan().all()
 
 
+def test_new_pages_stay_as_they_are_where_only_what_is_seen_is_read() -> None:
+    storage = KVStorage([LayerShape(1, 2, 2)], 4, 4, torch.float32, CPU, reads_masked=False)
+    for tensor in storage.tensors:
+        tensor.fill_(float("nan"))
+    storage.prepare(new_pages=[2], copies=[])
+    assert all(tensor.isnan().all() for tensor in storage.tensors)
+
+
 def test_of_a_page_only_what_is_read_is_copied() -> None:
     for reads_masked, num_copied in ((False, 3), (True, 4)):
         storage = KVStorage([LayerShape(1, 2, 2)], 3, 4, torch.float32, CPU, reads_masked=reads_masked)

@@ -8,6 +8,7 @@ from contextlib import asynccontextmanager
 import pytest
 
 from outrider.errors import InvalidArgument, OutriderError
+from outrider.serving import engine_loop
 from outrider.serving.engine_loop import EngineLoop
 from outrider.serving.inbox import MAX_WAITING_ITEMS
 from outrider.serving.session_failures import EngineFailed
@@ -129,6 +130,17 @@ async def test_writers_are_applied_in_turn_and_each_in_order() -> None:
         pause.is_over.set()
         await recorder.settled()
         assert recorder.words == [f"{name} {number}" for number in range(3) for name in "abc"]
+
+
+async def test_its_workers_end_before_it_sleeps_and_not_between_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with running() as recorder:
+        await recorder.settled()
+        monkeypatch.setattr(engine_loop, "end_workers", lambda: recorder.calls.append("end workers"))
+        recorder.num_steps_left = 20
+        recorder.loop.run_in_engine(lambda: None)
+        await recorder.until(lambda: "end workers" in recorder.calls)
+        assert recorder.num_steps_left == 0
+        assert recorder.calls[-21:] == [*["publish"] * 20, "end workers"]
 
 
 async def test_steps_follow_each_other_until_there_is_nothing_to_do() -> None:
