@@ -24,6 +24,9 @@ _FIRST: Final = {True: 48, False: 128}
 _MOST: Final = {True: 1024, False: 2048}
 """Passes with speculation, and without, from one trial of the other to the next: at first, and at most. With more
 sessions fewer passes of the first kind show as much, down to a quarter."""
+_INHERITED: Final = 1024
+"""Passes without speculation until the first trial, where that is known from fewer sessions: more of them share the
+same cores and drafts, and all drafts have their texts to read for a trial."""
 _TRIAL_SHARE: Final = 0.01
 """Share of the time that trials may take from then on: one that was found to cost much is long not repeated."""
 _MOST_FASTER: Final = 4
@@ -153,7 +156,9 @@ class SpeculationGuard:
 
     def _found(self, level: int) -> _Case:
         if level not in self._cases:
-            self._cases[level] = _Case(level, self._below(level).speculates)
+            case = self._cases[level] = _Case(level, self._below(level).speculates)
+            if not case.speculates:
+                case.interval = _INHERITED
         return self._cases[level]
 
     def _below(self, level: int) -> _Case:

@@ -83,6 +83,8 @@ def test_each_number_of_sessions_has_its_own_answer_and_begins_with_that_of_fewe
     worker.num_sessions = 33
     worker.run(2, slowdown=1.5, accepted=0.1)
     assert not worker.guard.allows  # never seen either, but with fewer it did not pay
+    _, share = worker.run(900, slowdown=1.1, accepted=0.8)
+    assert not share  # nor is it tried soon
     worker.run(400, slowdown=1.1, accepted=0.8)
     assert worker.guard.allows
     worker.num_sessions = 31
