@@ -7,6 +7,7 @@
 #include <immintrin.h>
 
 #include <algorithm>
+#include <atomic>
 #include <cstdint>
 
 #include "attention_kernel.h"
@@ -20,10 +21,17 @@ constexpr int64_t kTileRows = 16;
 constexpr int64_t kTilePairs = 16;
 constexpr int64_t kTileBytes = kTilePairs * kLineBytes;
 constexpr int64_t kBandRows = 2 * kTileRows;
+// Rows that pass over a part of the weights, one band after another.
+constexpr int64_t kPanelRows = 512;
 // Blocks of columns that are added up together: their sums take four of eight tiles.
 constexpr int kMostSums = 4;
+// Tiles of a block that stay in the innermost cache, with as many of a band's inputs.
+constexpr int64_t kTilesAtOnce = 8;
 // Tiles of a block that are fetched ahead.
 constexpr int64_t kTilesAhead = 1;
+
+// Has the compiler store what tiles are to be loaded from: it does not know that the instructions read memory.
+inline void before_tiles() { std::atomic_signal_fence(std::memory_order_seq_cst); }
 
 // What the eight tiles are: 0 to 3 sums, of both halves of a band by two blocks, or of one half by four; 4 and 5 inputs;
 // 6 and 7 weights.
@@ -46,6 +54,11 @@ struct alignas(64) TileShapes {
   }
 };
 
+inline void load(const TileShapes& shapes) {
+  before_tiles();
+  _tile_loadconfig(&shapes);
+}
+
 // Weights as tiles: those of bfloat16 lie in memory as they are loaded.
 struct WholeCells {
   using Cell = uint32_t;
@@ -60,6 +73,7 @@ struct ByteCells {
       const __m512i line = Avx512Bf16::load_bytes(cells + pair * kColumns);
       _mm512_store_si512(static_cast<char*>(scratch) + pair * kLineBytes, line);
     }
+    before_tiles();
     return scratch;
   }
 };
@@ -120,66 +134,96 @@ class TileProduct {
  public:
   explicit TileProduct(const Product& product) : product_(product) {}
 
-  // Computes blocks [begin, end) for all rows. Weights are read once: all bands use some blocks before the next ones.
+  // Computes blocks [begin, end) for all rows. Those of one band read all of a weight at once. With more bands it is
+  // read part by part: each part stays in the innermost cache while they pass over it, and their sums are stored.
   void run(int64_t begin, int64_t end) {
     const int64_t most = product_.num_rows > kTileRows ? kMostSums / 2 : kMostSums;
-    for (int64_t block = begin; block < end; block += most) {
-      for (int64_t row = 0; row < product_.num_rows; row += kBandRows) {
-        const int64_t num = std::min(kBandRows, product_.num_rows - row);
-        const int64_t blocks = std::min(most, end - block);
-        if (num > kTileRows) {
-          blocks == 2 ? band<true, 2>(row, num, block, end) : band<true, 1>(row, num, block, end);
-        } else if (blocks == 4) {
-          band<false, 4>(row, num, block, end);
-        } else if (blocks == 3) {
-          band<false, 3>(row, num, block, end);
-        } else {
-          blocks == 2 ? band<false, 2>(row, num, block, end) : band<false, 1>(row, num, block, end);
-        }
+    const int64_t num_tiles = product_.num_pairs / kTilePairs;
+    const int64_t at_once = product_.num_rows > kBandRows ? kTilesAtOnce : std::max<int64_t>(1, num_tiles);
+    for (int64_t row = 0; row < product_.num_rows; row += kPanelRows) {
+      const int64_t rows_end = std::min(row + kPanelRows, product_.num_rows);
+      for (int64_t block = begin; block < end; block += most) {
+        int64_t tile = 0;
+        do {
+          const Part part{block, std::min(most, end - block), end, tile, std::min(tile + at_once, num_tiles)};
+          for (int64_t first = row; first < rows_end; first += kBandRows) {
+            band(part, first, std::min(kBandRows, rows_end - first), first == row, sums_[(first - row) / kBandRows]);
+          }
+          tile = part.last_tile;
+        } while (tile < num_tiles);
       }
     }
     _tile_release();
   }
 
  private:
+  // Blocks of columns, of `end` in all, and the tiles of their weights that are added.
+  struct Part {
+    int64_t block;
+    int64_t num_blocks;
+    int64_t end;
+    int64_t first_tile;
+    int64_t last_tile;
+  };
+
   void shape(int64_t num_rows, int64_t num_pairs) {
     if (num_rows == shaped_rows_ && num_pairs == shaped_pairs_) return;
     const bool has_halves = num_rows > kTileRows;
     const int64_t first = has_halves ? kTileRows : num_rows;
     const TileShapes shapes(first, has_halves ? num_rows - first : first, num_pairs, has_halves);
-    _tile_loadconfig(&shapes);
+    load(shapes);
     shaped_rows_ = num_rows, shaped_pairs_ = num_pairs;
   }
 
+  void band(const Part& part, int64_t row, int64_t num_rows, bool fetches, Sums& sums) {
+    if (num_rows > kTileRows) {
+      part.num_blocks == 2 ? band<true, 2>(part, row, num_rows, fetches, sums)
+                           : band<true, 1>(part, row, num_rows, fetches, sums);
+    } else if (part.num_blocks == 4) {
+      band<false, 4>(part, row, num_rows, fetches, sums);
+    } else if (part.num_blocks == 3) {
+      band<false, 3>(part, row, num_rows, fetches, sums);
+    } else {
+      part.num_blocks == 2 ? band<false, 2>(part, row, num_rows, fetches, sums)
+                           : band<false, 1>(part, row, num_rows, fetches, sums);
+    }
+  }
+
+  // Adds a part of the weights to the sums of a band, and writes its outputs after the last part.
   template <bool HALVES, int BLOCKS>
-  void band(int64_t row, int64_t num_rows, int64_t block, int64_t end) {
+  void band(const Part& part, int64_t row, int64_t num_rows, bool fetches, Sums& sums) {
     using Cell = typename Cells::Cell;
     const int64_t num_pairs = product_.num_pairs, num_tiles = num_pairs / kTilePairs;
     const uint32_t* rows = product_.rows + row * num_pairs;
-    const Cell* weights = static_cast<const Cell*>(product_.weights) + block * num_pairs * kColumns;
-    const int64_t last = (end - block) * num_pairs * kColumns;
+    const Cell* weights = static_cast<const Cell*>(product_.weights) + part.block * num_pairs * kColumns;
+    const int64_t num_cells = (part.end - part.block) * num_pairs * kColumns;
     shape(num_rows, kTilePairs);
-    _tile_zero(0);
-    _tile_zero(1);
-    _tile_zero(2);
-    _tile_zero(3);
-    for (int64_t tile = 0; tile < num_tiles; ++tile) {
-      if (row == 0) fetch(weights, BLOCKS, tile, num_tiles, last);
+    if (part.first_tile == 0) {
+      _tile_zero(0);
+      _tile_zero(1);
+      _tile_zero(2);
+      _tile_zero(3);
+    } else {
+      load_sums(sums);
+    }
+    for (int64_t tile = part.first_tile; tile < part.last_tile; ++tile) {
+      if (fetches) fetch(weights, BLOCKS, tile, num_tiles, num_cells);
       const int64_t pair = tile * kTilePairs;
       add_tiles<Cells, HALVES, BLOCKS>(rows + pair, num_pairs, weights + pair * kColumns, kTilePairs, scratch_);
     }
-    store_sums(sums_);
+    store_sums(sums);
+    if (part.last_tile < num_tiles) return;
     if (const int64_t pair = num_tiles * kTilePairs; pair < num_pairs) {
       shape(num_rows, num_pairs - pair);
-      load_sums(sums_);
+      load_sums(sums);
       add_tiles<Cells, HALVES, BLOCKS>(rows + pair, num_pairs, weights + pair * kColumns, num_pairs - pair, scratch_);
-      store_sums(sums_);
+      store_sums(sums);
     }
     for (int64_t at = 0; at < num_rows; ++at) {
       for (int number = 0; number < BLOCKS; ++number) {
         const int64_t sum = HALVES ? 2 * number + at / kTileRows : number;
-        const float* columns = sums_.values[sum] + at % kTileRows * kColumns;
-        store_columns<Avx512Bf16>(product_, row + at, block + number, Avx512Bf16::read(columns));
+        const float* columns = sums.values[sum] + at % kTileRows * kColumns;
+        store_columns<Avx512Bf16>(product_, row + at, part.block + number, Avx512Bf16::read(columns));
       }
     }
   }
@@ -199,7 +243,7 @@ class TileProduct {
 
   const Product& product_;
   int64_t shaped_rows_ = 0, shaped_pairs_ = 0;
-  Sums sums_;
+  Sums sums_[kPanelRows / kBandRows];
   alignas(64) char scratch_[kMostSums * kTileBytes];
 };
 
@@ -215,6 +259,7 @@ class ByTiles : public ByVectors<Avx512Bf16, Pairs<Avx512Bf16>> {
   void score(const Attention& attention, const Workspace& space, int64_t query, int64_t end) {
     if (attention.key_cells % kTilePairs != 0) return ByVectors::score(attention, space, query, end);
     const int64_t query_bytes = attention.key_cells * sizeof(uint32_t);
+    before_tiles();
     for (; query < end; query += kTileRows) {
       shape(std::min(kTileRows, end - query));
       _tile_zero(0);
@@ -256,6 +301,7 @@ class ByTiles : public ByVectors<Avx512Bf16, Pairs<Avx512Bf16>> {
     for (; query < end; query += kTileRows) {
       const int64_t num = std::min(kTileRows, end - query);
       split_weights(space, query, num);
+      before_tiles();
       shape(num);
       _tile_loadd(4, large_, kLineBytes);
       _tile_loadd(5, small_, kLineBytes);
@@ -277,7 +323,7 @@ class ByTiles : public ByVectors<Avx512Bf16, Pairs<Avx512Bf16>> {
   void shape(int64_t num_rows) {
     if (num_rows == shaped_rows_) return;
     const TileShapes shapes(num_rows, num_rows, kTilePairs);
-    _tile_loadconfig(&shapes);
+    load(shapes);
     shaped_rows_ = num_rows;
   }
 

@@ -8,7 +8,7 @@ namespace outrider {
 
 constexpr int64_t kPageLen = 32;
 // Queries (rows times the query heads of a key head) that pass over a page together, at most.
-constexpr int64_t kMostQueries = 96;
+constexpr int64_t kMostQueries = 384;
 
 // A row: its number in the pass, its position in its session, and its session's pages in order of position.
 struct AttentionRow {

@@ -57,6 +57,11 @@ constexpr outrider::AttentionKernel kAttentions[] = {
     outrider::attention_amx,
 };
 
+// Units of attention for each thread, so that none waits long for the last one.
+constexpr int64_t kUnitsOfThread = 4;
+// Queries of a tile for which it pays to read a page.
+constexpr int64_t kLeastQueries = 96;
+
 // Share by which a bound may be wrong.
 constexpr float kSlack = 2e-3f;
 // Tokens that one thread looks at, at least.
@@ -306,8 +311,8 @@ void write_slots(const Tensor& given, const Tensor& stored, const int32_t* rows,
   }
 }
 
-std::vector<Tile> cut_tiles(const std::vector<outrider::AttentionRow>& rows, int64_t group) {
-  const int64_t most = std::max<int64_t>(1, outrider::kMostQueries / group);
+// Each tile has up to `most` rows.
+std::vector<Tile> cut_tiles(const std::vector<outrider::AttentionRow>& rows, int64_t most) {
   std::vector<Tile> tiles;
   for (const outrider::AttentionRow& row : rows) {
     if (tiles.empty() || tiles.back().last - tiles.back().first == most || *tiles.back().first->pages != *row.pages) {
@@ -408,7 +413,10 @@ Tensor paged_attention(
       static_cast<float>(softcap),
       window,
       is_bfloat16};
-  const std::vector<Tile> tiles = cut_tiles(rows, attention.group);
+  // A page is read, and its keys laid side by side, once for each tile; small tiles are for there being enough of them.
+  const int64_t enough = num_rows * num_key_heads / (kUnitsOfThread * torch::stable::get_num_threads());
+  const int64_t largest = outrider::kMostQueries / attention.group, least = std::min(kLeastQueries / attention.group, largest);
+  const std::vector<Tile> tiles = cut_tiles(rows, std::max<int64_t>(1, std::clamp(enough, least, largest)));
   // Tiles differ in their work: each thread takes the next one, beginning with the last rows, which see most.
   const int64_t num_units = static_cast<int64_t>(tiles.size()) * num_key_heads;
   const int64_t work = num_pages * num_heads * outrider::kPageLen * (key_dim + value_dim);

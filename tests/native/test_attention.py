@@ -261,7 +261,7 @@ def test_queries_may_be_views(variant: int) -> None:
         ({"query": torch.zeros(2, 4, 2, 8)}, "one batch"),
         ({"query": torch.zeros(1, 3, 2, 8)}, "divide"),
         ({"query": torch.zeros(1, 0, 2, 8)}, "divide"),
-        ({"query": torch.zeros(1, 200, 2, 8)}, "more than 96 heads"),
+        ({"query": torch.zeros(1, 800, 2, 8)}, "more than 384 heads"),
         ({"new_keys": torch.zeros(0, 2, 2, 8)}, "one batch"),
         ({"new_values": torch.zeros(2, 2, 2, 8)}, "one batch"),
         ({"new_keys": torch.zeros(1, 2, 2, 8).bfloat16()}, "query's type"),

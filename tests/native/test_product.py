@@ -136,6 +136,13 @@ def test_bits_depend_on_nothing_but_the_row(product: Product, num_in: int, num_o
         torch.set_num_threads(before)
 
 
+@pytest.mark.parametrize("num", [33, 512, 513, 1100])
+def test_bits_are_those_of_few_rows_where_many_pass_over_a_part_of_a_weight(product: Product, num: int) -> None:
+    rows, weight = given(num, 1070, 37)
+    expected = torch.cat([product(few, weight) for few in rows.split(9)])
+    assert torch.equal(product(rows, weight), expected)
+
+
 def test_a_bias_is_added_before_the_sum_is_rounded(product: Product) -> None:
     rows, weight = given(3, 64, 33)
     bias = torch.randn(33).bfloat16()
