@@ -278,11 +278,12 @@ class ByTiles : public ByVectors<Avx512Bf16, Pairs<Avx512Bf16>> {
   }
 
   // Lays the values of each two keys of a page side by side; what is missing in the last 16 numbers is zero.
-  void pair_values(const Attention& attention, int64_t first_value, const Workspace& space) {
+  void pair_values(const Attention& attention, int64_t first_value, const Workspace& space, Fetcher& fetcher) {
     const int64_t step = attention.num_key_heads * attention.value_dim;
     const auto* values = static_cast<const uint16_t*>(attention.values) + first_value;
     for (int64_t pair = 0; pair < kPagePairs; ++pair) {
       const uint16_t* given = values + 2 * pair * step;
+      fetcher.values.fetch_part();
       for (int64_t v = 0; v < space.value_lanes; v += kLanes) {
         const auto rest = std::min(kLanes, attention.value_dim - v);
         const auto mask = static_cast<__mmask16>((1u << rest) - 1);
@@ -367,11 +368,10 @@ void product_amx(const Product& product, int64_t begin, int64_t end) {
   }
 }
 
-void attention_amx(
-    const Attention& attention, const AttentionRow* first, const AttentionRow* last, int64_t key_head, float* scratch) {
-  if (!attention.is_bfloat16) return attention_avx512_bf16(attention, first, last, key_head, scratch);
+void attention_amx(const Attention& attention, const AttentionUnit& unit, float* scratch) {
+  if (!attention.is_bfloat16) return attention_avx512_bf16(attention, unit, scratch);
   const NoSubnormals guard;
-  attend_tile<Avx512Bf16, ByTiles>(attention, first, last, key_head, scratch);
+  attend_tile<Avx512Bf16, ByTiles>(attention, unit, scratch);
 }
 
 }  // namespace outrider

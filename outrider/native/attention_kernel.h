@@ -7,12 +7,15 @@
 
 #pragma once
 
+#include <immintrin.h>
+
 #include <algorithm>
 #include <cstdint>
 #include <cstring>
 #include <limits>
 
 #include "attention.h"
+#include "cache_line.h"
 #include "no_subnormals.h"
 
 namespace outrider {
@@ -46,7 +49,7 @@ struct Singles {
   static void add(typename Isa::Sum& sum, Query query, Keys keys) { sum = Isa::fused(query, keys, sum); }
 };
 
-// Where a tile keeps what it works on: `attention_scratch` floats in all.
+// Where a tile keeps what it works on for one key head: `head_scratch` floats in all.
 struct Workspace {
   int64_t value_lanes;
   uint32_t* queries;  // [queries, key_cells]
@@ -215,13 +218,71 @@ inline void weigh(const Attention& attention, const Workspace& space, int64_t qu
   space.factors[query] = factor[0];
 }
 
+// The lines of a page's keys or values, of the heads that are computed at once.
+class Lines {
+ public:
+  Lines() = default;
+
+  // stored: of all slots. row_bytes: of a head. num_parts: in how many parts they are fetched.
+  Lines(
+      const void* stored, int64_t page, int64_t row_bytes, int64_t key_head, const Attention& attention,
+      int64_t num_parts)
+      : step_(attention.num_key_heads * row_bytes), num_bytes_(attention.heads_together * row_bytes) {
+    row_ = static_cast<const char*>(stored) + page * kPageLen * step_ + key_head * row_bytes;
+    num_rows_ = kPageLen;
+    const int64_t num_lines = kPageLen * ((num_bytes_ + kLineBytes - 1) / kLineBytes);
+    part_ = (num_lines + num_parts - 1) / num_parts;
+  }
+
+  bool is_wanted() const { return part_ > 0; }
+
+  void fetch_part() {
+    for (int64_t line = 0; line < part_ && num_rows_ > 0; ++line) {
+      _mm_prefetch(row_ + byte_, _MM_HINT_T1);
+      byte_ += kLineBytes;
+      if (byte_ < num_bytes_) continue;
+      byte_ = 0;
+      row_ += step_;
+      --num_rows_;
+    }
+  }
+
+ private:
+  const char* row_ = nullptr;
+  int64_t step_ = 0;
+  int64_t num_bytes_ = 0;
+  int64_t num_rows_ = 0;
+  int64_t byte_ = 0;
+  int64_t part_ = 0;
+};
+
+// Fetches the page that is read next a few lines at a time while this one is laid out: many at once would hold up what
+// is being read.
+struct Fetcher {
+  Lines keys;
+  Lines values;
+
+  Fetcher() = default;
+
+  // Each head lays out the keys in groups of eight by eight cells, and the values in pairs.
+  Fetcher(const Attention& attention, int64_t page, int64_t key_head)
+      : keys(attention.keys, page, attention.key_cells * sizeof(uint32_t), key_head, attention,
+             attention.heads_together * (kPageLen / 8) * ((attention.key_cells + 7) / 8)),
+        values(attention.values, page,
+               attention.value_dim * (attention.is_bfloat16 ? sizeof(uint16_t) : sizeof(float)), key_head, attention,
+               attention.heads_together * kPagePairs) {}
+};
+
 // Lays the cells of some keys side by side, cell by cell; the others of a group of eight come along.
 template <class Isa>
-inline void transpose_keys(const Attention& attention, const uint32_t* page, Seen keys, uint32_t* lanes) {
+inline void transpose_keys(
+    const Attention& attention, const uint32_t* page, Seen keys, uint32_t* lanes, Fetcher& fetcher) {
   const int64_t step = attention.num_key_heads * attention.key_cells;
+  const bool fetches = fetcher.keys.is_wanted();
   for (int64_t key = keys.first / 8 * 8; key < keys.last; key += 8) {
     int64_t cell = 0;
     for (; cell + 8 <= attention.key_cells; cell += 8) {
+      if (fetches) fetcher.keys.fetch_part();
       Isa::transpose(page + key * step + cell, step, lanes + cell * kPageLen + key, kPageLen);
     }
     for (; cell < attention.key_cells; ++cell)
@@ -231,11 +292,13 @@ inline void transpose_keys(const Attention& attention, const uint32_t* page, See
 
 // Copies the values of some keys as float32; what is missing in the last 16 numbers is zero.
 template <class Isa>
-inline void copy_values(const Attention& attention, int64_t first_value, Seen keys, const Workspace& space) {
+inline void copy_values(
+    const Attention& attention, int64_t first_value, Seen keys, const Workspace& space, Fetcher& fetcher) {
   const int64_t step = attention.num_key_heads * attention.value_dim;
   const int64_t whole = attention.value_dim / kLanes * kLanes, rest = attention.value_dim - whole;
   for (int64_t key = keys.first; key < keys.last; ++key) {
     float* copied = space.values + key * space.value_lanes;
+    if (key % 2 == 0) fetcher.values.fetch_part();
     if (!attention.is_bfloat16) {
       std::memcpy(copied, static_cast<const float*>(attention.values) + first_value + key * step,
                   attention.value_dim * sizeof(float));
@@ -272,7 +335,7 @@ struct ByVectors {
 template <class Isa, class Way>
 inline void add_page(
     Way& way, const Attention& attention, const Workspace& space, const AttentionRow* tile, int64_t first, int64_t last,
-    int64_t index, int64_t key_head) {
+    int64_t index, int64_t key_head, Fetcher& fetcher) {
   const int64_t page_start = index * kPageLen;
   Seen keys{kPageLen, 0};
   for (int64_t row = first; row < last; ++row) {
@@ -283,7 +346,8 @@ inline void add_page(
   const int64_t key_step = attention.num_key_heads * attention.key_cells;
   const int64_t first_value = slot * attention.num_key_heads * attention.value_dim + key_head * attention.value_dim;
   transpose_keys<Isa>(
-      attention, attention.keys + slot * key_step + key_head * attention.key_cells, keys, space.keys);
+      attention, attention.keys + slot * key_step + key_head * attention.key_cells, keys, space.keys,
+      fetcher);
   const int64_t group = attention.group;
   way.score(attention, space, first * group, last * group);
   for (int64_t row = first; row < last; ++row) {
@@ -303,14 +367,14 @@ inline void add_page(
     while (next < last && sees_the_same(tile[next])) ++next;
     if constexpr (Way::kAddsWholePages) {
       if (seen.last - seen.first == kPageLen) {
-        if (!has_pairs) way.pair_values(attention, first_value, space);
+        if (!has_pairs) way.pair_values(attention, first_value, space, fetcher);
         has_pairs = true;
         way.add_whole_page(space, row * group, next * group);
         row = next;
         continue;
       }
     }
-    if (!has_values) copy_values<Isa>(attention, first_value, keys, space);
+    if (!has_values) copy_values<Isa>(attention, first_value, keys, space, fetcher);
     has_values = true;
     for (int64_t query = row * group; query < next * group; query += Isa::kValueRows) {
       value_rows<Isa, Isa::kValueRows>(space, query, std::min<int64_t>(Isa::kValueRows, next * group - query), seen);
@@ -341,16 +405,10 @@ inline void write_output(const Attention& attention, const Workspace& space, int
   }
 }
 
-template <class Isa, class Way>
-inline void attend_tile(
-    const Attention& attention, const AttentionRow* tile, const AttentionRow* tile_end, int64_t key_head,
-    float* scratch) {
-  const Workspace space(attention, scratch);
-  Way way;
-  const int64_t num_rows = tile_end - tile, group = attention.group;
-  int64_t last_page = 0;
+inline void begin_queries(
+    const Attention& attention, const AttentionRow* tile, int64_t num_rows, int64_t key_head, const Workspace& space) {
+  const int64_t group = attention.group;
   for (int64_t row = 0; row < num_rows; ++row) {
-    last_page = std::max(last_page, tile[row].position / kPageLen);
     for (int64_t g = 0; g < group; ++g) {
       const uint32_t* query =
           attention.query + (key_head * group + g) * attention.head_step + tile[row].row * attention.row_step;
@@ -360,40 +418,62 @@ inline void attend_tile(
   std::fill_n(space.outputs, num_rows * group * space.value_lanes, 0.0f);
   std::fill_n(space.totals, num_rows * group * kLanes, 0.0f);
   std::fill_n(space.highest, num_rows * group, kNothing);
+}
 
-  // Rows that follow each other and have the same page pass over it together.
+// All heads read a page before the next one, which is fetched meanwhile.
+template <class Isa, class Way>
+inline void attend_tile(const Attention& attention, const AttentionUnit& unit, float* scratch) {
+  const AttentionRow* tile = unit.first;
+  const int64_t num_rows = unit.last - tile, key_head = unit.key_head;
+  const int64_t group = attention.group, num_heads = attention.heads_together;
+  const auto space_of = [&](int64_t head) { return Workspace(attention, scratch + head * head_scratch(attention)); };
+  int64_t last_page = 0;
+  for (int64_t row = 0; row < num_rows; ++row) last_page = std::max(last_page, tile[row].position / kPageLen);
+  for (int64_t head = 0; head < num_heads; ++head) {
+    begin_queries(attention, tile, num_rows, key_head + head, space_of(head));
+  }
+
+  const auto following = [&](int64_t index) {
+    if (num_rows * group > kFewQueries) return Fetcher();
+    if (index < last_page) return Fetcher(attention, tile->pages[index + 1], key_head);
+    return unit.next_pages == nullptr ? Fetcher() : Fetcher(attention, unit.next_pages[0], unit.next_key_head);
+  };
+  Way way;
   for (int64_t index = 0; index <= last_page; ++index) {
     const auto sees = [&](int64_t row) {
       const Seen seen = seen_keys(attention, tile[row].position, index * kPageLen);
       return seen.first < seen.last;
     };
-    for (int64_t row = 0; row < num_rows;) {
-      if (!sees(row)) {
-        ++row;
-        continue;
+    Fetcher fetcher = following(index);
+    for (int64_t head = 0; head < num_heads; ++head) {
+      // Rows that follow each other and have the same page pass over it together.
+      for (int64_t row = 0; row < num_rows;) {
+        if (!sees(row)) {
+          ++row;
+          continue;
+        }
+        int64_t end = row + 1;
+        while (end < num_rows && sees(end) && tile[end].pages[index] == tile[row].pages[index]) ++end;
+        add_page<Isa>(way, attention, space_of(head), tile, row, end, index, key_head + head, fetcher);
+        row = end;
       }
-      int64_t end = row + 1;
-      while (end < num_rows && sees(end) && tile[end].pages[index] == tile[row].pages[index]) ++end;
-      add_page<Isa>(way, attention, space, tile, row, end, index, key_head);
-      row = end;
     }
   }
-  for (int64_t query = 0; query < num_rows * group; ++query) {
-    const int64_t head = key_head * group + query % group;
-    const int64_t output = tile[query / group].row * attention.num_key_heads * group + head;
-    write_output<Isa>(attention, space, query, output * attention.value_dim);
+  for (int64_t head = key_head; head < key_head + num_heads; ++head) {
+    for (int64_t query = 0; query < num_rows * group; ++query) {
+      const int64_t output = tile[query / group].row * attention.num_key_heads * group + head * group + query % group;
+      write_output<Isa>(attention, space_of(head - key_head), query, output * attention.value_dim);
+    }
   }
 }
 
 template <class Isa>
-inline void attend(
-    const Attention& attention, const AttentionRow* first, const AttentionRow* last, int64_t key_head,
-    float* scratch) {
+inline void attend(const Attention& attention, const AttentionUnit& unit, float* scratch) {
   const NoSubnormals guard;
   if (attention.is_bfloat16) {
-    attend_tile<Isa, ByVectors<Isa, Pairs<Isa>>>(attention, first, last, key_head, scratch);
+    attend_tile<Isa, ByVectors<Isa, Pairs<Isa>>>(attention, unit, scratch);
   } else {
-    attend_tile<Isa, ByVectors<Isa, Singles<Isa>>>(attention, first, last, key_head, scratch);
+    attend_tile<Isa, ByVectors<Isa, Singles<Isa>>>(attention, unit, scratch);
   }
 }
 

@@ -156,9 +156,8 @@ void uniforms_avx2(const Counter& counter, const int64_t* token_ids, int64_t num
 
 float race_avx2(const RaceRow& row, int64_t begin, int64_t end, float* bounds) { return race(row, begin, end, bounds); }
 
-void attention_avx2(
-    const Attention& attention, const AttentionRow* first, const AttentionRow* last, int64_t key_head, float* scratch) {
-  attend<Avx2>(attention, first, last, key_head, scratch);
+void attention_avx2(const Attention& attention, const AttentionUnit& unit, float* scratch) {
+  attend<Avx2>(attention, unit, scratch);
 }
 
 }  // namespace outrider

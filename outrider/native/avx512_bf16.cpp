@@ -12,9 +12,8 @@ void product_avx512_bf16(const Product& product, int64_t begin, int64_t end) {
   product_rows<Avx512Bf16>(product, begin, end);
 }
 
-void attention_avx512_bf16(
-    const Attention& attention, const AttentionRow* first, const AttentionRow* last, int64_t key_head, float* scratch) {
-  attend<Avx512Bf16>(attention, first, last, key_head, scratch);
+void attention_avx512_bf16(const Attention& attention, const AttentionUnit& unit, float* scratch) {
+  attend<Avx512Bf16>(attention, unit, scratch);
 }
 
 }  // namespace outrider

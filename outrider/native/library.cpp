@@ -398,7 +398,7 @@ Tensor paged_attention(
   Tensor given = has_whole_cells(query) ? query : torch::stable::contiguous(query);
   if (!has_whole_cells(given)) given = torch::stable::clone(given);
   const int64_t cell = is_bfloat16 ? 2 : 1;
-  const outrider::Attention attention{
+  outrider::Attention attention{
       static_cast<const uint32_t*>(given.const_data_ptr()),
       given.stride(1) / cell,
       given.stride(2) / cell,
@@ -412,21 +412,37 @@ Tensor paged_attention(
       static_cast<float>(scaling),
       static_cast<float>(softcap),
       window,
-      is_bfloat16};
+      is_bfloat16,
+      1};
   // A page is read, and its keys laid side by side, once for each tile; small tiles are for there being enough of them.
   const int64_t enough = num_rows * num_key_heads / (kUnitsOfThread * torch::stable::get_num_threads());
-  const int64_t largest = outrider::kMostQueries / attention.group, least = std::min(kLeastQueries / attention.group, largest);
+  const int64_t largest = outrider::kMostQueries / attention.group;
+  const int64_t least = std::min(kLeastQueries / attention.group, largest);
   const std::vector<Tile> tiles = cut_tiles(rows, std::max<int64_t>(1, std::clamp(enough, least, largest)));
+  // Tiles of few queries wait for their keys and values. Of enough such tiles each is computed for all heads, which lie
+  // side by side; else there are enough units only where each head is one.
+  const auto is_small = [&](const Tile& tile) {
+    return (tile.last - tile.first) * attention.group <= outrider::kFewQueries;
+  };
+  const int64_t enough_tiles = kUnitsOfThread / 2 * torch::stable::get_num_threads();
+  if (static_cast<int64_t>(tiles.size()) >= enough_tiles && std::all_of(tiles.begin(), tiles.end(), is_small)) {
+    attention.heads_together = num_key_heads;
+  }
+  const int64_t heads_at_once = attention.heads_together, num_parts = num_key_heads / heads_at_once;
   // Tiles differ in their work: each thread takes the next one, beginning with the last rows, which see most.
-  const int64_t num_units = static_cast<int64_t>(tiles.size()) * num_key_heads;
+  const int64_t num_units = static_cast<int64_t>(tiles.size()) * num_parts;
   const int64_t work = num_pages * num_heads * outrider::kPageLen * (key_dim + value_dim);
   const int64_t num_threads = std::min<int64_t>({num_units, torch::stable::get_num_threads(), work / kLeastWork + 1});
   std::atomic<int64_t> next{0};
   torch::stable::parallel_for(0, num_threads, 1, [&](int64_t, int64_t) {
     float* scratch = thread_scratch(outrider::attention_scratch(attention));
-    for (int64_t unit = next++; unit < num_units; unit = next++) {
-      const Tile& tile = tiles[tiles.size() - 1 - unit / num_key_heads];
-      kAttentions[variant](attention, tile.first, tile.last, unit % num_key_heads, scratch);
+    const auto tile_of = [&](int64_t unit) -> const Tile& { return tiles[tiles.size() - 1 - unit / num_parts]; };
+    const auto head_of = [&](int64_t unit) { return unit % num_parts * heads_at_once; };
+    for (int64_t unit = next++, following; unit < num_units; unit = following) {
+      following = next++;
+      const int32_t* pages = following < num_units ? tile_of(following).first->pages : nullptr;
+      const Tile& tile = tile_of(unit);
+      kAttentions[variant](attention, {tile.first, tile.last, head_of(unit), pages, head_of(following)}, scratch);
     }
   });
   return output;

@@ -15,6 +15,7 @@
 #include <cstdint>
 #include <cstring>
 
+#include "cache_line.h"
 #include "no_subnormals.h"
 #include "product.h"
 
@@ -27,7 +28,6 @@ constexpr int64_t kPairsAtOnce = 288;
 constexpr int64_t kRowsAtOnce = 64;
 // Lines that are fetched ahead of a single pass: the CPU's own fetching stops at the end of each memory page.
 constexpr int64_t kLinesAhead = 24;
-constexpr int64_t kLineBytes = 64;
 
 // Weights that are fetched while other ones are used: a line for every pair, of up to two streams.
 template <class Cell>

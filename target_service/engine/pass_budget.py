@@ -6,6 +6,7 @@ from typing import Final
 from outrider.control.pass_times import PassTimes
 
 _MIN_ROWS: Final = 4
+_GROWTH: Final = 2
 
 
 class PassBudget:
@@ -21,6 +22,7 @@ class PassBudget:
     def __init__(self, max_slowdown: float, times: PassTimes) -> None:
         self._max_slowdown = max_slowdown
         self._times = times
+        self._num_rows = _MIN_ROWS
 
     def allowance_s(self, num_decode_rows: int, num_prompts: int = 1) -> float:
         """Return the seconds that prompts may add to a pass with so many other rows; infinite where there are none."""
@@ -33,8 +35,17 @@ class PassBudget:
         return inf if seconds == inf else max(0.0, seconds - self._times.prefill_s(num_rows, start))
 
     def rows_within(self, seconds: float, start: int, wanted: int) -> int:
-        """Return how many of the wanted rows, the first at position `start`, fit in an allowance."""
+        """Return how many of the wanted rows, the first at position `start`, fit in an allowance.
+
+        They are at most twice as many as the last pass had, so that a cost that was estimated too low, as from a few
+        passes of short prompts, holds nobody up for long.
+        """
         if seconds in (0.0, inf):
             return wanted if seconds else 0
         row_s = self._times.prefill_s(_MIN_ROWS, start) / _MIN_ROWS
-        return min(wanted, int(seconds / row_s)) if row_s > 0 else wanted
+        most = min(wanted, _GROWTH * self._num_rows)
+        return min(most, int(seconds / row_s)) if row_s > 0 else most
+
+    def observe(self, num_rows: int) -> None:
+        """Take into account the rows of a pass, within its allowance, of the prompt that had most."""
+        self._num_rows = max(_MIN_ROWS, num_rows)

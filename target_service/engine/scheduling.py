@@ -127,7 +127,7 @@ class Scheduler:
         allowance_s = self._budget.allowance_s(num_rows, len(prompts))
         room = max(_MIN_ROWS, self._max_rows - num_rows)
         pages: set[bytes] = set()
-        is_first = True
+        is_first, most = True, 0
         for request in prompts:
             resident = request.resident
             resident.cache.adopt(resident.token_ids)
@@ -138,7 +138,9 @@ class Scheduler:
             if num > 0 and self._add(self._prefill(request, num, pages, requests, shares), shares):
                 allowance_s = self._budget.remaining_s(allowance_s, num, start)
                 room -= num
-                is_first = False
+                is_first, most = False, max(most, num)
+        if not is_first and num_rows:
+            self._budget.observe(most)
 
     def _add(self, share: Share | None, shares: list[Share]) -> int:
         if share is None:

@@ -50,6 +50,7 @@ def test_rows_far_into_a_prompt_are_fewer() -> None:
     budget = PassBudget(1.5, _taught())
     allowance_s = budget.allowance_s(1)
     assert allowance_s == pytest.approx(0.005)
+    budget.observe(8)
     assert budget.rows_within(allowance_s, 0, 512) == 9
     assert budget.rows_within(allowance_s, 2000, 512) == 1
     assert budget.rows_within(allowance_s, 0, 3) == 3
@@ -63,3 +64,17 @@ def test_the_pass_without_prompts_is_that_of_its_size() -> None:
         times.observe(0.010, 1)
     assert budget.allowance_s(30) == pytest.approx(0.020, rel=0.02)
     assert budget.allowance_s(2) == pytest.approx(0.005, rel=0.02)
+
+
+def test_rows_grow_step_by_step_where_they_seem_to_cost_nothing() -> None:
+    times = PassTimes()
+    for decode, prefill in [(1, []), (0, [(64, 0)]), (1, [(8, 0)])]:
+        times.observe(0.010, decode, prefill)
+    budget = PassBudget(1.5, times)
+    rows = []
+    for _ in range(4):
+        rows.append(budget.rows_within(0.005, 100, 512))
+        budget.observe(rows[-1])
+    assert rows == [8, 16, 32, 64]
+    budget.observe(1)
+    assert budget.rows_within(0.005, 100, 512) == 8
