@@ -4,27 +4,25 @@ import functools
 import itertools
 import logging
 import os
-import types
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, Final, NamedTuple, TypeAlias, cast
+from typing import Any, Final, NamedTuple
 
 import torch
 from torch import fx, nn
 from torch._inductor.custom_graph_pass import CustomGraphPass
 
 from outrider.cache import cache_dir
+from outrider.lm.compiled_code import CompiledCode, FlatCall, Layers
 
 _LOG: Final = logging.getLogger(__name__)
 _MAX_VARIANTS: Final = 32
 _MIN_CHUNK: Final = 16384
 _MAX_TOGETHER: Final = 5
 """Layers that are one function: more of them take longer to compile, and the way into them is short already."""
-_CODE: Final = 7
+_CODE: Final = 8
 """Version of this module in the cache folder's name; increased by changes that the compiler's cache key lacks."""
-
-Layers: TypeAlias = tuple[nn.Module, ...]
 
 _PRODUCTS: Final = ("outrider.packed_product.default", "outrider.packed_linear.default")
 
@@ -104,29 +102,23 @@ def compile_layers(layers: Sequence[nn.Module], size: int = 1) -> None:
     """Replace the layers' calls by compiled code, which is compiled at the first pass.
 
     Of each group the first layer's call runs all of them, and the others return what it found: the way into compiled
-    code and back takes 80 us, for each of the embedded model's layers a seventh of a pass.
-
-    The groups share their code and differ in weights only, so that the first one is compiled for all, with symbolic
-    numbers of rows. Weights are not copied.
-
-    Compiled code checks its guards before each call. If all groups are alike, only arguments and sizes can change, and
-    these are alike within a pass: only the first group checks them (`_OneCode`).
+    code and back takes as long as a layer's norms. Groups that are alike share their code, with symbolic numbers of
+    rows. Weights are not copied.
 
     Args:
         layers: of one model.
         size: of a group; see `num_together`.
     """
     _use_disk_cache()
-    # The compiler stores its results with the code object; each model needs one of its own.
-    run = types.FunctionType(_run_layers.__code__.replace(), _run_layers.__globals__)
     groups = _groups(layers, size)
-    are_alike = _are_alike([nn.ModuleList(group) for group in groups])
-    options: dict[str, Any] = {"guard_filter_fn": _check_arguments} if are_alike else {}
-    compiled: Callable[..., Any] = torch.compile(run, fullgraph=True, dynamic=True, options=options)
-    if are_alike and hasattr(compiled, "aot_compile"):
-        compiled = _OneCode(compiled, groups[0])
+    kinds: list[tuple[object, _Codes]] = []
     for group in groups:
-        made = _Group(compiled, group)
+        kind = _kind(nn.ModuleList(group))
+        codes = next((codes for known, codes in kinds if known == kind), None)
+        if codes is None:
+            codes = _Codes()
+            kinds.append((kind, codes))
+        made = _Group(codes, group)
         _set_call(group[0], made.run)
         for layer in group[1:]:
             _set_call(layer, made.next)
@@ -163,18 +155,23 @@ class _Group:
     """The calls of layers that are one function.
 
     Args:
-        compiled: runs them.
+        codes: that groups alike to this one share.
         layers: the layers, at least one.
     """
 
-    def __init__(self, compiled: Callable[..., Any], layers: Layers) -> None:
-        self._compiled = compiled
+    def __init__(self, codes: "_Codes", layers: Layers) -> None:
+        self._codes = codes
         self._layers = layers
+        self._inputs: dict[CompiledCode, list[torch.Tensor]] = {}
         self._outputs: list[Any] = []
 
     def run(self, *arguments: Any, **keywords: Any) -> Any:
         """Run all layers; return the output of the first one."""
-        self._outputs = self._compiled(self._layers, *arguments, **keywords)[::-1]
+        code, tensors = self._codes.chosen(self._layers, arguments, keywords)
+        inputs = self._inputs.get(code)
+        if inputs is None:
+            inputs = self._inputs[code] = code.inputs(self._layers)
+        self._outputs = code(inputs, tensors)[::-1]
         return self._outputs.pop()
 
     def next(self, *_: Any, **__: Any) -> Any:
@@ -182,55 +179,44 @@ class _Group:
         return self._outputs.pop()
 
 
-class _OneCode:
-    """The compiled code of groups that are alike, which is chosen once for a pass.
+class _Codes:
+    """The compiled code of groups that are alike: one for each kind of call."""
 
-    `torch.compile` finds the code for each call: with the checks of its guards 90 us for each layer of the embedded
-    model. Here the first group's call chooses it, and compiles it where there is none that fits.
+    def __init__(self) -> None:
+        self._codes: list[CompiledCode] = []
+        self._last: tuple[CompiledCode, list[Any], Sequence[torch.Tensor]] | None = None
 
-    Args:
-        compiled: what `torch.compile` returns.
-        first: the group with which each pass begins.
-    """
-
-    def __init__(self, compiled: Any, first: Layers) -> None:
-        self._compiled = compiled
-        self._first = first
-        self._codes: list[Any] = []
-        self._run: Callable[..., Any] = compiled
-
-    def __call__(self, layers: Layers, *arguments: Any, **keywords: Any) -> Any:
-        if layers is self._first:
-            self._run = self._chosen(layers, *arguments, **keywords)
-        return self._run(layers, *arguments, **keywords)
-
-    def _chosen(self, *arguments: Any, **keywords: Any) -> Callable[..., Any]:
-        code = next((code for code in self._codes if code.guard_check(*arguments, **keywords)), None)
+    def chosen(
+        self, layers: Layers, arguments: tuple[Any, ...], keywords: dict[str, Any]
+    ) -> tuple[CompiledCode, Sequence[torch.Tensor]]:
+        """Return the code for a call, which is compiled if there is none, and the tensors of the call."""
+        # Within a pass all groups are called with the same objects but for the hidden states.
+        others = [*arguments[1:], *keywords, *keywords.values()]
+        last = self._last
+        if last is not None and _are_same(others, last[1]) and _is_like(arguments[0], last[2][0]):
+            return last[0], (arguments[0], *last[2][1:])
+        call = FlatCall.of(arguments, keywords)
+        code = next((code for code in self._codes if code.fits(layers, call)), None)
         if code is None:
             if len(self._codes) == _MAX_VARIANTS:
-                return cast("Callable[..., Any]", self._compiled)
-            code = self._compiled.aot_compile((arguments, keywords))
+                raise RuntimeError(f"the layers were called in more than {_MAX_VARIANTS} ways")
+            code = CompiledCode(layers, call)
             self._codes.append(code)
-        return cast("Callable[..., Any]", code.fn)
+        has_hidden_first = bool(arguments) and isinstance(arguments[0], torch.Tensor)
+        self._last = (code, others, call.tensors) if has_hidden_first else None
+        return code, call.tensors
 
 
-def _run_layers(layers: Layers, *arguments: Any, **keywords: Any) -> list[Any]:
-    outputs = [layers[0].forward(*arguments, **keywords)]
-    for layer in layers[1:]:
-        outputs.append(layer.forward(outputs[-1], *arguments[1:], **keywords))
-    return outputs
+def _is_like(tensor: torch.Tensor, other: torch.Tensor) -> bool:
+    return tensor.shape == other.shape and tensor.dtype == other.dtype
+
+
+def _are_same(these: Sequence[object], those: Sequence[object]) -> bool:
+    return len(these) == len(those) and all(one is other for one, other in zip(these, those, strict=True))
 
 
 def _groups(layers: Sequence[nn.Module], size: int) -> list[Layers]:
     return [tuple(layers[first : first + size]) for first in range(0, len(layers), size)]
-
-
-def _check_arguments(checks: Sequence[Any]) -> list[bool]:
-    """Return which guards are kept: tensors, their sizes, and global state such as the number of threads."""
-    kept = ("GLOBAL_STATE", "SHAPE_ENV")
-    return [
-        check.guard_type in kept or (check.guard_type == "TENSOR_MATCH" and not check.is_global) for check in checks
-    ]
 
 
 def _set_call(layer: nn.Module, call: Callable[..., Any] | None) -> None:
@@ -240,8 +226,16 @@ def _set_call(layer: nn.Module, call: Callable[..., Any] | None) -> None:
 
 def _are_alike(layers: Sequence[nn.Module]) -> bool:
     """Return whether the layers differ in their weights and layer numbers only."""
-    kinds = [[(name, type(module), _constants(module)) for name, module in layer.named_modules()] for layer in layers]
+    kinds = [_kind(layer) for layer in layers]
     return all(kind == kinds[0] for kind in kinds)
+
+
+def _kind(layer: nn.Module) -> object:
+    """Return what compiled code may depend on, which alike layers have in common."""
+    weights = [
+        (name, tensor.shape, tensor.dtype) for name, tensor in (*layer.named_parameters(), *layer.named_buffers())
+    ]
+    return [(name, type(module), _constants(module)) for name, module in layer.named_modules()], weights
 
 
 def _constants(module: nn.Module) -> dict[str, object]:
@@ -251,7 +245,6 @@ def _constants(module: nn.Module) -> dict[str, object]:
 
 
 def _use_disk_cache() -> None:
-    import torch._dynamo.config
     import torch._inductor.config
 
     # Compiled loops contain the number of threads.
@@ -262,13 +255,9 @@ def _use_disk_cache() -> None:
     # What lies between kernels and operators is C++ too: a layer is one call from Python in place of a dozen, each of
     # which gives up the interpreter's lock and may wait for the event loop before it has it again.
     torch._inductor.config.cpp_wrapper = True
-    # Kinds of layers (with and without a sliding window) are variants of one code.
-    torch._dynamo.config.recompile_limit = _MAX_VARIANTS
     torch._inductor.config.post_grad_custom_pre_pass = _MergeEqualProducts()
     # A loop over a few rows finishes before a second thread has started.
     torch._inductor.config.cpp.min_chunk_size = _MIN_CHUNK
-    # The scale and the bound of scores are constants of the model, not symbols.
-    torch._dynamo.config.specialize_float = True
 
 
 def _made(folder: Path) -> Path:

@@ -65,7 +65,7 @@ class KVStorage:
             size = (num, num_pages * page_len, *kind[1:])
             self._planes[kind] = lazy_zeros(size, dtype, device)
         self._pages = [plane.view(plane.shape[0], num_pages, page_len, -1) for plane in self._planes.values()]
-        self.tensors = [self._planes[kind][number] for kind, number in places]
+        self.tensors = [_alone(self._planes[kind][number]) for kind, number in places]
         """Keys and values of layer 0, then of layer 1, ..."""
         self.device = device
 
@@ -108,6 +108,13 @@ class KVStorage:
                 pages[:, empty] = 0
         whole = [copy._replace(length=self.page_len) for copy in copies] if self._reads_masked else copies
         copy_pages(self._pages, whole)
+
+
+def _alone(plane: torch.Tensor) -> torch.Tensor:
+    """Return the same memory as a tensor that begins its storage: compiled layers are given no offsets then."""
+    if plane.device.type != "cpu":
+        return plane
+    return torch.from_numpy(plane.view(torch.uint8).numpy()).view(plane.dtype)
 
 
 def copy_pages(planes: Sequence[torch.Tensor], copies: Sequence[PageCopy]) -> None:

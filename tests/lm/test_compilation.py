@@ -54,7 +54,7 @@ def test_layers_share_code_that_is_chosen_by_the_first_ones(size: int) -> None:
     inputs = [torch.randn(2, 4), torch.randn(7, 4), torch.randn(2, 3, 4), torch.randn(5, 4)]
     expected = [run_all(layers, rows) for rows in inputs]
     compile_layers(layers, size)
-    codes = layers[0]._compiled_call_impl.__self__._compiled._codes  # type: ignore[union-attr]
+    codes = layers[0]._compiled_call_impl.__self__._codes._codes  # type: ignore[union-attr]
     numbers = []
     for rows, values in zip(inputs, expected, strict=True):
         for output, value in zip(run_all(layers, rows), values, strict=True):
