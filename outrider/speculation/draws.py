@@ -115,8 +115,13 @@ def _drawn(logits: Tensor, draws: Sequence[Draw]) -> Tensor:
         # The caller raises for such a row; until then it must not affect the others.
         scores, tops = scores.masked_fill(~are_finite.unsqueeze(1), 0.0), tops.masked_fill(~are_finite, 0.0)
     contenders = _contenders(scores, tops, draws)
-    weights = target_weights(tempered(scores, metadata), metadata) if contenders is None else contenders
-    return torch.stack((_race(weights, draws), are_finite.long()))
+    if contenders is None:
+        winners = _race(target_weights(tempered(scores, metadata), metadata), draws)
+    elif len(contenders.rows) == len(draws):
+        winners = contenders.token_ids  # one of each row
+    else:
+        winners = _race(contenders, draws)
+    return torch.stack((winners, are_finite.long()))
 
 
 def _contenders(scores: Tensor, tops: Tensor, draws: Sequence[Draw]) -> Support | None:

@@ -9,7 +9,7 @@ from scipy import stats
 from torch import Tensor
 
 from outrider import native
-from outrider.speculation.randomness import Counter, KeyedSource, Purpose, philox4x32
+from outrider.speculation.randomness import Counter, KeyedSource, Purpose, philox4x32, token_exponential
 
 ALPHA = 1e-6
 """Significance level of the statistical tests; seeds are fixed, so that results are deterministic."""
@@ -78,6 +78,18 @@ def test_counters_out_of_range_are_refused(values: tuple[int, int, int]) -> None
 def test_seeds_out_of_range_are_refused(seed: int) -> None:
     with pytest.raises(ValueError, match="seed"):
         KeyedSource(seed)
+
+
+@pytest.mark.parametrize("num", [1, 17, 256, 257])
+def test_tokens_may_have_a_counter_each(num: int) -> None:
+    draw = torch.Generator().manual_seed(num)
+    token_ids, positions, seeds = (torch.randint(2**16, (num,), generator=draw) for _ in range(3))
+    words = positions, 0, int(Purpose.TARGET)
+    noise = token_exponential(token_ids, words, (seeds, seeds + 1))
+    rows = zip(noise, token_ids, positions.tolist(), seeds.tolist(), strict=True)
+    for value, token_id, position, seed in rows:
+        source = KeyedSource(seed + ((seed + 1) << 32))
+        assert value == source.exponential(token_id.view(1), Counter(Purpose.TARGET, position))
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 50, 257])
