@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
+from outrider.lm.prefault import Prefault
 from outrider.lm.step_layout import PageCopy
 
 
@@ -64,6 +65,8 @@ class KVStorage:
             # Zeros, because masked slots may be multiplied by 0, and NaN would remain NaN.
             size = (num, num_pages * page_len, *kind[1:])
             self._planes[kind] = lazy_zeros(size, dtype, device)
+        layers = [layer for plane in self._planes.values() for layer in plane]
+        self._prefault = Prefault(layers, num_pages) if device.type == "cpu" else None
         self._pages = [plane.view(plane.shape[0], num_pages, page_len, -1) for plane in self._planes.values()]
         self.tensors = [_alone(self._planes[kind][number]) for kind, number in places]
         """Keys and values of layer 0, then of layer 1, ..."""
@@ -100,6 +103,8 @@ class KVStorage:
 
     def prepare(self, new_pages: Sequence[int], copies: Sequence[PageCopy]) -> None:
         """Clear new pages where attention reads all of them, then copy pages; see `StepLayout`."""
+        if new_pages and self._prefault is not None:
+            self._prefault.reach(max(new_pages))
         copied = {copy.target for copy in copies}
         empty = [page for page in new_pages if page not in copied]
         if empty and self._reads_masked:
