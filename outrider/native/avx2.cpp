@@ -154,7 +154,9 @@ void uniforms_avx2(const Counter& counter, const int64_t* token_ids, int64_t num
   uniforms(counter, token_ids, num, output);
 }
 
-float race_avx2(const RaceRow& row, int64_t begin, int64_t end, float* bounds) { return race(row, begin, end, bounds); }
+RaceBounds race_avx2(const RaceRow& row, int64_t begin, int64_t end, float* bounds) {
+  return race(row, begin, end, bounds);
+}
 
 void attention_avx2(const Attention& attention, const AttentionUnit& unit, float* scratch) {
   attend<Avx2>(attention, unit, scratch);

@@ -48,7 +48,9 @@ void uniforms_avx512(const Counter& counter, const int64_t* token_ids, int64_t n
   uniforms(counter, token_ids, num, output);
 }
 
-float race_avx512(const RaceRow& row, int64_t begin, int64_t end, float* bounds) { return race(row, begin, end, bounds); }
+RaceBounds race_avx512(const RaceRow& row, int64_t begin, int64_t end, float* bounds) {
+  return race(row, begin, end, bounds);
+}
 
 void attention_avx512(const Attention& attention, const AttentionUnit& unit, float* scratch) {
   attend<Avx512>(attention, unit, scratch);

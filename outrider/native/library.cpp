@@ -66,8 +66,6 @@ constexpr int64_t kLeastQueries = 96;
 constexpr float kSlack = 2e-3f;
 // Tokens that one thread looks at, at least.
 constexpr int64_t kLeastTokens = 8192;
-// Tokens that are passed over together.
-constexpr int64_t kTokensAtOnce = 256;
 
 // Whether the CPU has AMX for bfloat16, and the operating system lets this process use it.
 bool may_use_tiles() {
@@ -202,13 +200,6 @@ Tensor uniform_noise(const Tensor& token_ids, const Tensor& counters, int64_t va
   return output;
 }
 
-// Whether any of the numbers is at least so large: a loop without branches.
-bool has_at_least(const float* first, const float* last, float least) {
-  int has = 0;
-  for (; first < last; ++first) has |= *first >= least;
-  return has != 0;
-}
-
 // scores: float32 [R, V], contiguous, its largest in a row `tops`, float32 [R]. inverse_temperatures: float32 [R].
 // counters: int64 [R, 5], three words of a Philox counter and two of its key. Returns int64 [2, M]: rows and tokens of
 // those that can win their row's race, in order.
@@ -233,30 +224,36 @@ Tensor race_candidates(
   const auto* largest = static_cast<const float*>(tops.const_data_ptr());
   const auto* scales = static_cast<const float*>(inverse_temperatures.const_data_ptr());
   const auto* numbers = static_cast<const int64_t*>(counters.const_data_ptr());
-  const int64_t num_parts = (num_tokens + kLeastTokens - 1) / kLeastTokens;
-  float* bounds = thread_scratch(num_rows * num_tokens);
-  std::vector<float> bests(num_rows * num_parts);
-  torch::stable::parallel_for(0, num_rows * num_parts, 1, [&](int64_t first, int64_t last) {
-    for (int64_t part = first; part < last; ++part) {
-      const int64_t row = part / num_parts, begin = part % num_parts * kLeastTokens;
-      const outrider::RaceRow race{
-          values + row * num_tokens, largest[row], scales[row], counter_of(numbers + row * 5)};
-      const int64_t end = std::min(begin + kLeastTokens, num_tokens);
-      bests[part] = kRaces[variant](race, begin, end, bounds + row * num_tokens);
+  const int64_t num_groups = (num_tokens + outrider::kRaceTokens - 1) / outrider::kRaceTokens;
+  std::vector<outrider::RaceBounds> groups(num_rows * num_groups);
+  const auto race_of = [&](int64_t row, int64_t group, float* bounds) {
+    const outrider::RaceRow race{values + row * num_tokens, largest[row], scales[row], counter_of(numbers + row * 5)};
+    const int64_t begin = group * outrider::kRaceTokens;
+    return kRaces[variant](race, begin, std::min(begin + outrider::kRaceTokens, num_tokens), bounds);
+  };
+  constexpr int64_t kGroups = kLeastTokens / outrider::kRaceTokens;
+  torch::stable::parallel_for(0, num_rows * num_groups, kGroups, [&](int64_t first, int64_t last) {
+    for (int64_t group = first; group < last; ++group) {
+      groups[group] = race_of(group / num_groups, group % num_groups, nullptr);
     }
   });
+  // The few groups with a token that can win are looked at once more, in place of keeping the bounds of all tokens.
   std::vector<int64_t> rows, tokens;
+  float bounds[outrider::kRaceTokens];
   for (int64_t row = 0; row < num_rows; ++row) {
-    const float* first = bests.data() + row * num_parts;
-    const float least = *std::max_element(first, first + num_parts) * (1.0f - kSlack);
-    const float* bound = bounds + row * num_tokens;
-    for (int64_t begin = 0; begin < num_tokens; begin += kTokensAtOnce) {
-      const int64_t end = std::min(begin + kTokensAtOnce, num_tokens);
-      if (!has_at_least(bound + begin, bound + end, least)) continue;
-      for (int64_t token = begin; token < end; ++token) {
-        if (bound[token] < least) continue;
+    const outrider::RaceBounds* own = groups.data() + row * num_groups;
+    float least = 0.0f;
+    for (int64_t group = 0; group < num_groups; ++group) least = std::max(least, own[group].below);
+    least *= 1.0f - kSlack;
+    for (int64_t group = 0; group < num_groups; ++group) {
+      if (own[group].above < least) continue;
+      race_of(row, group, bounds);
+      const int64_t begin = group * outrider::kRaceTokens;
+      const int64_t num = std::min(outrider::kRaceTokens, num_tokens - begin);
+      for (int64_t token = 0; token < num; ++token) {
+        if (bounds[token] < least) continue;
         rows.push_back(row);
-        tokens.push_back(token);
+        tokens.push_back(begin + token);
       }
     }
   }

@@ -27,11 +27,19 @@ struct RaceRow {
   Counter counter;
 };
 
-// Writes, for tokens [begin, end), a bound above each one's weight / noise, times 2^-32, and returns a bound below the
-// largest. `begin` is even.
-using RaceKernel = float (*)(const RaceRow& row, int64_t begin, int64_t end, float* bounds);
+// Tokens that are looked at together.
+constexpr int64_t kRaceTokens = 512;
 
-float race_avx2(const RaceRow& row, int64_t begin, int64_t end, float* bounds);
-float race_avx512(const RaceRow& row, int64_t begin, int64_t end, float* bounds);
+// Bounds of the largest weight / noise of some tokens, times 2^-32.
+struct RaceBounds {
+  float below, above;
+};
+
+// Returns the bounds of tokens [begin, end), at most `kRaceTokens`; `begin` is even. Where `bounds` is given, it writes a
+// bound above each token's weight / noise, times 2^-32.
+using RaceKernel = RaceBounds (*)(const RaceRow& row, int64_t begin, int64_t end, float* bounds);
+
+RaceBounds race_avx2(const RaceRow& row, int64_t begin, int64_t end, float* bounds);
+RaceBounds race_avx512(const RaceRow& row, int64_t begin, int64_t end, float* bounds);
 
 }  // namespace outrider

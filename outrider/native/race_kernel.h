@@ -14,12 +14,17 @@
 #include <cstdint>
 #include <cstring>
 
+#ifdef __AVX512F__
+#include <immintrin.h>
+#endif
+
 #include "race.h"
 
 namespace outrider {
 namespace {
 
 constexpr int kBlocks = 256;
+constexpr uint32_t kMultiplier0 = 0xD2511F53u, kMultiplier1 = 0xCD9E8D57u, kWeyl0 = 0x9E3779B9u, kWeyl1 = 0xBB67AE85u;
 constexpr float kLeastExponent = -90.0f;  // of two
 
 // 2^x for x in (-126, 0], with a relative error below 1e-4.
@@ -32,20 +37,78 @@ inline float power_of_two(float x) {
   return value * std::bit_cast<float>((whole + 127) << 23);
 }
 
+#ifdef __AVX512F__
+constexpr int kTogether = 16;
+
+// The words of 16 Philox counters.
+struct Sixteen {
+  __m512i x0, x1, x2, x3;
+
+  Sixteen(const Counter& counter, const uint32_t* blocks)
+      : x0(_mm512_loadu_si512(blocks)), x1(spread(counter.words[0])), x2(spread(counter.words[1])),
+        x3(spread(counter.words[2])) {}
+
+  static __m512i spread(uint32_t word) { return _mm512_set1_epi32(static_cast<int>(word)); }
+
+  struct Product {
+    __m512i low, high;
+  };
+  static Product times(__m512i words, uint32_t factor) {
+    const __m512i factors = spread(factor);
+    const __m512i even = _mm512_mul_epu32(words, factors);
+    const __m512i odd = _mm512_mul_epu32(_mm512_srli_epi64(words, 32), factors);
+    const __m512i lows = _mm512_setr_epi32(0, 16, 2, 18, 4, 20, 6, 22, 8, 24, 10, 26, 12, 28, 14, 30);
+    const __m512i highs = _mm512_setr_epi32(1, 17, 3, 19, 5, 21, 7, 23, 9, 25, 11, 27, 13, 29, 15, 31);
+    return {_mm512_permutex2var_epi32(even, lows, odd), _mm512_permutex2var_epi32(even, highs, odd)};
+  }
+
+  void mix(uint32_t key0, uint32_t key1) {
+    constexpr int kXorOfThree = 0x96;
+    const Product product0 = times(x0, kMultiplier0), product1 = times(x2, kMultiplier1);
+    x0 = _mm512_ternarylogic_epi32(product1.high, x1, spread(key0), kXorOfThree);
+    x2 = _mm512_ternarylogic_epi32(product0.high, x3, spread(key1), kXorOfThree);
+    x1 = product1.low;
+    x3 = product0.low;
+  }
+
+  void store(uint32_t* to0, uint32_t* to1, uint32_t* to2, uint32_t* to3) const {
+    _mm512_storeu_si512(to0, x0);
+    _mm512_storeu_si512(to1, x1);
+    _mm512_storeu_si512(to2, x2);
+    _mm512_storeu_si512(to3, x3);
+  }
+};
+#endif
+
 // The words of so many Philox counters; before the rounds the first one of each is its block.
 struct Blocks {
   uint32_t x0[kBlocks], x1[kBlocks], x2[kBlocks], x3[kBlocks];
 
   // Philox4x32-10 (Salmon et al. 2011, section 3.3).
   void mix(const Counter& counter) {
+#ifdef __AVX512F__
+    for (int b = 0; b < kBlocks; b += 2 * kTogether) {
+      // Two at a time: a round of one waits for its products.
+      Sixteen first(counter, x0 + b), second(counter, x0 + b + kTogether);
+      uint32_t key0 = counter.key[0], key1 = counter.key[1];
+      for (int round = 0; round < 10; ++round) {
+        first.mix(key0, key1);
+        second.mix(key0, key1);
+        key0 += kWeyl0;
+        key1 += kWeyl1;
+      }
+      first.store(x0 + b, x1 + b, x2 + b, x3 + b);
+      second.store(x0 + b + kTogether, x1 + b + kTogether, x2 + b + kTogether, x3 + b + kTogether);
+    }
+#else
     std::fill(x1, x1 + kBlocks, counter.words[0]);
     std::fill(x2, x2 + kBlocks, counter.words[1]);
     std::fill(x3, x3 + kBlocks, counter.words[2]);
     uint32_t key0 = counter.key[0], key1 = counter.key[1];
     for (int round = 0; round < 10; ++round) {
       for (int b = 0; b < kBlocks; ++b) {
-        const uint64_t product0 = static_cast<uint64_t>(x0[b]) * 0xD2511F53u;
-        const uint64_t product1 = static_cast<uint64_t>(x2[b]) * 0xCD9E8D57u;
+        const uint64_t product0 = static_cast<uint64_t>(x0[b]) * kMultiplier0;
+        const uint64_t product1 = static_cast<uint64_t>(x2[b]) * kMultiplier1;
         const uint32_t y0 = static_cast<uint32_t>(product1 >> 32) ^ x1[b] ^ key0;
         const uint32_t y2 = static_cast<uint32_t>(product0 >> 32) ^ x3[b] ^ key1;
         x1[b] = static_cast<uint32_t>(product1);
@@ -53,9 +116,10 @@ struct Blocks {
         x0[b] = y0;
         x2[b] = y2;
       }
-      key0 += 0x9E3779B9u;
-      key1 += 0xBB67AE85u;
+      key0 += kWeyl0;
+      key1 += kWeyl1;
     }
+#endif
   }
 };
 
@@ -75,37 +139,36 @@ inline void uniforms(const Counter& counter, const int64_t* token_ids, int64_t n
   }
 }
 
-inline float race(const RaceRow& row, int64_t begin, int64_t end, float* bounds) {
-  float best = 0.0f;
+inline RaceBounds race(const RaceRow& row, int64_t begin, int64_t end, float* bounds) {
+  static_assert(kRaceTokens == 2 * kBlocks);
   const float scale = row.inverse_temperature * 1.44269504f;
-  for (int64_t first = begin; first < end; first += 2 * kBlocks) {
-    Blocks blocks;
-    for (int b = 0; b < kBlocks; ++b) blocks.x0[b] = static_cast<uint32_t>(first / 2) + b;
-    blocks.mix(row.counter);
-    float complements[2 * kBlocks];
-    for (int b = 0; b < kBlocks; ++b) {
-      complements[2 * b] = static_cast<float>(~blocks.x0[b]);
-      complements[2 * b + 1] = static_cast<float>(~blocks.x2[b]);
-    }
-    const int num = static_cast<int>(std::min<int64_t>(2 * kBlocks, end - first));
-    float scores[2 * kBlocks], above[2 * kBlocks];
-    std::fill(scores + num, scores + 2 * kBlocks, -HUGE_VALF);
-    std::memcpy(scores, row.scores + first, num * sizeof(float));
-    // Floats that are not negative are ordered as their bits are, and a largest integer is found in vectors.
-    int32_t largest = 0;
-    for (int v = 0; v < 2 * kBlocks; ++v) {
-      const float exponent = (scores[v] - row.top) * scale;
-      const float weight = power_of_two(exponent > kLeastExponent ? exponent : kLeastExponent);
-      const float next = complements[v] + 1.0f;
-      const int32_t below = std::bit_cast<int32_t>(weight * ((1.0f - next * 0x1p-32f) / next));
-      largest = below > largest ? below : largest;
-      // Infinite where n is 0: such a token is always looked at.
-      above[v] = weight / complements[v];
-    }
-    std::memcpy(bounds + first, above, num * sizeof(float));
-    best = std::max(best, std::bit_cast<float>(largest));
+  Blocks blocks;
+  for (int b = 0; b < kBlocks; ++b) blocks.x0[b] = static_cast<uint32_t>(begin / 2) + b;
+  blocks.mix(row.counter);
+  float complements[kRaceTokens];
+  for (int b = 0; b < kBlocks; ++b) {
+    complements[2 * b] = static_cast<float>(~blocks.x0[b]);
+    complements[2 * b + 1] = static_cast<float>(~blocks.x2[b]);
   }
-  return best;
+  const int64_t num = end - begin;
+  float scores[kRaceTokens], above[kRaceTokens];
+  std::fill(scores + num, scores + kRaceTokens, -HUGE_VALF);
+  std::memcpy(scores, row.scores + begin, num * sizeof(float));
+  // Floats that are not negative are ordered as their bits are, and a largest integer is found in vectors.
+  int32_t largest_below = 0, largest_above = 0;
+  for (int v = 0; v < kRaceTokens; ++v) {
+    const float exponent = (scores[v] - row.top) * scale;
+    const float weight = power_of_two(exponent > kLeastExponent ? exponent : kLeastExponent);
+    const float next = complements[v] + 1.0f;
+    const int32_t lower = std::bit_cast<int32_t>(weight * ((1.0f - next * 0x1p-32f) / next));
+    largest_below = lower > largest_below ? lower : largest_below;
+    // Infinite where n is 0: such a token is always looked at.
+    above[v] = weight / complements[v];
+    const int32_t upper = std::bit_cast<int32_t>(above[v]);
+    largest_above = upper > largest_above ? upper : largest_above;
+  }
+  if (bounds != nullptr) std::memcpy(bounds, above, num * sizeof(float));
+  return {std::bit_cast<float>(largest_below), std::bit_cast<float>(largest_above)};
 }
 
 }  // namespace

@@ -117,15 +117,15 @@ def _drawn(logits: Tensor, draws: Sequence[Draw]) -> Tensor:
     contenders = _contenders(scores, tops, draws)
     if contenders is None:
         winners = _race(target_weights(tempered(scores, metadata), metadata), draws)
-    elif len(contenders.rows) == len(draws):
-        winners = contenders.token_ids  # one of each row
     else:
-        winners = _race(contenders, draws)
+        rows, token_ids = contenders
+        # Most rows have one contender, and a row without another needs no race.
+        winners = token_ids if len(rows) == len(draws) else _race(_weighed(scores, tops, rows, token_ids, draws), draws)
     return torch.stack((winners, are_finite.long()))
 
 
-def _contenders(scores: Tensor, tops: Tensor, draws: Sequence[Draw]) -> Support | None:
-    """Return the tokens that can win their row's race, with the weights of `target_weights`.
+def _contenders(scores: Tensor, tops: Tensor, draws: Sequence[Draw]) -> Tensor | None:
+    """Return the tokens that can win their row's race: their rows, ascending, and their ids, int64 [2, M].
 
     Args:
         scores: [R, V].
@@ -145,7 +145,13 @@ def _contenders(scores: Tensor, tops: Tensor, draws: Sequence[Draw]) -> Support 
     _, base_len, purpose = Counter(Purpose.TARGET, 0).words
     counters = torch.tensor([(draw.position, base_len, purpose, *draw.key) for draw in draws])
     find = torch.ops.outrider.race_candidates.default
-    rows, token_ids = find(scores.contiguous(), tops, temperatures.reciprocal().float(), counters, int(variant))
+    found: Tensor = find(scores.contiguous(), tops, temperatures.reciprocal().float(), counters, int(variant))
+    return found
+
+
+def _weighed(scores: Tensor, tops: Tensor, rows: Tensor, token_ids: Tensor, draws: Sequence[Draw]) -> Support:
+    """Return tokens with the weights of `target_weights`."""
+    temperatures = torch.tensor([draw.metadata.parameters.temperature for draw in draws], dtype=torch.float64)
     values = (scores[rows, token_ids].double() - tops.double()[rows]).div_(temperatures[rows]).exp_()
     return Support(rows, token_ids, values, len(scores))
 
