@@ -31,6 +31,7 @@ _NUM_RACED: Final = 32
 _NUM_ON_GPU: Final = 64
 """On a GPU, where starting an operation takes longer than to run it. A tensor of 128,256 tokens then takes 66 MB."""
 _NUM_CACHED: Final = 2**17
+_BLOCK_LEN: Final = 128
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +107,7 @@ def _drawn(logits: Tensor, draws: Sequence[Draw]) -> Tensor:
     metadata = [draw.metadata for draw in draws]
     scores = changed_logits(_rows(logits, [draw.row for draw in draws]), metadata)
     if metadata[0].parameters.is_greedy:
-        token_ids = scores.argmax(-1)  # a NaN, if there is one
+        token_ids = _places_of_largest(scores)  # a NaN, if there is one
         tops = scores.gather(1, token_ids.unsqueeze(1)).squeeze(1)
         return torch.stack((token_ids, tops.isfinite().long()))
     tops = scores.amax(-1)
@@ -122,6 +123,17 @@ def _drawn(logits: Tensor, draws: Sequence[Draw]) -> Tensor:
         # Most rows have one contender, and a row without another needs no race.
         winners = token_ids if len(rows) == len(draws) else _race(_weighed(scores, tops, rows, token_ids, draws), draws)
     return torch.stack((winners, are_finite.long()))
+
+
+def _places_of_largest(scores: Tensor) -> Tensor:
+    """Return the place of each row's largest score, the first of equals, or of a NaN: int64 [R], given [R, V]."""
+    num_rows, size = scores.shape
+    if scores.device.type != "cpu" or size % _BLOCK_LEN:
+        return scores.argmax(-1)
+    # PyTorch finds maxima faster than places: so 16 rows of 49,152 take less than half of the time.
+    blocks = scores.view(num_rows, -1, _BLOCK_LEN)
+    block = blocks.amax(-1).argmax(-1)
+    return block * _BLOCK_LEN + blocks[torch.arange(num_rows), block].argmax(-1)
 
 
 def _contenders(scores: Tensor, tops: Tensor, draws: Sequence[Draw]) -> Tensor | None:

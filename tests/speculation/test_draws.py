@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from outrider.parameters import SamplingParameters
-from outrider.speculation.draws import Draw, target_draws
+from outrider.speculation.draws import Draw, _places_of_largest, target_draws
 from outrider.speculation.randomness import Counter, KeyedSource, Purpose, vocabulary_exponential
 from outrider.speculation.sampling import NoPossibleToken, SamplingMetadata, TokenHistory, target_distribution
 from tests.masks import allowed_by, random_mask
@@ -177,3 +177,15 @@ def test_ties_go_to_the_lowest_id() -> None:
     logits = torch.zeros(40, 49152).bfloat16()
     logits[:, [70, 30000, 49151]] = 1
     assert target_draws(logits, [Draw(row, metadata, (0, 0), 0) for row in range(40)]) == [70] * 40
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("size", [1, 100, 128, 384, 4096])
+def test_the_largest_logit_is_the_first_of_equals_or_a_nan(size: int, dtype: torch.dtype) -> None:
+    draw = torch.Generator().manual_seed(size)
+    scores = torch.randint(4, (6, size), generator=draw).to(dtype)
+    scores[1], scores[2] = -torch.inf, torch.inf
+    scores[3, size // 2], scores[4, -1] = torch.nan, torch.nan
+    rows = [[math.inf if math.isnan(value) else value for value in row] for row in scores.tolist()]
+    expected = [row.index(max(row)) for row in rows]
+    assert _places_of_largest(scores).tolist() == expected
