@@ -14,9 +14,11 @@ The target's engine and the drafters that have a model use it (`LanguageModel` i
   multiple of 4, or an even number where all weights are packed (see `attention`). On a GPU a pass has parts of 128
   rows each (`gpu_passes`).
 - **Memory.** A step reserves its pages before the pass. KV memory uses 2 MiB pages of the system where it has them:
-  with pages of 4 KiB, 16 prompt rows at position 1,000 beside 4 sessions took 42 ms instead of 33.
-- **Compiled layers** (`compilation`). Where there is a C++ compiler, PyTorch compiles one layer; all layers and all
-  numbers of rows share that code, which is kept in the user's cache directory.
+  with pages of 4 KiB, 16 prompt rows at position 1,000 beside 4 sessions took 42 ms instead of 33. The system clears
+  the next ones before a pass writes to them (`prefault`).
+- **Compiled layers** (`compilation`, `compiled_code`). Where there is a C++ compiler, PyTorch exports up to five layers
+  as one function of all their tensors and compiles it; all groups that are alike and all numbers of rows share that
+  code, which is kept in the user's cache directory.
 - **Attention** (`attention`) on a CPU is a native operator over the pages, which is built once where there is a C++
   compiler; else plain operations over blocks of 256 positions. On a GPU it is a Triton kernel.
 - **Linear layers** in bfloat16 on a CPU are packed once (`packed_linear`) for the native product (`outrider.native`);
