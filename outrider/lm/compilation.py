@@ -191,10 +191,10 @@ class _Codes:
     ) -> tuple[CompiledCode, Sequence[torch.Tensor]]:
         """Return the code for a call, which is compiled if there is none, and the tensors of the call."""
         # Within a pass all groups are called with the same objects but for the hidden states.
-        others = [*arguments[1:], *keywords, *keywords.values()]
-        last = self._last
-        if last is not None and _are_same(others, last[1]) and _is_like(arguments[0], last[2][0]):
-            return last[0], (arguments[0], *last[2][1:])
+        others, last = [*arguments[1:], *keywords, *keywords.values()], self._last
+        hidden = arguments[0] if arguments and isinstance(arguments[0], torch.Tensor) else None
+        if last is not None and hidden is not None and _are_same(others, last[1]) and _is_like(hidden, last[2][0]):
+            return last[0], (hidden, *last[2][1:])
         call = FlatCall.of(arguments, keywords)
         code = next((code for code in self._codes if code.fits(layers, call)), None)
         if code is None:
@@ -202,8 +202,7 @@ class _Codes:
                 raise RuntimeError(f"the layers were called in more than {_MAX_VARIANTS} ways")
             code = CompiledCode(layers, call)
             self._codes.append(code)
-        has_hidden_first = bool(arguments) and isinstance(arguments[0], torch.Tensor)
-        self._last = (code, others, call.tensors) if has_hidden_first else None
+        self._last = None if hidden is None else (code, others, call.tensors)
         return code, call.tensors
 
 

@@ -64,6 +64,55 @@ def test_layers_share_code_that_is_chosen_by_the_first_ones(size: int) -> None:
     assert numbers == [1, 1, 2, 2]
 
 
+class Holder(Layer):
+    """Holds a tensor that is neither a parameter nor a buffer, as attention holds keys and values."""
+
+    def __init__(self, value: float) -> None:
+        super().__init__()
+        self.held = torch.full((3, 4), value)
+
+    def forward(self, rows: torch.Tensor, given: object = None) -> torch.Tensor:
+        return super().forward(rows) + self.held[0]
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of the compiler, about its own code
+@pytest.mark.parametrize("shares_weights", [False, True])
+@torch.no_grad()
+def test_groups_share_code_and_keep_what_is_theirs(*, shares_weights: bool) -> None:
+    layers: list[nn.Module] = [Holder(value) for value in (1.0, 2.0, 4.0, 8.0)]
+    if shares_weights:
+        layers[1].linear, layers[3].linear = layers[0].linear, layers[2].linear
+    rows = torch.randn(5, 4)
+    expected = run_all(layers, rows)
+    compile_layers(layers, 2)
+    codes = [layer._compiled_call_impl.__self__._codes for layer in layers[::2]]  # type: ignore[union-attr]
+    for given in (rows, rows + 1, rows):
+        found = run_all(layers, given)
+    assert codes[0] is codes[1] and len(codes[0]._codes) == 1
+    for output, value in zip(found, expected, strict=True):
+        assert torch.allclose(output, value)
+    assert [float(layer.held[0, 0]) for layer in layers] == [1, 2, 4, 8]  # type: ignore[arg-type, index]
+
+
+class Maker(Layer):
+    """Makes a tensor that only one group's code would have."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.made = [torch.randn(4)]
+
+    def forward(self, rows: torch.Tensor, given: object = None) -> torch.Tensor:
+        return super().forward(rows) + self.made[0]
+
+
+@torch.no_grad()
+def test_layers_whose_tensors_cannot_be_told_apart_are_not_compiled() -> None:
+    layers: list[nn.Module] = [Maker() for _ in range(2)]
+    compile_layers(layers)
+    with pytest.raises(RuntimeError, match="tensors of their own"):
+        run_all(layers, torch.randn(5, 4))
+
+
 @pytest.mark.parametrize(("num", "size"), [(2, 2), (4, 4), (6, 3), (7, 1), (10, 5), (30, 5)])
 def test_as_many_layers_as_divide_them_are_one_function(num: int, size: int) -> None:
     layers: list[nn.Module] = [Layer() for _ in range(num)]
