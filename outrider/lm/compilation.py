@@ -102,7 +102,7 @@ def compile_layers(layers: Sequence[nn.Module], size: int = 1) -> None:
     """Replace the layers' calls by compiled code, which is compiled at the first pass.
 
     Of each group the first layer's call runs all of them, and the others return what it found: the way into compiled
-    code and back takes as long as a layer's norms. Groups that are alike share their code, with symbolic numbers of
+    code and back takes time (see `compiled_code`). Groups that are alike share their code, with symbolic numbers of
     rows. Weights are not copied.
 
     Args:

@@ -2,7 +2,8 @@
 
 The layers are exported as a graph with all tensors as inputs, and the compiler makes one function of it: weights, the
 other tensors that the layers hold, and those of the call. So groups of layers that are alike share the code, and a call
-passes a list of tensors: neither are modules looked into nor guards checked, which took 0.2 ms for each group.
+passes a list of tensors: no module is looked into and no guard is checked. The way into a group of five takes 0.16 to
+0.2 ms, a quarter to a third less than with Dynamo.
 """
 
 from collections.abc import Iterator, Sequence

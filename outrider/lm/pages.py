@@ -69,7 +69,8 @@ class PagePool:
         self._memory_bytes = num_pages * page_bytes
         self._extra_bytes = 0
         self._root = root
-        # The page freed last is allocated first: its memory is in the CPU cache, and unused pages take no memory.
+        # The page freed last is allocated first: its memory is in the CPU cache, and pages that were never used
+        # take no memory, but for the next ones (`prefault`).
         self._free: list[int] = []
         self._num_touched = 0
         self._holders: dict[int, int] = {}

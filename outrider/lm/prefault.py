@@ -1,8 +1,8 @@
 """Memory of the KV cache that the system clears before a pass writes to it.
 
-The first write to a page of the system waits until it has been cleared: with pages of 2 MiB for some 0.5 ms, and the
-planes of all layers come to their next page in the same pass. So a thread has the next pages cleared meanwhile, of each
-plane no more than it holds.
+The first write to a page of the system waits until it has been cleared, and the planes of all layers come to their next
+page in the same pass: with pages of 2 MiB some 120 MB for the embedded model. So a thread has the next pages cleared
+meanwhile, of each plane no more than it holds.
 """
 
 import ctypes

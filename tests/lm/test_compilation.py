@@ -94,6 +94,17 @@ def test_groups_share_code_and_keep_what_is_theirs(*, shares_weights: bool) -> N
     assert [float(layer.held[0, 0]) for layer in layers] == [1, 2, 4, 8]  # type: ignore[arg-type, index]
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of the compiler, about its own code
+@torch.no_grad()
+def test_hidden_states_may_be_a_keyword() -> None:
+    layer, rows = Layer(), torch.randn(5, 4)
+    expected = [layer(given) for given in (rows, rows + 1, rows - 1)]
+    compile_layers([layer])
+    found = [layer(rows), layer(rows=rows + 1), layer(rows - 1)]
+    for output, value in zip(found, expected, strict=True):
+        assert torch.allclose(output, value)
+
+
 class Maker(Layer):
     """Makes a tensor that only one group's code would have."""
 
