@@ -50,7 +50,7 @@ class Speculation:
         self._received = ReceivedTree(rule, self._policy.rates)
         self._is_late = False
         self._plan = RoundPlan()
-        self._has_news = self._waits = self._is_answering = False
+        self._has_news = self._waits = self._is_answering = self._wanted_draft = False
         self._num_left = self._num_idle = 0
         self._started = 0.0
         self._begun_depth = 0
@@ -148,7 +148,8 @@ class Speculation:
             now: monotonic time.
         """
         self._started, self._num_left = now, num_left
-        self._num_idle = 0 if self._plan.wants_draft else self._num_idle + 1
+        self._num_idle = 0 if self._wanted_draft else self._num_idle + 1
+        self._wanted_draft = False
         self._reached_at = self._ready_at = self._news_at = None
         self._is_answering = False
         self._decide(now)
@@ -175,6 +176,8 @@ class Speculation:
             runs_ahead=terms.lookahead > 0,
             is_answering=self._is_answering,
         )
+        # Once its nodes are here, the plan of the rest of a round wants no more.
+        self._wanted_draft = self._wanted_draft or self._plan.wants_draft
         if depth < self._plan.depth:
             self._reached_at = None
         self._wait_until = min(now + self._plan.wait_s, self._started + terms.max_wait_s)

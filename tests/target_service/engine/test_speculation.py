@@ -382,3 +382,27 @@ def test_a_draft_that_was_not_needed_for_long_is_not_asked_for_the_last_few_toke
     statistics.guard._case.speculates = True
     speculation.begin(num_left, 50.0)
     assert speculation.wants_draft is wants
+
+
+def test_a_draft_that_each_round_needs_is_asked_for_the_last_few_tokens() -> None:
+    length, statistics = len(PROMPT), WorkerStatistics()
+    for _ in range(20):
+        for num_rows in (1, 6, 16):
+            statistics.times.observe(0.08 + 0.0005 * num_rows, num_rows)
+    terms = SpeculationTerms(num_speculative_tokens=4, max_wait_s=1.0)
+    speculation = Speculation(terms, AcceptanceRule.COUPLED, statistics, adapts=True)
+    speculation.restart(length)
+    now, text = 0.0, list(PROMPT)
+    for num_left in range(80, 4, -5):
+        speculation.record_verdict(len(text), now)
+        speculation.begin(num_left, now)
+        assert speculation.wants_draft, num_left
+        nodes = _line([7, 8, 9, 10])
+        part = ProposalPart(Base(len(text), 1), 1, nodes, complete=True, known_len=len(text), step_time_s=0.001)
+        assert speculation.receive(part, text, now + 0.004)
+        # The round goes on with the nodes that have come, and wants no more.
+        assert speculation.is_ready(len(text), now + 0.005)
+        text += [7, 8, 9, 10, 5]
+        speculation.advance([7, 8, 9, 10, 5], len(text))
+        speculation.observe(4, 4, 4, 0.004, 0.001)
+        now += 0.1
