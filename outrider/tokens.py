@@ -103,7 +103,8 @@ class ProposalPart:
         nodes: the nodes, parents before their children.
         complete: whether the draft sends no more nodes until it receives more tokens.
         known_len: the draft's session length, in tokens, when it sent these nodes.
-        step_time_s: seconds per draft step; 0 if unknown, or if these nodes took none.
+        step_time_s: seconds of a draft's step for each token of a path that it drafts; 0 if unknown, or if these nodes
+            took none.
     """
 
     base: Base

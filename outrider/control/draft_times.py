@@ -34,7 +34,7 @@ class DraftTimes:
         prior: seconds and depth of answers over all sessions, to which this one adds, and from which it starts.
 
     Attributes:
-        step_s: seconds of a step of the draft, as it last reported; 0 while unknown.
+        step_s: seconds of a step of the draft for each token of a path, as it last reported; 0 while unknown.
     """
 
     def __init__(self, prior: AnswerTimes | None = None) -> None:
@@ -80,16 +80,16 @@ class DraftTimes:
         """Record that a round's wait timed out, which counts as an answer that took as long."""
         self._answer_s.observe(wait_s, is_certain=True)
 
-    def arrival_s(self, num_steps: int, *, is_running: bool) -> float:
-        """Return the seconds until so many more steps of the draft have arrived.
+    def arrival_s(self, num_tokens: int, *, is_running: bool) -> float:
+        """Return the seconds until so many more tokens of a path have arrived.
 
         Args:
-            num_steps: at least 1.
-            is_running: whether the draft is already running them; else it begins with the verdict of now.
+            num_tokens: at least 1.
+            is_running: whether the draft is already drafting them; else it begins with the verdict of now.
         """
         if is_running:
-            return num_steps * self.step_s
+            return num_tokens * self.step_s
         answer_s = self._answer_s if self._answer_s.known else self._prior.seconds
         depth = self._answer_depth if self._answer_depth.known else self._prior.depth
         first_s = answer_s.value - max(0.0, depth.value - 1) * self.step_s
-        return max(0.0, first_s) + (num_steps - 1) * self.step_s
+        return max(0.0, first_s) + (num_tokens - 1) * self.step_s

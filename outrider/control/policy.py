@@ -173,6 +173,7 @@ class SpeculationPolicy:
         self._prediction_ratio = DecayingMean(0.08, statistics.prediction_ratio.value, _USUAL_ROUNDS)
         self._yield = DecayingMean(0.1)
         self._width = DecayingMean(0.1, 1.0, _USUAL_ROUNDS)
+        self._num_nodes = DecayingMean(0.1)
         self._plain_rounds = _PlainRounds()
         self._waits_again = False
         self._expected_accepted = 0.0
@@ -258,6 +259,7 @@ class SpeculationPolicy:
         self._plain_rounds.num = self._statistics.plain_rounds.num = 0
         if depth:
             self._width.observe(num_nodes / depth)
+            self._num_nodes.observe(num_nodes)
         self._observe_outcome(num_accepted, self.rates.expected_accepted(depth) if depth else self._expected_accepted)
         if depth == 0 and wait_s >= _NEARLY * self._patience_s():
             self.draft.record_timeout(wait_s)
@@ -338,9 +340,17 @@ class SpeculationPolicy:
         if not (self.draft.known and self._times.known):
             return _UNKNOWN
         wait_s = self.draft.arrival_s(goal - depth, is_running=is_running)
-        num_nodes = goal * self._width.value
+        num_nodes = self._nodes_beside(goal)
         accepted = self.rates.expected_accepted(goal) * self._prediction_ratio.value
         return Expectation(wait_s, self._round_s(num_nodes), 1 + accepted, 1 + num_nodes)
+
+    def _nodes_beside(self, goal: int) -> float:
+        """Return the nodes that a round is expected to verify with a main line of that length, at least as many.
+
+        They grow with the main line, but not beyond what rounds verify: a draft bounds the nodes of its trees.
+        """
+        grown = goal * self._width.value
+        return min(grown, max(goal, self._num_nodes.value)) if self._num_nodes.known else grown
 
     def _now(self, stock: Sequence[float]) -> Expectation:
         """Return the expectation of a round that goes on at once, with those nodes of the stock that pay."""

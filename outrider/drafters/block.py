@@ -41,6 +41,11 @@ class BlockDrafter(Eagle3Drafter):
         self._mask_embeddings, self._mask_features = head.mask_embeddings, head.mask_features
         self._transition = TransitionPass(head.transition)
 
+    @property
+    def tokens_per_step(self) -> int:
+        """Tokens of a path that one step drafts: the block's."""
+        return self._block_size
+
     def step(self, proposals: Sequence[OpenProposal]) -> StepRows:
         """Run one pass: of each session columns that are missing, and its block once they end the text."""
         for item in proposals:

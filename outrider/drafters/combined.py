@@ -83,6 +83,11 @@ class CombinedDrafter(Drafter):
         """Rows of the model; see `Drafter`."""
         return self._main.num_rows_alone
 
+    @property
+    def tokens_per_step(self) -> int:
+        """Those of the drafter with a model."""
+        return self._main.tokens_per_step
+
     def step(self, proposals: Sequence[OpenProposal]) -> StepRows:
         """Look up what is not found yet, run a step of the model where that pays, and add the nodes of both.
 

@@ -197,6 +197,11 @@ class Drafter(Protocol):
         """Rows that the last step would have had for one of its sessions alone; 0 where it had as many for each."""
         return 0
 
+    @property
+    def tokens_per_step(self) -> int:
+        """Tokens of a path that one step drafts."""
+        return 1
+
     def step(self, proposals: Sequence[OpenProposal]) -> StepRows:
         """Advance each proposal by up to one pass: append nodes, complete it, or refuse it.
 

@@ -75,6 +75,11 @@ class MedusaDrafter(Drafter):
         """Memory of the features, in bytes."""
         return sum(session.features.num_bytes for session in self._sessions.values())
 
+    @property
+    def tokens_per_step(self) -> int:
+        """Tokens of a path that one step drafts: one for each head."""
+        return len(self._heads.heads)
+
     def resume(self, session_id: str) -> int:
         """Drop the session's feature: only the last of those that arrive is used, and none that arrived before."""
         self._sessions.pop(session_id, None)

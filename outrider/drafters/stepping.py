@@ -44,7 +44,7 @@ class SentProposal:
         """Return the nodes since the last part, or the proposal's end; None where there is neither.
 
         Args:
-            step_time_s: seconds of a step, sent with them if they took any.
+            step_time_s: seconds of a step for each token of a path, sent with them if they took any.
         """
         nodes = tuple(self.proposal.nodes[self.num_sent :])
         if not nodes and (self.is_reported or not self.proposal.complete):
@@ -69,7 +69,8 @@ class Stepper:
         model_time_s: seconds of all steps.
         shared_time_s: seconds of these that a session alone would not have waited for: the part of other sessions.
         alone_s: seconds that a step of one of the last step's sessions alone would take.
-        step_time_s: seconds that a step without prompts takes; 0 before the first step.
+        step_time_s: seconds that a step without prompts takes for each token of a path that it drafts; 0 before the
+            first step.
     """
 
     def __init__(self, drafter: Drafter) -> None:
@@ -102,9 +103,9 @@ class Stepper:
         if rows.prompts or self._has_seen(rows.num_decode):
             times.observe(duration_s, rows.num_decode, rows.prompts)
         if not times.known:
-            self.step_time_s = duration_s
+            self.step_time_s = duration_s / self._drafter.tokens_per_step
         elif rows.num_decode:
-            self.step_time_s = times.pass_s(rows.num_decode)
+            self.step_time_s = times.pass_s(rows.num_decode) / self._drafter.tokens_per_step
         if rows.num_rows and times.known:
             num_alone = self._drafter.num_rows_alone or max(1, rows.num_rows // num_sessions)
             together_s = times.pass_s(max(rows.num_rows, num_alone * num_sessions))

@@ -99,6 +99,23 @@ def test_it_waits_for_a_shorter_line_where_steps_are_slow() -> None:
     assert 0 < slow.depth < quick.depth
 
 
+def test_a_longer_line_is_not_expected_to_have_more_nodes_than_rounds_verify() -> None:
+    policy = SpeculationPolicy(0.1, WorkerStatistics(_times()))
+    policy.draft.record_verdict(1, 0.0)
+    policy.draft.record_answer(1, 0.002, 4)
+    for _ in range(50):
+        policy.observe_round(1, 1, 7, 0.002, waited=True)
+    assert policy.expect_whole(1).num_rows == pytest.approx(8, rel=0.01)
+    assert policy.expect_whole(4).num_rows == pytest.approx(8, rel=0.01), "a draft's trees have seven nodes"
+    assert policy.expect_whole(9).num_rows == pytest.approx(10), "but no fewer than the main line"
+    chains = SpeculationPolicy(0.1, WorkerStatistics(_times()))
+    chains.draft.record_verdict(1, 0.0)
+    chains.draft.record_answer(1, 0.002, 4)
+    for _ in range(50):
+        chains.observe_round(1, 4, 4, 0.002, waited=True)
+    assert [chains.expect_whole(goal).num_rows for goal in (1, 4)] == pytest.approx([2, 5], rel=0.01)
+
+
 def test_a_dead_draft_costs_one_wait() -> None:
     policy = SpeculationPolicy(0.1, WorkerStatistics(_times()))
     plan = policy.begin([], 0, DEPTH)

@@ -18,6 +18,7 @@ def test_a_whole_tree_takes_one_step() -> None:
     found.max_nodes = 12
     rows = drafter.step([found])
     assert found.complete and len(found.nodes) == 12
+    assert drafter.tokens_per_step == BLOCK_SIZE
     # The columns of a text of this length count as rows that decode: eleven, and three mask rows behind the last.
     assert rows.num_rows == 11 + 3
 

@@ -49,7 +49,7 @@ class Scripted(Drafter):
         self.token_ids = token_ids
         self.missing_from: int | None = None
         self.refuses = self.goes_on = False
-        self.num_steps = 0
+        self.num_steps, self.num_tokens_per_step = 0, 1
         self.steps: dict[OpenProposal, int] = {}
         self.forgotten: list[str] = []
 
@@ -60,6 +60,10 @@ class Scripted(Drafter):
     @property
     def used_bytes(self) -> int:
         return 0
+
+    @property
+    def tokens_per_step(self) -> int:
+        return self.num_tokens_per_step
 
     def step(self, proposals: Sequence[OpenProposal]) -> StepRows:
         self.num_steps += 1
@@ -107,6 +111,9 @@ def test_the_nodes_of_both_are_proposed_under_their_names() -> None:
 def test_its_identity_is_that_of_the_model_under_both_names() -> None:
     main = model_drafter()
     assert drafter(main).info == replace(main.info, drafter="model+suffix")
+    block = Scripted(6, 7)
+    block.num_tokens_per_step = 5
+    assert (drafter(main).tokens_per_step, drafter(block).tokens_per_step) == (1, 5)
 
 
 def test_a_request_bounds_the_nodes_of_both_together() -> None:

@@ -19,6 +19,7 @@ def test_a_chain_has_every_heads_first_choice() -> None:
     drafter.give("s", tiny.span(0, 9))
     wanted = tuple(VOCABULARY.token_ids[tiny.logits(8).argmax(-1)].tolist())
     assert draft(drafter, proposal(TEXT[:10], 8, given=GREEDY)) == [wanted]
+    assert drafter.tokens_per_step == len(wanted)
 
 
 def test_a_tree_has_the_most_confident_products() -> None:

@@ -25,6 +25,7 @@ class _Drafter:
     def __init__(self, *broken: str) -> None:
         self.broken = broken
         self.times = PassTimes()
+        self.tokens_per_step = 1
         self.forgotten: list[str] = []
 
     def step(self, proposals: Sequence[OpenProposal]) -> StepRows:
@@ -180,6 +181,18 @@ class _PromptDrafter(_TimedDrafter):
         rows = StepRows.of(4, [(500, 0)] if self.num_steps % 10 == 0 else [])
         self._clock.now += 0.010 + 0.001 * rows.num_rows
         return rows
+
+
+def test_a_step_that_drafts_several_tokens_of_a_path_takes_less_for_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = _Clock()
+    monkeypatch.setattr(stepping, "time", clock)
+    drafter = _TimedDrafter(clock)
+    drafter.tokens_per_step = 5
+    stepper = Stepper(cast(Drafter, drafter))
+    for _ in range(3):
+        before = clock.now
+        stepper.step([_proposal()])
+        assert stepper.step_time_s == pytest.approx((clock.now - before) / 5)
 
 
 def test_a_prompt_does_not_make_steps_look_slow(monkeypatch: pytest.MonkeyPatch) -> None:
