@@ -14,7 +14,7 @@ from torch import Tensor
 
 from outrider.drafters.allowed import AllowedTokens
 from outrider.drafters.drafter import OpenProposal
-from outrider.drafters.largest import largest
+from outrider.drafters.largest import largest_shares
 from outrider.lm.heads.vocabulary import DraftVocabulary
 from outrider.parameters import AcceptanceRule
 from outrider.speculation.randomness import Counter, KeyedSource, Purpose
@@ -119,9 +119,11 @@ class RankedChoices:
         equal.
         """
         scores, are_possible = self._scores(logits, [place.path for place in places])
-        values, columns = largest(scores, min(num, scores.shape[-1]))
+        columns, likelihoods = largest_shares(scores, min(num, scores.shape[-1]), is_softmax=self._is_greedy)
+        if num == 1 and not self._least:
+            # An only choice is compared with nothing.
+            likelihoods = (likelihoods > 0).float()
         token_ids = self._vocabulary.token_ids.to(columns.device)[columns]
-        likelihoods = self._likelihoods(scores, values, columns, num)
         return [
             [
                 Choice(token_id, likelihood)
@@ -131,21 +133,12 @@ class RankedChoices:
             for tokens, row, is_possible in zip(token_ids.tolist(), likelihoods.tolist(), are_possible, strict=True)
         ]
 
-    def _likelihoods(self, scores: Tensor, values: Tensor, columns: Tensor, num: int) -> Tensor:
-        """Return how likely each of the largest scores is to be the target's token, [F, N]: 0 for an impossible one."""
-        if num == 1 and not self._least:
-            # An only choice is compared with nothing.
-            return (values > (-torch.inf if self._is_greedy else 0)).float()
-        if self._is_greedy:
-            return scores.softmax(-1).gather(1, columns)
-        return values / scores.sum(-1, keepdim=True)
-
     def _scores(self, logits: Tensor, paths: Sequence[tuple[int, ...]]) -> tuple[Tensor, Sequence[bool]]:
         """Return the scores by which the tokens after each path are ranked, and whether any of them is possible.
 
         Returns:
-            Scores [F, D]: logits under greedy, else weight / noise, as where the target draws (`KeyedSource.pick`); of
-            a path after which no token is possible, any.
+            Scores [F, D]: logits under greedy, else weight / noise, as where the target draws (`KeyedSource.pick`),
+            float32; of a path after which no token is possible, any.
         """
         terms, history = self._proposal.terms, self._history.tokens
         metadata = [
@@ -167,12 +160,12 @@ class RankedChoices:
         positions = [len(self._proposal.token_ids) + len(path) for path in paths]
         # Rows at one position share its noise.
         noise = {at: self._source.exponential(token_ids, Counter(Purpose.TARGET, at)) for at in set(positions)}
-        return dense.div_(torch.stack([noise[at] for at in positions])), are_possible
+        return dense.div_(torch.stack([noise[at] for at in positions])).float(), are_possible
 
     def _changed(self, logits: Tensor, terms: Sequence[SamplingMetadata]) -> Tensor:
         """Return the logits of the draft's tokens after penalties and the like, which use the target's token ids."""
         if not any(item.changes_logits or item.allowed is not None for item in terms):
-            return logits.float()
+            return logits
         changed = changed_logits(_spread(logits, self._vocabulary), terms)
         return changed[:, self._vocabulary.token_ids.to(changed.device)]
 

@@ -1,4 +1,4 @@
-"""Four native operators for CPUs, built once from the C++ sources beside this file.
+"""Five native operators for CPUs, built once from the C++ sources beside this file.
 
 `packed_product` multiplies bfloat16 rows with packed weights in float32: weights of bfloat16, or of 8 bits with a scale
 for each output. Each output is one chain of additions in order of the inputs, so its bits depend on its row and its
@@ -11,6 +11,8 @@ row and on what it sees only: keys and values are added in order of position.
 of their weight and noise; the winner is then found among them exactly, with the bits of a race of all.
 
 `uniform_noise` makes the keyed random numbers of many tokens (`outrider.speculation.randomness`), with the same bits.
+
+`largest_scores` finds the largest scores of rows, and about what share each has of the sum: for drafts' choices.
 
 Which variant runs follows from the CPU's features (`Variant`). All have equal results, but for AMX: its instruction
 adds up 32 inputs by itself, so that its products, and its attention in bfloat16, have another order of additions.

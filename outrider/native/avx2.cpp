@@ -3,6 +3,7 @@
 #include <immintrin.h>
 
 #include "attention_kernel.h"
+#include "largest_kernel.h"
 #include "product_kernel.h"
 #include "race_kernel.h"
 #include "transpose.h"
@@ -152,6 +153,10 @@ void product_avx2(const Product& product, int64_t begin, int64_t end) {
 
 void uniforms_avx2(const Counter& counter, const int64_t* token_ids, int64_t num, double* output) {
   uniforms(counter, token_ids, num, output);
+}
+
+void largest_avx2(const ScoreRow& row, int64_t num, float* scratch, int64_t* places, float* shares) {
+  largest(row, num, scratch, places, shares);
 }
 
 RaceBounds race_avx2(const RaceRow& row, int64_t begin, int64_t end, float* bounds) {

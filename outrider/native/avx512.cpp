@@ -3,6 +3,7 @@
 #include <immintrin.h>
 
 #include "attention_kernel.h"
+#include "largest_kernel.h"
 #include "product_kernel.h"
 #include "race_kernel.h"
 #include "vectors_avx512.h"
@@ -46,6 +47,10 @@ void product_avx512(const Product& product, int64_t begin, int64_t end) {
 
 void uniforms_avx512(const Counter& counter, const int64_t* token_ids, int64_t num, double* output) {
   uniforms(counter, token_ids, num, output);
+}
+
+void largest_avx512(const ScoreRow& row, int64_t num, float* scratch, int64_t* places, float* shares) {
+  largest(row, num, scratch, places, shares);
 }
 
 RaceBounds race_avx512(const RaceRow& row, int64_t begin, int64_t end, float* bounds) {

@@ -14,9 +14,11 @@
 #include <cstring>
 #include <memory>
 #include <optional>
+#include <tuple>
 #include <vector>
 
 #include "attention.h"
+#include "largest.h"
 #include "product.h"
 #include "race.h"
 
@@ -48,6 +50,13 @@ constexpr outrider::RaceKernel kRaces[] = {
     outrider::race_avx512,
     outrider::race_avx512,
     outrider::race_avx512,
+};
+
+constexpr outrider::LargestKernel kLargest[] = {
+    outrider::largest_avx2,
+    outrider::largest_avx512,
+    outrider::largest_avx512,
+    outrider::largest_avx512,
 };
 
 constexpr outrider::AttentionKernel kAttentions[] = {
@@ -263,6 +272,33 @@ Tensor race_candidates(
   return output;
 }
 
+// scores: bfloat16 or float32 [R, V], contiguous, no NaN; at least 0 unless `is_softmax`. Returns of each row the places
+// of its `num` largest, int64 [R, num], and their shares, float32 [R, num]; see `outrider::LargestKernel`.
+std::tuple<Tensor, Tensor> largest_scores(const Tensor& scores, int64_t num, bool is_softmax, int64_t variant) {
+  STD_TORCH_CHECK(scores.dim() == 2 && scores.is_contiguous(), "scores must have rows, and be contiguous");
+  const bool is_float32 = scores.scalar_type() == ScalarType::Float;
+  STD_TORCH_CHECK(is_float32 || scores.scalar_type() == ScalarType::BFloat16, "scores are bfloat16 or float32");
+  const int64_t num_rows = scores.size(0), num_scores = scores.size(1);
+  STD_TORCH_CHECK(num > 0 && num <= num_scores, "a row of ", num_scores, " scores has no ", num, " largest");
+  STD_TORCH_CHECK(variant >= 0 && variant <= best_variant(), "this CPU cannot run variant ", variant);
+
+  Tensor places = torch::stable::new_empty(scores, {num_rows, num}, ScalarType::Long);
+  Tensor shares = torch::stable::new_empty(scores, {num_rows, num}, ScalarType::Float);
+  const auto* given = static_cast<const char*>(scores.const_data_ptr());
+  auto* place = static_cast<int64_t*>(places.mutable_data_ptr());
+  auto* share = static_cast<float*>(shares.mutable_data_ptr());
+  const int64_t row_bytes = num_scores * scores.element_size();
+  const int64_t grain = std::max<int64_t>(1, kLeastWork / num_scores);
+  torch::stable::parallel_for(0, num_rows, grain, [&](int64_t first, int64_t last) {
+    float* scratch = thread_scratch(outrider::largest_scratch(num_scores));
+    for (int64_t row = first; row < last; ++row) {
+      const outrider::ScoreRow scored{given + row * row_bytes, num_scores, is_float32, is_softmax};
+      kLargest[variant](scored, num, scratch, place + row * num, share + row * num);
+    }
+  });
+  return {places, shares};
+}
+
 // The numbers of a layout, in order.
 class Numbers {
  public:
@@ -456,6 +492,7 @@ STABLE_TORCH_LIBRARY_FRAGMENT(outrider, library) {
       "paged_attention(Tensor query, Tensor new_keys, Tensor new_values, Tensor(a!) keys, Tensor(b!) values, "
       "Tensor layout, float scaling, int window, float softcap, int variant) -> Tensor");
   library.def("uniform_noise(Tensor token_ids, Tensor counters, int variant) -> Tensor");
+  library.def("largest_scores(Tensor scores, int num, bool is_softmax, int variant) -> (Tensor, Tensor)");
   library.def("best_variant() -> int");
 }
 
@@ -464,6 +501,7 @@ STABLE_TORCH_LIBRARY_IMPL(outrider, CPU, library) {
   library.impl("paged_attention", TORCH_BOX(&paged_attention));
   library.impl("race_candidates", TORCH_BOX(&race_candidates));
   library.impl("uniform_noise", TORCH_BOX(&uniform_noise));
+  library.impl("largest_scores", TORCH_BOX(&largest_scores));
 }
 
 STABLE_TORCH_LIBRARY_IMPL(outrider, CompositeExplicitAutograd, library) {

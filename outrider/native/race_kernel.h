@@ -18,6 +18,7 @@
 #include <immintrin.h>
 #endif
 
+#include "power_of_two.h"
 #include "race.h"
 
 namespace outrider {
@@ -26,16 +27,6 @@ namespace {
 constexpr int kBlocks = 256;
 constexpr uint32_t kMultiplier0 = 0xD2511F53u, kMultiplier1 = 0xCD9E8D57u, kWeyl0 = 0x9E3779B9u, kWeyl1 = 0xBB67AE85u;
 constexpr float kLeastExponent = -90.0f;  // of two
-
-// 2^x for x in (-126, 0], with a relative error below 1e-4.
-inline float power_of_two(float x) {
-  const int32_t whole = static_cast<int32_t>(x);  // towards zero
-  const float rest = x - static_cast<float>(whole);
-  // 2^rest for rest in (-1, 0]: Taylor's series around -1/2, in z = rest + 1/2.
-  const float z = rest + 0.5f;
-  const float value = 0.70710678f + z * (0.49012907f + z * (0.16986576f + z * (0.03924717f + z * 0.0068009f)));
-  return value * std::bit_cast<float>((whole + 127) << 23);
-}
 
 #ifdef __AVX512F__
 constexpr int kTogether = 16;
@@ -141,7 +132,7 @@ inline void uniforms(const Counter& counter, const int64_t* token_ids, int64_t n
 
 inline RaceBounds race(const RaceRow& row, int64_t begin, int64_t end, float* bounds) {
   static_assert(kRaceTokens == 2 * kBlocks);
-  const float scale = row.inverse_temperature * 1.44269504f;
+  const float scale = row.inverse_temperature * kLog2OfE;
   Blocks blocks;
   for (int b = 0; b < kBlocks; ++b) blocks.x0[b] = static_cast<uint32_t>(begin / 2) + b;
   blocks.mix(row.counter);
