@@ -25,6 +25,7 @@ struct Avx2 {
 
   static constexpr int kRegisters = 16, kSumRegisters = 2, kWeightRegisters = 4, kPairRegisters = 2;
   static constexpr int kRows = 4;
+  static constexpr bool kWidensRows = true;
   static constexpr int kScoreRows = 4, kScoreBlocks = 1, kValueRows = 2, kValueBlocks = 2;
 
   static Sum zero() { return {_mm256_setzero_ps(), _mm256_setzero_ps()}; }
@@ -51,6 +52,7 @@ struct Avx2 {
     const __m256i pairs = _mm256_set1_epi32(static_cast<int>(pair));
     return {even(pairs), odd(pairs)};
   }
+  static Pair spread(const WidePair& pair) { return {_mm256_set1_ps(pair.even), _mm256_set1_ps(pair.odd)}; }
   static void add(Sum& sum, const Pair& pair, const Weights& weights) {
     sum.low = _mm256_fmadd_ps(pair.odd, weights.low_odd, sum.low);
     sum.high = _mm256_fmadd_ps(pair.odd, weights.high_odd, sum.high);

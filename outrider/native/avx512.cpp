@@ -20,6 +20,7 @@ struct Avx512 : Avx512Vectors {
 
   static constexpr int kRegisters = 32, kSumRegisters = 1, kWeightRegisters = 2, kPairRegisters = 2;
   static constexpr int kRows = 8;
+  static constexpr bool kWidensRows = true;
 
   static Weights split(__m512i pairs) {
     return {_mm512_castsi512_ps(_mm512_slli_epi32(pairs, 16)),
@@ -33,6 +34,7 @@ struct Avx512 : Avx512Vectors {
     return {_mm512_cvtepi32_ps(even), _mm512_cvtepi32_ps(_mm512_srai_epi32(odd, 8))};
   }
   static Pair spread(uint32_t pair) { return split(_mm512_set1_epi32(static_cast<int>(pair))); }
+  static Pair spread(const WidePair& pair) { return {_mm512_set1_ps(pair.even), _mm512_set1_ps(pair.odd)}; }
   static void add(Sum& sum, const Pair& pair, const Weights& weights) {
     sum = _mm512_fmadd_ps(pair.odd, weights.odd, sum);
     sum = _mm512_fmadd_ps(pair.even, weights.even, sum);

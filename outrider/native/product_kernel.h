@@ -12,8 +12,10 @@
 #include <immintrin.h>
 
 #include <algorithm>
+#include <bit>
 #include <cstdint>
 #include <cstring>
+#include <vector>
 
 #include "cache_line.h"
 #include "no_subnormals.h"
@@ -50,6 +52,29 @@ inline const typename Isa::Cell* cells_of(const Product& product) {
   return static_cast<const typename Isa::Cell*>(product.weights);
 }
 
+// Rows from `row` on, as the instruction set reads them.
+template <class Isa>
+inline auto rows_from(const Product& product, int64_t row) {
+  if constexpr (Isa::kWidensRows) {
+    return product.wide_rows + row * product.num_pairs;
+  } else {
+    return product.rows + row * product.num_pairs;
+  }
+}
+
+// Writes the numbers of rows in float32: each is needed once for every block of weights. The memory is this thread's, and
+// kept for the next call.
+inline const WidePair* widened_rows(const Product& product) {
+  thread_local std::vector<WidePair> memory;
+  const size_t num = product.num_rows * product.num_pairs;
+  if (memory.size() < num) memory.resize(num);
+  for (size_t at = 0; at < num; ++at) {
+    const uint32_t pair = product.rows[at];
+    memory[at] = {std::bit_cast<float>(pair << 16), std::bit_cast<float>(pair & 0xffff0000u)};
+  }
+  return memory.data();
+}
+
 // Scales, adds the bias, rounds to the nearest bfloat16 (ties to even) and writes the columns that there are.
 template <class Isa>
 inline void store_columns(const Product& product, int64_t row, int64_t block, typename Isa::Sum sum) {
@@ -75,7 +100,7 @@ template <class Isa, int ROWS, int BLOCKS, class Fetch>
 inline void add_pairs(
     const Product& product, int64_t row, int64_t block, int64_t first, int64_t last,
     typename Isa::Sum (&sums)[ROWS][BLOCKS], const Fetch& fetch) {
-  const uint32_t* rows = product.rows + row * product.num_pairs;
+  const auto* rows = rows_from<Isa>(product, row);
   const typename Isa::Cell* weights = cells_of<Isa>(product) + block * product.num_pairs * kColumns;
   const int64_t next_block = product.num_pairs * kColumns;
   for (int64_t pair = first; pair < last; ++pair) {
@@ -155,18 +180,18 @@ inline void product_band(
   }
 }
 
-// Many rows: panels of rows pass over a group of blocks part by part, each part from the innermost cache, while the
-// next part is fetched.
+// The rows of a panel pass over a group of blocks part by part, each part from the innermost cache, while the next part
+// is fetched.
 template <class Isa, int BLOCKS>
-inline void product_group(const Product& product, int64_t first_row, int64_t last_row, int64_t block, int64_t end) {
+inline void product_group(const Product& product, int64_t block, int64_t end) {
   alignas(64) float panel[kRowsAtOnce * BLOCKS * kColumns];
-  const int64_t num_bands = (last_row - first_row + Isa::kRows - 1) / Isa::kRows;
+  const int64_t num_bands = (product.num_rows + Isa::kRows - 1) / Isa::kRows;
   for (int64_t first = 0; first < product.num_pairs; first += kPairsAtOnce) {
     const int64_t last = std::min(first + kPairsAtOnce, product.num_pairs);
     const bool is_last = last == product.num_pairs;
     const int64_t next_block = is_last ? block + BLOCKS : block;
     for (int64_t band = 0; band < num_bands; ++band) {
-      const int64_t row = first_row + band * Isa::kRows;
+      const int64_t row = band * Isa::kRows;
       // The first bands fetch one or two blocks each of the next part.
       const int64_t each = num_bands >= BLOCKS ? 1 : 2;
       const auto part = [&](int64_t number) {
@@ -179,24 +204,33 @@ inline void product_group(const Product& product, int64_t first_row, int64_t las
       const Ahead<typename Isa::Cell> ahead{
           has_one ? part(one) : none, has_one ? kColumns : 0, has_other ? part(other) : none, has_other ? kColumns : 0};
       float* sums = panel + band * Isa::kRows * BLOCKS * kColumns;
-      const int64_t num = std::min<int64_t>(Isa::kRows, last_row - row);
+      const int64_t num = std::min<int64_t>(Isa::kRows, product.num_rows - row);
       product_band<Isa, Isa::kRows, BLOCKS>(product, row, num, block, first, last, sums, ahead);
     }
   }
 }
 
 template <class Isa>
-inline void product_cells(const Product& product, int64_t begin, int64_t end) {
+inline void product_panel(const Product& product, int64_t begin, int64_t end) {
   if (product.num_rows <= Isa::kRows) {
     product_few<Isa, Isa::kRows>(product, begin, end);
     return;
   }
   constexpr int kGroup = blocks_of_tile<Isa, Isa::kRows>();
+  int64_t block = begin;
+  for (; block + kGroup <= end; block += kGroup) product_group<Isa, kGroup>(product, block, end);
+  for (; block < end; ++block) product_group<Isa, 1>(product, block, end);
+}
+
+template <class Isa>
+inline void product_cells(const Product& product, int64_t begin, int64_t end) {
   for (int64_t row = 0; row < product.num_rows; row += kRowsAtOnce) {
-    const int64_t last = std::min(row + kRowsAtOnce, product.num_rows);
-    int64_t block = begin;
-    for (; block + kGroup <= end; block += kGroup) product_group<Isa, kGroup>(product, row, last, block, end);
-    for (; block < end; ++block) product_group<Isa, 1>(product, row, last, block, end);
+    Product panel = product;
+    panel.rows += row * product.num_pairs;
+    panel.output += row * product.num_columns;
+    panel.num_rows = std::min(kRowsAtOnce, product.num_rows - row);
+    if constexpr (Isa::kWidensRows) panel.wide_rows = widened_rows(panel);
+    product_panel<Isa>(panel, begin, end);
   }
 }
 

@@ -18,6 +18,7 @@ struct Avx512Bf16 : Avx512Vectors {
 
   static constexpr int kRegisters = 32, kSumRegisters = 1, kWeightRegisters = 1, kPairRegisters = 1;
   static constexpr int kRows = 8;
+  static constexpr bool kWidensRows = false;
 
   static Weights load(const uint32_t* weights) { return _mm512_loadu_si512(weights); }
   static Weights load_bytes(const uint16_t* cells) {
