@@ -132,7 +132,7 @@ sanitize: install ## Runs the tests of the native operators with each access to 
 	@$(BIN)/python -m outrider.native "g++ -fsanitize=address -g"
 	@trap 'rm -f outrider/native/operators-*.so' EXIT; \
 	  LD_PRELOAD="$$(g++ -print-file-name=libasan.so) $$(g++ -print-file-name=libstdc++.so)" ASAN_OPTIONS=detect_leaks=0 \
-	  $(BIN)/python -m pytest -q tests/native tests/lm/test_packed_linear.py $(ARGS)
+	  $(BIN)/python -m pytest -q tests/native tests/lm/test_packed_linear.py tests/drafters/test_largest.py $(ARGS)
 
 attacks: install ## Tries every attack of docs/reliability.md on real servers.
 	@$(BIN)/python -m pytest -q tests/attacks -m 'slow or not slow' $(ARGS)

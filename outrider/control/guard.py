@@ -30,7 +30,8 @@ same cores and drafts, and all drafts have their texts to read for a trial."""
 _TRIAL_SHARE: Final = 0.01
 """Share of the time that trials may take from then on: one that was found to cost much is long not repeated."""
 _MOST_FASTER: Final = 4
-_LEAST_SHARE: Final = 0.1
+_LEAST_SHARE: Final = 0.5
+"""Of a pass's time, what prompts do not take: where they take more, what is left of it is known too badly to count."""
 _DECAY: Final = 0.985
 _MAX_RATIO: Final = 4.0
 """A pass counts as at most so many times as long as the mean: a stall of the machine shows nothing."""
@@ -150,8 +151,9 @@ class SpeculationGuard:
             return
         case = self._found(num_sessions.bit_length())
         if last_s is not None and case is self._case:
-            elapsed_s = now - last_s
-            case.observe(num_tokens, max(_LEAST_SHARE * elapsed_s, elapsed_s - prompts_s))
+            rest_s = now - last_s - prompts_s
+            if rest_s >= _LEAST_SHARE * (now - last_s):
+                case.observe(num_tokens, rest_s)
         self._case = case
 
     def _found(self, level: int) -> _Case:

@@ -116,8 +116,21 @@ def test_the_time_of_prompts_is_left_out() -> None:
     for _ in range(600):
         allows = guard.allows
         now += 0.06 if allows else 0.02
-        guard.observe(now, 8, 16 if allows else 8, counts=True, prompts_s=0.04 if allows else 0.0)
+        guard.observe(now, 8, 16 if allows else 8, counts=True, prompts_s=0.025 if allows else 0.0)
     assert guard.allows_at(8)
+
+
+def test_a_pass_that_prompts_take_most_of_shows_no_rate() -> None:
+    guard, now = SpeculationGuard(), 0.0
+    for number in range(600):
+        allows = guard.allows
+        if not allows and number % 2:
+            # The prompts took 0.18 s.
+            now += 0.2
+            guard.observe(now, 8, 8, counts=True, prompts_s=0.12)
+        now += 0.05 if allows else 0.02
+        guard.observe(now, 8, 16 if allows else 8, counts=True)
+    assert not guard.allows_at(8)
 
 
 def test_what_is_asked_before_anything_is_known_settles_nothing() -> None:
