@@ -8,7 +8,8 @@ A pass has rows that decode (drafted tokens that are verified included) and rows
 - The slowness follows the last passes at once, whatever their sizes: a machine is faster or slower because of what else
   it runs. All other costs are relative to it, so that rare sizes follow the machine too. Decoding and prefill have one
   each: beside other processes on 2 cores, passes of one row took up to 20 times as long, and prompts 2 to 5 times.
-- `cost` is learnt from pairs of passes that follow each other, for each padded batch size, and drawn towards a line.
+- `cost` is learnt from pairs of passes that follow each other, for each padded batch size, and drawn towards a line; it
+  never falls with the size.
 - `row` and `position`, the linear layers and the attention that a prompt's row adds, are fitted by least squares of the
   relative error. A pass of prompts alone has the cost of the smallest batch size besides: it reads all weights once.
 
@@ -214,11 +215,12 @@ class PassTimes:
         spread = sum(size.num * (rows - mean_rows) ** 2 for rows, size in self._sizes.items())
         product = sum(size.num * (rows - mean_rows) * size.cost for rows, size in self._sizes.items())
         self._slope = max(0.0, product / spread) if spread else 0.0
-        self._curve = [
-            (rows, (size.num * size.cost + _LINE_WEIGHT * line) / (size.num + _LINE_WEIGHT))
-            for rows, size in sorted(self._sizes.items())
-            for line in (max(0.1 * mean_cost, mean_cost + self._slope * (rows - mean_rows)),)
-        ]
+        costs = []
+        for rows, size in sorted(self._sizes.items()):
+            line = max(0.1 * mean_cost, mean_cost + self._slope * (rows - mean_rows))
+            whole = size.num + _LINE_WEIGHT
+            costs.append((whole, (size.num * size.cost + _LINE_WEIGHT * line) / whole))
+        self._curve = list(zip(sorted(self._sizes), _rising(costs), strict=True))
 
     def _cost(self, size: int) -> float:
         """Return the cost of a batch size: between two that were seen in proportion, beyond them along the line."""
@@ -269,6 +271,23 @@ class _TwoFactors:
                 return a * x + b * y
         # One factor alone, where the observations do not separate the two.
         return self._xv / self._xx * x
+
+
+def _rising(values: Sequence[tuple[float, float]]) -> list[float]:
+    """Return the values that never fall and are nearest to those given by weight: more rows take no less time.
+
+    Args:
+        values: weights, and what they weigh.
+    """
+    pools: list[tuple[float, float, int]] = []
+    for weight, value in values:
+        num = 1
+        while pools and pools[-1][1] > value:
+            other_weight, other, other_num = pools.pop()
+            value = (weight * value + other_weight * other) / (weight + other_weight)
+            weight, num = weight + other_weight, num + other_num
+        pools.append((weight, value, num))
+    return [value for _, value, num in pools for _ in range(num)]
 
 
 def _possible(ratio: float, num_rows: float) -> float:

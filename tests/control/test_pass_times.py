@@ -48,6 +48,16 @@ def test_rows_that_cost_alike_are_learnt_of_together() -> None:
     assert times.pass_s(8) == times.pass_s(7) == pytest.approx(0.13, rel=0.02)
 
 
+def test_more_rows_are_not_expected_to_take_less_time() -> None:
+    times = PassTimes(PaddedSizes(2, 2))
+    for _ in range(50):
+        # A pass of one row is slower than one of seven, as where it follows a pause.
+        for num_rows, seconds in ((1, 0.12), (7, 0.1), (3, 0.11), (16, 0.2)):
+            times.observe(seconds, num_rows)
+    assert times.pass_s(1) == times.pass_s(4) == times.pass_s(7) == pytest.approx(0.11, rel=0.1)
+    assert times.pass_s(16) == pytest.approx(0.2, rel=0.1)
+
+
 def test_the_machine_is_followed_at_once_for_sizes_that_are_rare_too() -> None:
     times = PassTimes()
     for _ in range(40):
