@@ -30,6 +30,13 @@ inline int32_t largest_key(const int32_t* keys, int64_t num) {
   return largest;
 }
 
+// The place of a key that is among these; not by std::find, which files for other instruction sets would share.
+inline int64_t place_of(int32_t key, const int32_t* keys) {
+  int64_t at = 0;
+  while (keys[at] != key) ++at;
+  return at;
+}
+
 // Writes the keys of scores [begin, end), and returns the largest.
 inline int32_t write_keys(const ScoreRow& row, int64_t begin, int64_t end, int32_t* keys) {
   if (row.is_float32) {
@@ -77,16 +84,14 @@ inline void largest(const ScoreRow& row, int64_t num, float* scratch, int64_t* p
   const float total = total_of(keys, row.num_scores, row.is_softmax, top);
   for (int64_t rank = 0; rank < num; ++rank) {
     const int32_t key = largest_key(groups, num_groups);
-    const int64_t group = std::find(groups, groups + num_groups, key) - groups;
-    int32_t* first = keys + group * kGroup;
-    int32_t* place = std::find(first, keys + end_of(group), key);
-    places[rank] = place - keys;
+    const int64_t group = place_of(key, groups), first = group * kGroup;
+    places[rank] = first + place_of(key, keys + first);
     const float score = score_of(key);
     const float part = row.is_softmax ? std::exp(score - top) : score;
     shares[rank] = score > -HUGE_VALF && total > 0.0f ? part / total : 0.0f;
     // Taken: no score has this key.
-    *place = INT32_MIN;
-    groups[group] = largest_key(first, end_of(group) - group * kGroup);
+    keys[places[rank]] = INT32_MIN;
+    groups[group] = largest_key(keys + first, end_of(group) - first);
   }
 }
 

@@ -11,11 +11,6 @@ constexpr int64_t kColumns = 16;
 // Of the scales, in bytes: those of a block are read at once.
 constexpr int64_t kScaleAlignment = 64;
 
-// The numbers of inputs k and k + 1 in float32.
-struct WidePair {
-  float even, odd;
-};
-
 // A cell holds the numbers of inputs k (low half) and k + 1: a uint32_t two of bfloat16, a uint16_t two of 8 bits.
 struct Product {
   const uint32_t* rows;     // [num_rows, num_pairs]
@@ -26,7 +21,7 @@ struct Product {
   int64_t num_rows;
   int64_t num_pairs;
   int64_t num_columns;
-  const WidePair* wide_rows = nullptr;  // [num_rows, num_pairs], set by the kernels that read it
+  const void* wide_rows = nullptr;  // the numbers of `rows` in float32, for kernels that widen them
 };
 
 // Computes the columns of blocks [begin, end) for all rows.

@@ -52,11 +52,17 @@ inline const typename Isa::Cell* cells_of(const Product& product) {
   return static_cast<const typename Isa::Cell*>(product.weights);
 }
 
+// The numbers of inputs k and k + 1 in float32. Of a type that only this file has, so that its vector's functions are
+// not shared either.
+struct WidePair {
+  float even, odd;
+};
+
 // Rows from `row` on, as the instruction set reads them.
 template <class Isa>
 inline auto rows_from(const Product& product, int64_t row) {
   if constexpr (Isa::kWidensRows) {
-    return product.wide_rows + row * product.num_pairs;
+    return static_cast<const WidePair*>(product.wide_rows) + row * product.num_pairs;
   } else {
     return product.rows + row * product.num_pairs;
   }
