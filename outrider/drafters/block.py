@@ -9,7 +9,6 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from outrider.drafters.drafter import DrafterInfo, OpenProposal, StepRows
 from outrider.drafters.eagle3 import Eagle3Drafter, HeadOptions, OpenTree, Rows
@@ -39,7 +38,7 @@ class BlockDrafter(Eagle3Drafter):
         super().__init__(head, vocabulary, embedding, info, options)
         self._block_size = head.block.block_size
         self._mask_embeddings, self._mask_features = head.mask_embeddings, head.mask_features
-        self._transition = TransitionPass(head.transition)
+        self._transition = TransitionPass(head.transition, embedding)
 
     @property
     def tokens_per_step(self) -> int:
@@ -89,9 +88,7 @@ class BlockDrafter(Eagle3Drafter):
         """Expand nodes of all sessions, given all rows' parts of a transition, [R, rank], and logits, [R, D]."""
         rows = [first + node.depth for _, first, nodes in edges for node in nodes]
         before = [_token_before(item, node) for item, _, nodes in edges for node in nodes]
-        chosen, token_ids = torch.tensor([rows, before], device=states.device)
-        embeddings = functional.embedding(token_ids, self._embedding)
-        found = logits[chosen] + self._transition(embeddings, states[chosen])
+        found = self._transition.logits(logits, states, rows, before)
         for (item, _, nodes), part in zip(
             edges, torch.split(found, [len(nodes) for _, _, nodes in edges]), strict=True
         ):

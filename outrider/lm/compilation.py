@@ -21,7 +21,7 @@ _MAX_VARIANTS: Final = 32
 _MIN_CHUNK: Final = 16384
 _MAX_TOGETHER: Final = 5
 """Layers that are one function: more of them take longer to compile, and the way into them is short already."""
-_CODE: Final = 8
+_CODE: Final = 9
 """Version of this module in the cache folder's name; increased by changes that the compiler's cache key lacks."""
 
 _PRODUCTS: Final = ("outrider.packed_product.default", "outrider.packed_linear.default")

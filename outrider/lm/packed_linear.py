@@ -50,25 +50,16 @@ class NativeLinear(nn.Module):
 
     Args:
         linears: layers with the same number of inputs, all with a bias or none with a bias; usually one.
-        in_bytes: keep the weights in 8 bits (`native.pack_bytes`).
     """
 
-    def __init__(self, *linears: nn.Linear, in_bytes: bool = False) -> None:
+    def __init__(self, *linears: nn.Linear) -> None:
         super().__init__()
-        variant = native.best_variant()
-        if variant is None:
-            raise RuntimeError("no native operators here: `packed_kind` says so")
         self.out_features = sum(linear.out_features for linear in linears)
         # A parameter: the compiler takes its sizes as constants. As symbols they could be those of numbers of rows too.
-        whole = torch.cat([linear.weight.detach() for linear in linears])
-        self._scales: torch.Tensor | None = None
-        if in_bytes:
-            packed, self._scales = native.pack_bytes(whole)
-        else:
-            packed = native.pack(whole)
+        packed = native.pack(torch.cat([linear.weight.detach() for linear in linears]))
         self._weight = nn.Parameter(packed, requires_grad=False)
         self._bias = _joined_bias(linears)
-        self._variant = int(variant)
+        self._variant = _variant()
 
     @staticmethod
     def kind() -> str:
@@ -78,7 +69,30 @@ class NativeLinear(nn.Module):
     def forward(self, rows: torch.Tensor) -> torch.Tensor:
         """Return the outputs, bfloat16 [..., out_features], of rows, bfloat16 [..., in_features]."""
         product = torch.ops.outrider.packed_product.default
-        output: torch.Tensor = product(rows, self._weight, self._scales, self._bias, self.out_features, self._variant)
+        output: torch.Tensor = product(rows, self._weight, self._bias, self.out_features, self._variant)
+        return output
+
+
+class ByteLinear(nn.Module):
+    """As `NativeLinear`, with weights and rows that are rounded to 8 bits: for drafts, which need not be exact.
+
+    Attributes:
+        tensors: the packed weight, its scales, and the bias where there is one.
+        variant: of the native operators.
+    """
+
+    def __init__(self, *linears: nn.Linear) -> None:
+        super().__init__()
+        self.out_features = sum(linear.out_features for linear in linears)
+        bias = _joined_bias(linears)
+        packed = native.pack_bytes(torch.cat([linear.weight.detach() for linear in linears]))
+        self.tensors = [*packed, *(() if bias is None else (bias,))]
+        self.variant = _variant()
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        """Return the outputs, bfloat16 [..., out_features], of rows, bfloat16 [..., in_features]."""
+        product = torch.ops.outrider.byte_product.default
+        output: torch.Tensor = product(rows, self.tensors, self.out_features, self.variant)
         return output
 
 
@@ -183,6 +197,13 @@ def are_all_packed(model: nn.Module) -> bool:
     known |= {id(weight) for module in packed for weight in module.parameters()}
     weights = [weight for weight in (*model.parameters(), *model.buffers()) if weight.ndim > 1]
     return bool(packed) and all(id(weight) in known for weight in weights)
+
+
+def _variant() -> int:
+    variant = native.best_variant()
+    if variant is None:
+        raise RuntimeError("no native operators here: `packed_kind` says so")
+    return int(variant)
 
 
 def _linears(parent: nn.Module) -> dict[str, nn.Linear]:

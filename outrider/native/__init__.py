@@ -1,8 +1,7 @@
-"""Five native operators for CPUs, built once from the C++ sources beside this file.
+"""Native operators for CPUs, built once from the C++ sources beside this file.
 
-`packed_product` multiplies bfloat16 rows with packed weights in float32: weights of bfloat16, or of 8 bits with a scale
-for each output. Each output is one chain of additions in order of the inputs, so its bits depend on its row and its
-weights only: not on the number of rows or on threads.
+`packed_product` multiplies bfloat16 rows with packed bfloat16 weights in float32. Each output is one chain of additions
+in order of the inputs, so its bits depend on its row and its weights only: not on the number of rows or on threads.
 
 `paged_attention` writes the new keys and values of a pass to their pages, then attends. An output's bits depend on its
 row and on what it sees only: keys and values are added in order of position.
@@ -12,10 +11,13 @@ of their weight and noise; the winner is then found among them exactly, with the
 
 `uniform_noise` makes the keyed random numbers of many tokens (`outrider.speculation.randomness`), with the same bits.
 
-`largest_scores` finds the largest scores of rows, and about what share each has of the sum: for drafts' choices.
+The others are for drafts, which need not be exact. `largest_scores` finds the largest scores of rows, and about what
+share each has of the sum. `byte_product` multiplies rows with packed weights, both in 8 bits, in exact sums.
+`head_project`, `head_finish`, `head_logits` and `transition_logits` are the parts of a head's pass
+(`outrider.lm.heads.passes`): a head is so small that the way into an operator takes as long as a product.
 
 Which variant runs follows from the CPU's features (`Variant`). All have equal results, but for AMX: its instruction
-adds up 32 inputs by itself, so that its products, and its attention in bfloat16, have another order of additions.
+adds up 32 inputs by itself, so that `packed_product`, and attention in bfloat16, have another order of additions.
 """
 
 import functools
@@ -30,7 +32,9 @@ from outrider.native.build import ensure_library
 
 _LOG: Final = logging.getLogger(__name__)
 _COLUMNS: Final = 16
+_QUAD: Final = 4
 _LARGEST_BYTE: Final = 127
+_BYTE_OFFSET: Final = 128
 
 
 class Variant(IntEnum):
@@ -77,22 +81,28 @@ def pack(weight: torch.Tensor) -> torch.Tensor:
 
 
 def pack_bytes(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return a weight in 8 bits, as `packed_product` reads it, in half of the memory of bfloat16.
+    """Return a weight in 8 bits, as `byte_product` reads it, in half of the memory of bfloat16.
 
     Args:
-        weight: [out_features, in_features].
+        weight: [out_features, in_features], at most 65,536 inputs.
 
     Returns:
-        int8 [blocks, pairs, 16, 2], as `pack` has it, and the scales of the outputs, float32 [blocks, 16]: a weight is
-        the nearest multiple of its output's scale, 127 of which are the largest of the output's weights.
+        uint8 [blocks, quads, 16, 4], and the scales of the outputs, float32 [blocks, 16]. A weight is the nearest
+        multiple of its output's scale, 127 of which are the largest of the output's weights; 128 is added, so that it
+        is stored without a sign. Of blocks of 16 outputs, quad by quad of inputs, there are the weights of all outputs;
+        what is missing in the last block or quad is zero.
     """
+    num_out, num_in = weight.shape
     given = weight.float()
-    scales = given.abs().amax(1) / _LARGEST_BYTE if weight.shape[1] else given.new_zeros(len(given))
-    rounded = (given / scales.clamp(min=torch.finfo(torch.float32).tiny)[:, None]).round().to(torch.int8)
-    packed = pack(rounded)
-    padded = scales.new_zeros(len(packed) * _COLUMNS)
-    padded[: len(scales)] = scales
-    return packed, padded.view(-1, _COLUMNS)
+    scales = given.abs().amax(1) / _LARGEST_BYTE if num_in else given.new_zeros(num_out)
+    rounded = (given / scales.clamp(min=torch.finfo(torch.float32).tiny)[:, None]).round()
+    blocks, quads = -(-num_out // _COLUMNS), -(-num_in // _QUAD)
+    padded = given.new_zeros(blocks * _COLUMNS, _QUAD * quads)
+    padded[:num_out, :num_in] = rounded
+    packed = (padded + _BYTE_OFFSET).to(torch.uint8).view(blocks, _COLUMNS, quads, _QUAD).permute(0, 2, 1, 3)
+    padded_scales = scales.new_zeros(blocks * _COLUMNS)
+    padded_scales[:num_out] = scales
+    return packed.contiguous(), padded_scales.view(-1, _COLUMNS)
 
 
 def _loaded(library: Path) -> Variant | None:
@@ -109,7 +119,6 @@ def _loaded(library: Path) -> Variant | None:
 def _product_shape(
     rows: torch.Tensor,
     weight: torch.Tensor,
-    scales: torch.Tensor | None,
     bias: torch.Tensor | None,
     out_features: int,
     variant: int,

@@ -59,25 +59,6 @@ inline void load(const TileShapes& shapes) {
   _tile_loadconfig(&shapes);
 }
 
-// Weights as tiles: those of bfloat16 lie in memory as they are loaded.
-struct WholeCells {
-  using Cell = uint32_t;
-  static const void* tile(const Cell* cells, int64_t, void*) { return cells; }
-};
-
-// Those of 8-bit integers become bfloat16, which has all of them.
-struct ByteCells {
-  using Cell = uint16_t;
-  static const void* tile(const Cell* cells, int64_t num_pairs, void* scratch) {
-    for (int64_t pair = 0; pair < num_pairs; ++pair) {
-      const __m512i line = Avx512Bf16::load_bytes(cells + pair * kColumns);
-      _mm512_store_si512(static_cast<char*>(scratch) + pair * kLineBytes, line);
-    }
-    before_tiles();
-    return scratch;
-  }
-};
-
 struct Sums {
   alignas(64) float values[4][kTileRows * kColumns];
 };
@@ -98,13 +79,10 @@ inline void store_sums(Sums& sums) {
 
 // Adds pairs of a band's inputs times some blocks to the sums: of both halves of a band and two blocks, or of one half
 // and four.
-template <class Cells, bool HALVES, int BLOCKS>
-inline void add_tiles(
-    const uint32_t* rows, int64_t num_pairs, const typename Cells::Cell* weights, int64_t num, char* scratch) {
+template <bool HALVES, int BLOCKS>
+inline void add_tiles(const uint32_t* rows, int64_t num_pairs, const uint32_t* weights) {
   const int64_t row_bytes = num_pairs * sizeof(uint32_t), block_cells = num_pairs * kColumns;
-  const auto tile = [&](int block) {
-    return Cells::tile(weights + block * block_cells, num, scratch + block * kTileBytes);
-  };
+  const auto tile = [&](int block) { return weights + block * block_cells; };
   _tile_loadd(4, rows, row_bytes);
   if constexpr (HALVES) _tile_loadd(5, rows + kTileRows * num_pairs, row_bytes);
   _tile_loadd(6, tile(0), kLineBytes);
@@ -129,7 +107,6 @@ inline void add_tiles(
   }
 }
 
-template <class Cells>
 class TileProduct {
  public:
   explicit TileProduct(const Product& product) : product_(product) {}
@@ -192,10 +169,9 @@ class TileProduct {
   // Adds a part of the weights to the sums of a band, and writes its outputs after the last part.
   template <bool HALVES, int BLOCKS>
   void band(const Part& part, int64_t row, int64_t num_rows, bool fetches, Sums& sums) {
-    using Cell = typename Cells::Cell;
     const int64_t num_pairs = product_.num_pairs, num_tiles = num_pairs / kTilePairs;
     const uint32_t* rows = product_.rows + row * num_pairs;
-    const Cell* weights = static_cast<const Cell*>(product_.weights) + part.block * num_pairs * kColumns;
+    const uint32_t* weights = product_.weights + part.block * num_pairs * kColumns;
     const int64_t num_cells = (part.end - part.block) * num_pairs * kColumns;
     shape(num_rows, kTilePairs);
     if (part.first_tile == 0) {
@@ -209,14 +185,14 @@ class TileProduct {
     for (int64_t tile = part.first_tile; tile < part.last_tile; ++tile) {
       if (fetches) fetch(weights, BLOCKS, tile, num_tiles, num_cells);
       const int64_t pair = tile * kTilePairs;
-      add_tiles<Cells, HALVES, BLOCKS>(rows + pair, num_pairs, weights + pair * kColumns, kTilePairs, scratch_);
+      add_tiles<HALVES, BLOCKS>(rows + pair, num_pairs, weights + pair * kColumns);
     }
     store_sums(sums);
     if (part.last_tile < num_tiles) return;
     if (const int64_t pair = num_tiles * kTilePairs; pair < num_pairs) {
       shape(num_rows, num_pairs - pair);
       load_sums(sums);
-      add_tiles<Cells, HALVES, BLOCKS>(rows + pair, num_pairs, weights + pair * kColumns, num_pairs - pair, scratch_);
+      add_tiles<HALVES, BLOCKS>(rows + pair, num_pairs, weights + pair * kColumns);
       store_sums(sums);
     }
     for (int64_t at = 0; at < num_rows; ++at) {
@@ -229,9 +205,9 @@ class TileProduct {
   }
 
   // Fetches the tiles that these blocks, or those after them, need some tiles later.
-  void fetch(const typename Cells::Cell* weights, int blocks, int64_t tile, int64_t num_tiles, int64_t last) const {
+  void fetch(const uint32_t* weights, int blocks, int64_t tile, int64_t num_tiles, int64_t last) const {
     constexpr int64_t kTileCells = kTilePairs * kColumns;
-    constexpr int64_t kLineCells = kLineBytes / sizeof(typename Cells::Cell);
+    constexpr int64_t kLineCells = kLineBytes / sizeof(uint32_t);
     const int64_t next = tile + kTilesAhead, block_cells = product_.num_pairs * kColumns;
     int64_t at = next * kTileCells;
     if (next >= num_tiles) at += blocks * block_cells - num_tiles * kTileCells;
@@ -244,7 +220,6 @@ class TileProduct {
   const Product& product_;
   int64_t shaped_rows_ = 0, shaped_pairs_ = 0;
   Sums sums_[kPanelRows / kBandRows];
-  alignas(64) char scratch_[kMostSums * kTileBytes];
 };
 
 // Attention's way with a page: scores are sums over pairs of a key's numbers, outputs over pairs of keys.
@@ -361,11 +336,7 @@ class ByTiles : public ByVectors<Avx512Bf16, Pairs<Avx512Bf16>> {
 
 void product_amx(const Product& product, int64_t begin, int64_t end) {
   const NoSubnormals guard;
-  if (product.scales == nullptr) {
-    TileProduct<WholeCells>(product).run(begin, end);
-  } else {
-    TileProduct<ByteCells>(product).run(begin, end);
-  }
+  TileProduct(product).run(begin, end);
 }
 
 void attention_amx(const Attention& attention, const AttentionUnit& unit, float* scratch) {

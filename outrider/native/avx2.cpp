@@ -3,6 +3,9 @@
 #include <immintrin.h>
 
 #include "attention_kernel.h"
+#include "byte_row.h"
+#include "bytes_kernel.h"
+#include "head_kernel.h"
 #include "largest_kernel.h"
 #include "product_kernel.h"
 #include "race_kernel.h"
@@ -15,7 +18,6 @@ struct Avx2 {
   struct Sum {
     __m256 low, high;
   };
-  using Cell = uint32_t;
   struct Weights {
     __m256 low_even, low_odd, high_even, high_odd;
   };
@@ -37,16 +39,6 @@ struct Avx2 {
     const __m256i low = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(weights));
     const __m256i high = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(weights + 8));
     return {even(low), odd(low), even(high), odd(high)};
-  }
-  static Pair halves(const uint16_t* cells) {
-    const __m128i given = _mm_loadu_si128(reinterpret_cast<const __m128i*>(cells));
-    const __m256i odd = _mm256_cvtepi16_epi32(given);  // with the even one in its last byte
-    const __m256i even = _mm256_srai_epi32(_mm256_slli_epi32(odd, 24), 24);
-    return {_mm256_cvtepi32_ps(even), _mm256_cvtepi32_ps(_mm256_srai_epi32(odd, 8))};
-  }
-  static Weights load_bytes(const uint16_t* cells) {
-    const Pair low = halves(cells), high = halves(cells + 8);
-    return {low.even, low.odd, high.even, high.odd};
   }
   static Pair spread(uint32_t pair) {
     const __m256i pairs = _mm256_set1_epi32(static_cast<int>(pair));
@@ -147,11 +139,61 @@ struct Avx2 {
   }
 };
 
+// A quad's even and odd inputs are multiplied as pairs of 16 bits.
+struct Avx2Bytes : Avx2 {
+  struct Integers {
+    __m256i low, high;
+  };
+  struct Quads {
+    Integers even, odd;
+  };
+  struct Inputs {
+    __m256i even, odd;
+  };
+
+  static constexpr int kSumRegisters = 2, kWeightRegisters = 4, kInputRegisters = 2;
+
+  static Integers none() { return {_mm256_setzero_si256(), _mm256_setzero_si256()}; }
+  static __m256i low_bytes(__m256i words) { return _mm256_and_si256(words, _mm256_set1_epi16(0xff)); }
+  static Quads load(const uint8_t* line) {
+    const __m256i low = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(line));
+    const __m256i high = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(line + 32));
+    return {{low_bytes(low), low_bytes(high)}, {_mm256_srli_epi16(low, 8), _mm256_srli_epi16(high, 8)}};
+  }
+  static Inputs spread(const int8_t* quad) {
+    int32_t bits;
+    std::memcpy(&bits, quad, sizeof(bits));
+    const __m256i inputs = _mm256_set1_epi32(bits);
+    return {_mm256_srai_epi16(_mm256_slli_epi16(inputs, 8), 8), _mm256_srai_epi16(inputs, 8)};
+  }
+  static __m256i sum_of(__m256i sums, __m256i weights, __m256i inputs) {
+    return _mm256_add_epi32(sums, _mm256_madd_epi16(weights, inputs));
+  }
+  static void add(Integers& sums, const Quads& weights, const Inputs& inputs) {
+    sums.low = sum_of(sum_of(sums.low, weights.even.low, inputs.even), weights.odd.low, inputs.odd);
+    sums.high = sum_of(sum_of(sums.high, weights.even.high, inputs.even), weights.odd.high, inputs.odd);
+  }
+  static __m256 without(__m256i sums, int32_t offset) {
+    return _mm256_cvtepi32_ps(_mm256_sub_epi32(sums, _mm256_set1_epi32(offset)));
+  }
+  static Sum scaled(const Integers& sums, int32_t offset, float row_scale, const float* scales) {
+    return times({without(sums.low, offset), without(sums.high, offset)}, times(read(scales), spread_float(row_scale)));
+  }
+};
+
 }  // namespace
 
 void product_avx2(const Product& product, int64_t begin, int64_t end) {
   product_rows<Avx2>(product, begin, end);
 }
+
+HeadKernels head_kernels_avx2() { return head_kernels(); }
+
+void byte_product_avx2(const ByteProduct& product, int64_t begin, int64_t end) {
+  byte_product<Avx2Bytes>(product, begin, end);
+}
+
+ByteRow byte_row_avx2(const uint16_t* row, int64_t num, int8_t* integers) { return byte_row(row, num, integers); }
 
 void uniforms_avx2(const Counter& counter, const int64_t* token_ids, int64_t num, double* output) {
   uniforms(counter, token_ids, num, output);

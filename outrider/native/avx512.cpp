@@ -3,6 +3,7 @@
 #include <immintrin.h>
 
 #include "attention_kernel.h"
+#include "head_kernel.h"
 #include "largest_kernel.h"
 #include "product_kernel.h"
 #include "race_kernel.h"
@@ -12,7 +13,6 @@ namespace outrider {
 namespace {
 
 struct Avx512 : Avx512Vectors {
-  using Cell = uint32_t;
   struct Weights {
     __m512 even, odd;
   };
@@ -27,12 +27,6 @@ struct Avx512 : Avx512Vectors {
             _mm512_castsi512_ps(_mm512_and_si512(pairs, _mm512_set1_epi32(static_cast<int>(0xffff0000))))};
   }
   static Weights load(const uint32_t* weights) { return split(_mm512_loadu_si512(weights)); }
-  static Weights load_bytes(const uint16_t* cells) {
-    const __m256i given = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(cells));
-    const __m512i odd = _mm512_cvtepi16_epi32(given);  // with the even one in its last byte
-    const __m512i even = _mm512_srai_epi32(_mm512_slli_epi32(odd, 24), 24);
-    return {_mm512_cvtepi32_ps(even), _mm512_cvtepi32_ps(_mm512_srai_epi32(odd, 8))};
-  }
   static Pair spread(uint32_t pair) { return split(_mm512_set1_epi32(static_cast<int>(pair))); }
   static Pair spread(const WidePair& pair) { return {_mm512_set1_ps(pair.even), _mm512_set1_ps(pair.odd)}; }
   static void add(Sum& sum, const Pair& pair, const Weights& weights) {
@@ -46,6 +40,8 @@ struct Avx512 : Avx512Vectors {
 void product_avx512(const Product& product, int64_t begin, int64_t end) {
   product_rows<Avx512>(product, begin, end);
 }
+
+HeadKernels head_kernels_avx512() { return head_kernels(); }
 
 void uniforms_avx512(const Counter& counter, const int64_t* token_ids, int64_t num, double* output) {
   uniforms(counter, token_ids, num, output);

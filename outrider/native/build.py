@@ -22,11 +22,14 @@ from outrider.cache import cache_dir
 _FOLDER: Final = Path(__file__).parent
 _COMMON: Final = ("-std=c++20", "-O3", "-fPIC", "-ffp-contract=off", "-fno-trapping-math", "-Wall", "-Wextra")
 _AVX512: Final = ("-mfma", "-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mprefer-vector-width=512")
+_OPERATORS: Final = ("-DTORCH_TARGET_VERSION=0x020a000000000000",)
 _FLAGS: Final = {
-    "library.cpp": ("-DTORCH_TARGET_VERSION=0x020a000000000000",),
+    "library.cpp": _OPERATORS,
+    "head.cpp": _OPERATORS,
     "avx2.cpp": ("-mfma", "-mavx2"),
     "avx512.cpp": _AVX512,
     "avx512_bf16.cpp": (*_AVX512, "-mavx512bf16"),
+    "avx512_vnni.cpp": (*_AVX512, "-mavx512vnni"),
     "amx.cpp": (*_AVX512, "-mavx512bf16", "-mamx-tile", "-mamx-bf16"),
 }
 """Flags of each source: no code but a variant's own may use its instructions."""

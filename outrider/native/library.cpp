@@ -5,8 +5,6 @@
 #include <unistd.h>
 
 #include <torch/csrc/stable/library.h>
-#include <torch/csrc/stable/ops.h>
-#include <torch/csrc/stable/tensor.h>
 
 #include <algorithm>
 #include <atomic>
@@ -19,16 +17,15 @@
 
 #include "attention.h"
 #include "largest.h"
+#include "operators.h"
 #include "product.h"
 #include "race.h"
 
 namespace {
 
+using outrider::kLeastWork;
 using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
-
-// Multiplications below which a second thread costs more than it saves.
-constexpr int64_t kLeastWork = 1 << 16;
 
 // In the order of `outrider.native.Variant`.
 constexpr outrider::ProductKernel kProducts[] = {
@@ -89,8 +86,9 @@ bool may_use_tiles() {
   return may;
 }
 
-// The best variant that this CPU can run; -1 for none.
-int64_t best_variant() {
+}  // namespace
+
+int64_t outrider::best_variant() {
   __builtin_cpu_init();
   if (!__builtin_cpu_supports("avx2") || !__builtin_cpu_supports("fma")) return -1;
   if (!__builtin_cpu_supports("avx512f") || !__builtin_cpu_supports("avx512bw") ||
@@ -100,6 +98,8 @@ int64_t best_variant() {
   if (!__builtin_cpu_supports("avx512bf16")) return 1;
   return may_use_tiles() ? 3 : 2;
 }
+
+namespace {
 
 // Memory of this thread, at a multiple of 64 bytes, which is kept for the next call.
 float* thread_scratch(int64_t num_floats) {
@@ -114,31 +114,24 @@ float* thread_scratch(int64_t num_floats) {
   return memory.get() + (kAlignment - address % kAlignment) % kAlignment / sizeof(float);
 }
 
-// rows: bfloat16 [..., K]. weight: bfloat16 [blocks, ceil(K / 2), 16, 2]; or int8, with scales, float32 [blocks, 16].
-// bias: bfloat16 [out_features].
+// rows: bfloat16 [..., K]. weight: bfloat16 [blocks, ceil(K / 2), 16, 2]. bias: bfloat16 [out_features].
 Tensor packed_product(
-    const Tensor& rows, const Tensor& weight, std::optional<Tensor> scales, std::optional<Tensor> bias,
-    int64_t out_features, int64_t variant) {
+    const Tensor& rows, const Tensor& weight, std::optional<Tensor> bias, int64_t out_features, int64_t variant) {
   STD_TORCH_CHECK(rows.dim() > 0 && weight.dim() == 4, "rows must have a dimension, the packed weight four");
   const int64_t num_inputs = rows.size(rows.dim() - 1);
   const int64_t num_blocks = weight.size(0);
   const int64_t num_pairs = weight.size(1);
   STD_TORCH_CHECK(
       rows.scalar_type() == ScalarType::BFloat16 && (!bias || bias->scalar_type() == ScalarType::BFloat16) &&
-          weight.scalar_type() == (scales ? ScalarType::Char : ScalarType::BFloat16),
-      "rows, weight and bias must be bfloat16, a weight with scales int8");
+          weight.scalar_type() == ScalarType::BFloat16,
+      "rows, weight and bias must be bfloat16");
   STD_TORCH_CHECK((num_inputs + 1) / 2 == num_pairs, "rows and weight differ in their number of inputs");
   STD_TORCH_CHECK(
       weight.is_contiguous() && weight.size(2) == outrider::kColumns && weight.size(3) == 2 &&
           (out_features + outrider::kColumns - 1) / outrider::kColumns == num_blocks,
       "the weight is not packed for so many outputs");
-  STD_TORCH_CHECK(
-      !scales || (scales->scalar_type() == ScalarType::Float && scales->is_contiguous() &&
-                  scales->numel() == num_blocks * outrider::kColumns &&
-                  reinterpret_cast<uintptr_t>(scales->const_data_ptr()) % outrider::kScaleAlignment == 0),
-      "the scales do not fit");
   STD_TORCH_CHECK(!bias || (bias->numel() == out_features && bias->is_contiguous()), "the bias does not fit");
-  STD_TORCH_CHECK(variant >= 0 && variant <= best_variant(), "this CPU cannot run variant ", variant);
+  outrider::check_variant(variant);
 
   std::vector<int64_t> sizes(rows.sizes().begin(), rows.sizes().end());
   sizes.back() = out_features;
@@ -158,8 +151,7 @@ Tensor packed_product(
   }
   const outrider::Product product{
       copied.empty() ? reinterpret_cast<const uint32_t*>(inputs) : copied.data(),
-      weight.const_data_ptr(),
-      scales ? static_cast<const float*>(scales->const_data_ptr()) : nullptr,
+      static_cast<const uint32_t*>(weight.const_data_ptr()),
       bias ? static_cast<const uint16_t*>(bias->const_data_ptr()) : nullptr,
       static_cast<uint16_t*>(output.mutable_data_ptr()),
       num_rows,
@@ -189,7 +181,7 @@ Tensor uniform_noise(const Tensor& token_ids, const Tensor& counters, int64_t va
   STD_TORCH_CHECK(
       token_ids.is_contiguous() && counters.is_contiguous() && (token_ids.size(0) == 1 || token_ids.size(0) == num_rows),
       "both must be contiguous, and have as many rows");
-  STD_TORCH_CHECK(variant >= 0 && variant <= best_variant(), "this CPU cannot run variant ", variant);
+  outrider::check_variant(variant);
 
   Tensor output = torch::stable::new_empty(counters, {num_rows, num_tokens}, ScalarType::Double);
   const auto* tokens = static_cast<const int64_t*>(token_ids.const_data_ptr());
@@ -227,7 +219,7 @@ Tensor race_candidates(
           counters.size(0) == num_rows,
       "all must be contiguous, and have as many rows");
   STD_TORCH_CHECK(num_tokens > 0, "a race needs a token");
-  STD_TORCH_CHECK(variant >= 0 && variant <= best_variant(), "this CPU cannot run variant ", variant);
+  outrider::check_variant(variant);
 
   const auto* values = static_cast<const float*>(scores.const_data_ptr());
   const auto* largest = static_cast<const float*>(tops.const_data_ptr());
@@ -280,7 +272,7 @@ std::tuple<Tensor, Tensor> largest_scores(const Tensor& scores, int64_t num, boo
   STD_TORCH_CHECK(is_float32 || scores.scalar_type() == ScalarType::BFloat16, "scores are bfloat16 or float32");
   const int64_t num_rows = scores.size(0), num_scores = scores.size(1);
   STD_TORCH_CHECK(num > 0 && num <= num_scores, "a row of ", num_scores, " scores has no ", num, " largest");
-  STD_TORCH_CHECK(variant >= 0 && variant <= best_variant(), "this CPU cannot run variant ", variant);
+  outrider::check_variant(variant);
 
   Tensor places = torch::stable::new_empty(scores, {num_rows, num}, ScalarType::Long);
   Tensor shares = torch::stable::new_empty(scores, {num_rows, num}, ScalarType::Float);
@@ -397,7 +389,7 @@ Tensor paged_attention(
       "query, keys and values do not fit");
   STD_TORCH_CHECK(!is_bfloat16 || key_dim % 2 == 0, "keys of bfloat16 must have an even number of values");
   STD_TORCH_CHECK(layout.scalar_type() == ScalarType::Int && layout.is_contiguous(), "the layout must be int32");
-  STD_TORCH_CHECK(variant >= 0 && variant <= best_variant(), "this CPU cannot run variant ", variant);
+  outrider::check_variant(variant);
 
   Numbers numbers(layout);
   const int32_t num_writes = *numbers.take(1);
@@ -485,7 +477,7 @@ Tensor paged_attention(
 
 STABLE_TORCH_LIBRARY_FRAGMENT(outrider, library) {
   library.def(
-      "packed_product(Tensor rows, Tensor weight, Tensor? scales, Tensor? bias, int out_features, int variant) -> Tensor");
+      "packed_product(Tensor rows, Tensor weight, Tensor? bias, int out_features, int variant) -> Tensor");
   library.def(
       "race_candidates(Tensor scores, Tensor tops, Tensor inverse_temperatures, Tensor counters, int variant) -> Tensor");
   library.def(
@@ -505,5 +497,5 @@ STABLE_TORCH_LIBRARY_IMPL(outrider, CPU, library) {
 }
 
 STABLE_TORCH_LIBRARY_IMPL(outrider, CompositeExplicitAutograd, library) {
-  library.impl("best_variant", TORCH_BOX(&best_variant));
+  library.impl("best_variant", TORCH_BOX(&outrider::best_variant));
 }

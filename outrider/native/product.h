@@ -1,4 +1,4 @@
-// A product of bfloat16 rows with packed weights, bfloat16 or 8-bit integers, with float32 sums, for CPUs.
+// A product of bfloat16 rows with packed weights, with float32 sums, for CPUs.
 
 #pragma once
 
@@ -8,14 +8,11 @@ namespace outrider {
 
 // Outputs that one block of weights has; the weights of a block lie pair by pair of inputs, column by column.
 constexpr int64_t kColumns = 16;
-// Of the scales, in bytes: those of a block are read at once.
-constexpr int64_t kScaleAlignment = 64;
 
-// A cell holds the numbers of inputs k (low half) and k + 1: a uint32_t two of bfloat16, a uint16_t two of 8 bits.
+// A cell holds the numbers of inputs k (low half) and k + 1.
 struct Product {
   const uint32_t* rows;     // [num_rows, num_pairs]
-  const void* weights;      // cells [blocks, num_pairs, kColumns], of 8-bit integers where there are scales
-  const float* scales;      // [blocks, kColumns], factors of the sums; or null, for weights of bfloat16
+  const uint32_t* weights;  // [blocks, num_pairs, kColumns]
   const uint16_t* bias;     // [num_columns], or null
   uint16_t* output;         // [num_rows, num_columns]
   int64_t num_rows;

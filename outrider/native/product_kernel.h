@@ -32,25 +32,12 @@ constexpr int64_t kRowsAtOnce = 64;
 constexpr int64_t kLinesAhead = 24;
 
 // Weights that are fetched while other ones are used: a line for every pair, of up to two streams.
-template <class Cell>
 struct Ahead {
-  const Cell* first;
+  const uint32_t* first;
   int64_t first_step;
-  const Cell* second;
+  const uint32_t* second;
   int64_t second_step;
 };
-
-// The same instruction set, for weights of 8-bit integers: they become bfloat16, which has all of them.
-template <class Isa>
-struct Bytes : Isa {
-  using Cell = uint16_t;
-  static typename Isa::Weights load(const uint16_t* cells) { return Isa::load_bytes(cells); }
-};
-
-template <class Isa>
-inline const typename Isa::Cell* cells_of(const Product& product) {
-  return static_cast<const typename Isa::Cell*>(product.weights);
-}
 
 // The numbers of inputs k and k + 1 in float32. Of a type that only this file has, so that its vector's functions are
 // not shared either.
@@ -81,13 +68,12 @@ inline const WidePair* widened_rows(const Product& product) {
   return memory.data();
 }
 
-// Scales, adds the bias, rounds to the nearest bfloat16 (ties to even) and writes the columns that there are.
+// Adds the bias, rounds to the nearest bfloat16 (ties to even) and writes the columns that there are.
 template <class Isa>
 inline void store_columns(const Product& product, int64_t row, int64_t block, typename Isa::Sum sum) {
   const int64_t first = block * kColumns;
   const int64_t num = std::min(kColumns, product.num_columns - first);
   alignas(32) uint16_t columns[kColumns] = {};
-  if (product.scales != nullptr) sum = Isa::times(sum, Isa::read(product.scales + first));
   if (product.bias != nullptr) {
     std::memcpy(columns, product.bias + first, num * sizeof(uint16_t));
     sum = Isa::plus(sum, Isa::widened(columns));
@@ -107,7 +93,7 @@ inline void add_pairs(
     const Product& product, int64_t row, int64_t block, int64_t first, int64_t last,
     typename Isa::Sum (&sums)[ROWS][BLOCKS], const Fetch& fetch) {
   const auto* rows = rows_from<Isa>(product, row);
-  const typename Isa::Cell* weights = cells_of<Isa>(product) + block * product.num_pairs * kColumns;
+  const uint32_t* weights = product.weights + block * product.num_pairs * kColumns;
   const int64_t next_block = product.num_pairs * kColumns;
   for (int64_t pair = first; pair < last; ++pair) {
     typename Isa::Weights loaded[BLOCKS];
@@ -128,8 +114,8 @@ inline void product_tile(const Product& product, int64_t block) {
   typename Isa::Sum sums[ROWS][BLOCKS];
   for (auto& row : sums)
     for (auto& sum : row) sum = Isa::zero();
-  constexpr int64_t kAhead = kLinesAhead * kLineBytes / sizeof(typename Isa::Cell);
-  const typename Isa::Cell* ahead = cells_of<Isa>(product) + block * product.num_pairs * kColumns + kAhead;
+  constexpr int64_t kAhead = kLinesAhead * kLineBytes / sizeof(uint32_t);
+  const uint32_t* ahead = product.weights + block * product.num_pairs * kColumns + kAhead;
   const int64_t next_block = product.num_pairs * kColumns;
   add_pairs<Isa, ROWS, BLOCKS>(product, 0, block, 0, product.num_pairs, sums, [&](int64_t pair) {
     for (int b = 0; b < BLOCKS; ++b) fetch_line(ahead + b * next_block + pair * kColumns);
@@ -162,7 +148,7 @@ inline void product_few(const Product& product, int64_t begin, int64_t end) {
 template <class Isa, int ROWS, int BLOCKS>
 inline void product_band(
     const Product& product, int64_t row, int64_t num_rows, int64_t block, int64_t first, int64_t last, float* panel,
-    const Ahead<typename Isa::Cell>& ahead) {
+    const Ahead& ahead) {
   if (num_rows == ROWS) {
     typename Isa::Sum sums[ROWS][BLOCKS];
     for (int r = 0; r < ROWS; ++r)
@@ -201,13 +187,13 @@ inline void product_group(const Product& product, int64_t block, int64_t end) {
       // The first bands fetch one or two blocks each of the next part.
       const int64_t each = num_bands >= BLOCKS ? 1 : 2;
       const auto part = [&](int64_t number) {
-        return cells_of<Isa>(product) + ((next_block + number) * product.num_pairs + (is_last ? 0 : last)) * kColumns;
+        return product.weights + ((next_block + number) * product.num_pairs + (is_last ? 0 : last)) * kColumns;
       };
       const auto exists = [&](int64_t number) { return number < BLOCKS && next_block + number < end; };
       const int64_t one = band * each, other = one + 1;
       const bool has_one = exists(one), has_other = each == 2 && exists(other);
-      const typename Isa::Cell* none = cells_of<Isa>(product);
-      const Ahead<typename Isa::Cell> ahead{
+      const uint32_t* none = product.weights;
+      const Ahead ahead{
           has_one ? part(one) : none, has_one ? kColumns : 0, has_other ? part(other) : none, has_other ? kColumns : 0};
       float* sums = panel + band * Isa::kRows * BLOCKS * kColumns;
       const int64_t num = std::min<int64_t>(Isa::kRows, product.num_rows - row);
@@ -243,11 +229,7 @@ inline void product_cells(const Product& product, int64_t begin, int64_t end) {
 template <class Isa>
 inline void product_rows(const Product& product, int64_t begin, int64_t end) {
   const NoSubnormals guard;
-  if (product.scales == nullptr) {
-    product_cells<Isa>(product, begin, end);
-  } else {
-    product_cells<Bytes<Isa>>(product, begin, end);
-  }
+  product_cells<Isa>(product, begin, end);
 }
 
 }  // namespace

@@ -23,11 +23,6 @@ struct Avx512Vectors {
     const __m256i given = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(values));
     return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(given), 16));
   }
-  // Eight cells of 8-bit integers.
-  static Sum bytes(const uint16_t* cells) {
-    const __m128i given = _mm_loadu_si128(reinterpret_cast<const __m128i*>(cells));
-    return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(given));
-  }
   static Sum spread_float(float value) { return _mm512_set1_ps(value); }
   static Sum plus(Sum one, Sum other) { return _mm512_add_ps(one, other); }
   static Sum minus(Sum one, Sum other) { return _mm512_sub_ps(one, other); }

@@ -12,7 +12,6 @@ namespace outrider {
 namespace {
 
 struct Avx512Bf16 : Avx512Vectors {
-  using Cell = uint32_t;
   using Weights = __m512i;
   using Pair = __m512i;
 
@@ -21,9 +20,6 @@ struct Avx512Bf16 : Avx512Vectors {
   static constexpr bool kWidensRows = false;
 
   static Weights load(const uint32_t* weights) { return _mm512_loadu_si512(weights); }
-  static Weights load_bytes(const uint16_t* cells) {
-    return reinterpret_cast<__m512i>(_mm512_cvtne2ps_pbh(bytes(cells + 8), bytes(cells)));
-  }
   static Pair spread(uint32_t pair) { return _mm512_set1_epi32(static_cast<int>(pair)); }
   static void add(Sum& sum, Pair pair, Weights weights) {
     sum = _mm512_dpbf16_ps(sum, reinterpret_cast<__m512bh>(pair), reinterpret_cast<__m512bh>(weights));

@@ -88,7 +88,7 @@ class TinyBlock(TinyEagle3):
     head: BlockHead
 
     @classmethod
-    def make(cls, seed: int = 38) -> "TinyBlock":
+    def make(cls, seed: int = 59) -> "TinyBlock":
         """Returns one with features of 100 positions; by this seed no two logits of the tests' texts nearly tie."""
         torch.manual_seed(seed)
         head = BlockHead(BlockConfig(Eagle3Config(LAYER, H, D), BLOCK_SIZE, 8)).requires_grad_(False).eval()

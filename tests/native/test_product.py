@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from outrider import native
-from outrider.native import Variant, build, pack, pack_bytes
+from outrider.native import Variant, build, pack
 
 BEST = native.best_variant()
 SHAPES = [(576, 960), (1536, 576), (64, 33), (63, 20), (7, 16), (1, 1)]
@@ -31,19 +31,7 @@ def product(variant: Variant) -> Product:
 
     def run(rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         operator = torch.ops.outrider.packed_product.default
-        output: torch.Tensor = operator(rows, pack(weight), None, bias, len(weight), int(variant))
-        return output
-
-    return run
-
-
-@pytest.fixture
-def byte_product(variant: Variant) -> Product:
-    """The product with weights of 8 bits."""
-
-    def run(rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-        operator = torch.ops.outrider.packed_product.default
-        output: torch.Tensor = operator(rows, *pack_bytes(weight), bias, len(weight), int(variant))
+        output: torch.Tensor = operator(rows, pack(weight), bias, len(weight), int(variant))
         return output
 
     return run
@@ -89,36 +77,6 @@ def test_without_inputs_it_is_the_bias(product: Product) -> None:
     bias = torch.arange(5).bfloat16()
     assert torch.equal(product(rows, weight, bias), bias.expand(3, 5))
     assert torch.equal(product(rows, weight), torch.zeros(3, 5).bfloat16())
-
-
-@pytest.mark.parametrize(("num_in", "num_out"), SHAPES)
-def test_of_8_bits_it_is_the_chain_of_integers_times_the_scale(
-    byte_product: Product, variant: Variant, num_in: int, num_out: int
-) -> None:
-    rows, weight = given(9, num_in, num_out)
-    packed, scales = pack_bytes(weight)
-    numbers = packed.permute(0, 2, 1, 3).reshape(16 * len(packed), -1)[:num_out, :num_in]
-    factors = scales.flatten()[:num_out]
-    assert torch.equal(numbers.abs().amax(1), torch.full((num_out,), 127, dtype=torch.int8))
-    assert ((numbers * factors[:, None] - weight.float()).abs() <= factors[:, None] * 0.5001).all()
-    expected = chained(rows, numbers, variant) * factors
-    bias = torch.randn(num_out).bfloat16()
-    assert torch.equal(byte_product(rows, weight), expected.bfloat16())
-    assert torch.equal(byte_product(rows, weight, bias), (expected + bias.float()).bfloat16())
-
-
-def test_of_8_bits_bits_depend_on_nothing_but_the_row(byte_product: Product) -> None:
-    rows, weight = given(70, 1536, 200)
-    expected = byte_product(rows, weight)
-    for num in (*range(1, 20), 24, 31, 64, 65):
-        assert torch.equal(byte_product(rows[-num:], weight), expected[-num:]), num
-
-
-def test_of_8_bits_an_output_without_weights_is_zero(byte_product: Product) -> None:
-    rows, weight = given(3, 20, 17)
-    weight[5] = 0
-    assert not byte_product(rows, weight)[:, 5].any()
-    assert torch.equal(byte_product(rows[:, :0], weight[:, :0]), torch.zeros(3, 17).bfloat16())
 
 
 @pytest.mark.parametrize("num_threads", [1, 2])
@@ -187,10 +145,6 @@ def test_the_largest_sums_round_to_infinity(product: Product) -> None:
         ({"rows": torch.zeros(2, 10).bfloat16()}, "number of inputs"),
         ({"weight": torch.zeros(1, 4, 16, 2)}, "must be bfloat16"),
         ({"weight": torch.zeros(2, 4, 16, 2).bfloat16()}, "not packed"),
-        ({"weight": torch.zeros(1, 4, 16, 2, dtype=torch.int8)}, "with scales int8"),
-        ({"scales": torch.zeros(1, 16)}, "with scales int8"),
-        ({"weight": torch.zeros(1, 4, 16, 2, dtype=torch.int8), "scales": torch.zeros(1, 8)}, "scales"),
-        ({"weight": torch.zeros(1, 4, 16, 2, dtype=torch.int8), "scales": torch.zeros(17)[1:].view(1, 16)}, "scales"),
         ({"bias": torch.zeros(3).bfloat16()}, "bias"),
         ({"variant": 4}, "variant 4"),
         ({"variant": -1}, "variant -1"),
@@ -200,7 +154,6 @@ def test_what_does_not_fit_is_an_error(change: dict[str, object], message: str) 
     arguments = {
         "rows": torch.zeros(2, 8).bfloat16(),
         "weight": torch.zeros(1, 4, 16, 2).bfloat16(),
-        "scales": None,
         "bias": None,
         "out_features": 9,
         "variant": 0,
