@@ -26,7 +26,7 @@ from draft_service.engine.load import EngineLimits, EngineLoad
 from draft_service.engine.probe import probe
 from draft_service.engine.reply_queue import ReplyQueue
 from draft_service.engine.sessions import Session, Sessions
-from outrider.drafters.drafter import Drafter, DraftTerms, OpenProposal
+from outrider.drafters.drafter import Drafter, DraftTerms, OpenProposal, give_bytes
 from outrider.drafters.stepping import SentProposal, Stepper
 from outrider.errors import Draining, Fenced, OutriderError, Overloaded, RequestFailed
 from outrider.serving.engine_loop import EngineLoop
@@ -262,7 +262,7 @@ class Engine:
             self._num_stale += 1
             return
         session.num_feature_frames += 1
-        has_gap = self._drafter.give(session.session_id, command.features)
+        has_gap = give_bytes(self._drafter, session.session_id, command.features)
         if (drafting := self._draftings.get(session.session_id)) is not None:
             drafting.num_feature_frames = session.num_feature_frames
             drafting.has_gap = drafting.has_gap or has_gap

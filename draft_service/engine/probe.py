@@ -2,7 +2,7 @@
 
 from typing import Final
 
-from outrider.drafters.drafter import Drafter, DraftTerms, OpenProposal
+from outrider.drafters.drafter import Drafter, DraftTerms, OpenProposal, give_bytes
 from outrider.parameters import AcceptanceRule, SamplingParameters
 from outrider.serving.session_failures import EngineFailed
 from outrider.tokens import FeatureSpan
@@ -25,7 +25,7 @@ def probe(drafter: Drafter) -> None:
     try:
         drafter.resume(_SESSION_ID)
         if drafter.info.feature_layers:
-            drafter.give(_SESSION_ID, FeatureSpan(0, _no_features(drafter)))
+            give_bytes(drafter, _SESSION_ID, FeatureSpan(0, _no_features(drafter)))
         for _ in range(_MAX_STEPS):
             if not proposal.complete:
                 drafter.step([proposal])
@@ -37,4 +37,4 @@ def probe(drafter: Drafter) -> None:
 
 def _no_features(drafter: Drafter) -> bytes:
     """Return the features of one position: zeros, in bfloat16."""
-    return bytes(2 * len(drafter.info.feature_layers) * drafter.info.hidden_size)
+    return bytes(2 * drafter.info.feature_width)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from outrider.drafters.allowed import AllowedTokens
-from outrider.drafters.drafter import OpenProposal
+from outrider.drafters.drafter import DraftTerms, OpenProposal
 from outrider.drafters.largest import largest_shares
 from outrider.lm.heads.vocabulary import DraftVocabulary
 from outrider.parameters import AcceptanceRule
@@ -111,6 +111,7 @@ class RankedChoices:
         self._least = options.p_min if proposal.terms.p_min is None else proposal.terms.p_min
         self._source = KeyedSource(proposal.terms.parameters.seed or 0)
         self._allowed = AllowedTokens(proposal, vocabulary.target_size)
+        self._keeps_logits = self._is_greedy and proposal.terms.grammar is None and _changes_nothing(proposal.terms)
 
     def after(self, places: Sequence[Place], logits: Tensor, num: int) -> list[list[Choice]]:
         """Return the likeliest tokens after each place.
@@ -140,6 +141,8 @@ class RankedChoices:
             Scores [F, D]: logits under greedy, else weight / noise, as where the target draws (`KeyedSource.pick`),
             float32; of a path after which no token is possible, any.
         """
+        if self._keeps_logits:
+            return logits, [True] * len(paths)
         terms, history = self._proposal.terms, self._history.tokens
         metadata = [
             SamplingMetadata(terms.parameters, history.extended(path), terms.stop_token_ids, allowed)
@@ -245,6 +248,12 @@ class _History:
         if terms.parameters.needs_history:
             return TokenHistory(token_ids[: terms.prompt_len], token_ids[terms.prompt_len :], terms.parameters)
         return TokenHistory((), range(len(token_ids) - terms.prompt_len), terms.parameters)
+
+
+def _changes_nothing(terms: DraftTerms) -> bool:
+    """Whether no parameter changes the logits at any position of a request."""
+    parameters = terms.parameters
+    return not (parameters.min_tokens or parameters.logit_bias or parameters.needs_history)
 
 
 def keep_top(distribution: Tensor, num: int) -> Tensor:

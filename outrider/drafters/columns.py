@@ -8,11 +8,14 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from outrider import native
 from outrider.drafters.features import FeatureBuffer
 from outrider.drafters.node_values import NodeValues
 from outrider.drafters.tree import DraftTree
+from outrider.lm.attention.native import PAGE_LEN, lay_out
+from outrider.lm.attention.rows import PassBranch, PassRows
 
-_FIRST_CAPACITY: Final = 256
+_FIRST_CAPACITY: Final = 8 * PAGE_LEN
 
 
 class HeadState:
@@ -26,9 +29,11 @@ class HeadState:
     """
 
     def __init__(self, num_heads: int, head_dim: int, feature_width: int, device: torch.device) -> None:
-        size = (num_heads, _FIRST_CAPACITY, head_dim)
+        # By slots, as the native operator has pages: [slots, kv_heads, dim].
+        size = (_FIRST_CAPACITY, num_heads, head_dim)
         self.keys = torch.zeros(size, dtype=torch.bfloat16, device=device)
         self.values = torch.zeros_like(self.keys)
+        self._variant = native.best_variant() if device.type == "cpu" and head_dim % 2 == 0 else None
         self.features = FeatureBuffer(feature_width)
         self.last_output: Tensor | None = None
         """Output of the last column, [1, H], and of the rows of its block behind it: [K, H]."""
@@ -102,10 +107,25 @@ class HeadState:
         """
         end = first + key.shape[1]
         self._reserve(end)
+        if mask is None and self._variant is not None:
+            layout = lay_out(_rows_of(first, end)).layout
+            found: Tensor = torch.ops.outrider.paged_attention.default(
+                query[None],
+                key[None],
+                value[None],
+                self.keys,
+                self.values,
+                layout,
+                query.shape[-1] ** -0.5,
+                0,
+                0.0,
+                int(self._variant),
+            )
+            return found.flatten(2)[0]
         if mask is None:
             mask = torch.ones(key.shape[1], end, dtype=torch.bool, device=key.device).tril(first)
-        self.keys[:, first:end], self.values[:, first:end] = key, value
-        keys, values = self.keys[None, :, :end], self.values[None, :, :end]
+        self.keys[first:end], self.values[first:end] = key.transpose(0, 1), value.transpose(0, 1)
+        keys, values = self.keys[None, :end].transpose(1, 2), self.values[None, :end].transpose(1, 2)
         # The query heads that share keys are rows of one head, which takes less time than `enable_gqa`.
         num_shared = len(query) // len(key)
         folded = query.reshape(1, len(key), -1, query.shape[-1])
@@ -113,8 +133,16 @@ class HeadState:
         return output.view(query.shape).transpose(0, 1).flatten(1)
 
     def _reserve(self, num: int) -> None:
-        more = num - self.keys.shape[1]
+        more = num - len(self.keys)
         if more > 0:
             # At least twice as much, so that a long session is not copied again and again.
-            padding = (0, 0, 0, max(more, self.keys.shape[1]))
+            more = -(-max(more, len(self.keys)) // PAGE_LEN) * PAGE_LEN
+            padding = (0, 0, 0, 0, 0, more)
             self.keys, self.values = functional.pad(self.keys, padding), functional.pad(self.values, padding)
+
+
+def _rows_of(first: int, end: int) -> PassRows:
+    """Return the rows of a pass that are written to these slots, and see those up to their own."""
+    slots, num = tuple(range(first, end)), end - first
+    pages = tuple(range(-(-end // PAGE_LEN)))
+    return PassRows(num, [PassBranch(pages, tuple(range(num)), slots)], list(range(num)), list(slots))

@@ -13,7 +13,7 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from dataclasses import replace as with_changes
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from outrider.drafters.combination import Combination, num_proposed, part_of
 from outrider.drafters.combined_tree import CombinedTree
@@ -21,7 +21,9 @@ from outrider.drafters.combined_worth import Found, RoundTimes, Yields
 from outrider.drafters.drafter import Drafter, DrafterInfo, OpenProposal, StepRows
 from outrider.parameters import AcceptanceRule
 from outrider.speculation.acceptance import AcceptanceRates
-from outrider.tokens import FeatureSpan
+
+if TYPE_CHECKING:
+    from outrider.drafters.features import Features
 
 _MAX_SESSIONS: Final = 4096
 """Whose state is kept, those used last."""
@@ -151,7 +153,7 @@ class CombinedDrafter(Drafter):
         self._suffix.resume(session_id)
         return self._main.resume(session_id)
 
-    def give(self, session_id: str, features: FeatureSpan) -> bool:
+    def give(self, session_id: str, features: "Features") -> bool:
         """Have the model take features; see `Drafter`."""
         return self._main.give(session_id, features)
 

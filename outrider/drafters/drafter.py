@@ -2,13 +2,16 @@
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Final, NamedTuple, Protocol, Self
+from typing import TYPE_CHECKING, Final, NamedTuple, Protocol, Self
 
 from outrider.control.pass_times import PassTimes
 from outrider.errors import OutriderError
 from outrider.grammar.compiler import CompiledGrammar, GrammarCompiler
 from outrider.parameters import AcceptanceRule, SamplingParameters
 from outrider.tokens import FeatureSpan, NodeKind, ProposalNode, SparseDistribution
+
+if TYPE_CHECKING:
+    from outrider.drafters.features import Features
 
 _MAX_SHORT_LEN: Final = 16
 _ANY_VOCABULARY_SIZE: Final = 2**32 - 1
@@ -44,6 +47,11 @@ class DrafterInfo:
     feature_layers: tuple[int, ...] = ()
     hidden_size: int = 0
     target_fingerprint: str = ""
+
+    @property
+    def feature_width(self) -> int:
+        """Numbers of a position's features, of all layers; 0 where it takes none."""
+        return len(self.feature_layers) * self.hidden_size
 
     @classmethod
     def of_lookup(cls, kind: str, max_session_len: int) -> Self:
@@ -234,6 +242,23 @@ class Drafter(Protocol):
         """Begin a session; return the number of positions, from 0 on, whose features have been used."""
         return 0
 
-    def give(self, session_id: str, features: FeatureSpan) -> bool:
+    def give(self, session_id: str, features: "Features") -> bool:
         """Take features of the target; return whether there was a gap before them, for which they were dropped."""
         return False
+
+
+def give_bytes(drafter: Drafter, session_id: str, features: FeatureSpan) -> bool:
+    """Have a drafter take features that came as bytes; one that takes none drops them.
+
+    Returns:
+        Whether there was a gap before them.
+
+    Raises:
+        InvalidArgument: the data are not of whole positions.
+    """
+    width = drafter.info.feature_width
+    if not width:
+        return False
+    from outrider.drafters.features import Features  # with PyTorch, which drafters without a model do not load
+
+    return drafter.give(session_id, Features.of(features, width))

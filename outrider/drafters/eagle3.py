@@ -17,6 +17,7 @@ from outrider.control.pass_times import PassTimes
 from outrider.drafters.choices import TreeOptions
 from outrider.drafters.columns import HeadState
 from outrider.drafters.drafter import Drafter, DrafterInfo, OpenProposal, StepRows
+from outrider.drafters.features import Features
 from outrider.drafters.node_values import NodeValues
 from outrider.drafters.shares import share_rows
 from outrider.drafters.states import BoundedStates
@@ -26,7 +27,6 @@ from outrider.errors import Overloaded
 from outrider.lm.heads.eagle3 import Eagle3Head
 from outrider.lm.heads.passes import HeadPasses
 from outrider.lm.heads.vocabulary import DraftVocabulary
-from outrider.tokens import FeatureSpan
 
 _WIDTH: Final = 12
 """Nodes of one session that are run in a step, at most: a whole depth of a tree, but for nodes that are seldom sent."""
@@ -120,7 +120,7 @@ class Eagle3Drafter(Drafter):
         num_heads = layer.num_key_value_heads or layer.num_attention_heads
         head_dim = head.midlayer.self_attn.head_dim
         self._column_bytes = 4 * num_heads * head_dim
-        width = len(info.feature_layers) * info.hidden_size
+        width = info.feature_width
         self._states = BoundedStates(
             lambda: HeadState(num_heads, head_dim, width, self._device), options.kv_budget_bytes
         )
@@ -145,7 +145,7 @@ class Eagle3Drafter(Drafter):
         state.features.restart(state.num_columns)
         return state.num_columns
 
-    def give(self, session_id: str, features: FeatureSpan) -> bool:
+    def give(self, session_id: str, features: Features) -> bool:
         """Keep features until their tokens arrive; return whether there is a gap before them."""
         has_gap = self._states.use(session_id).features.give(features)
         self._states.weigh(session_id)
@@ -203,7 +203,7 @@ class Eagle3Drafter(Drafter):
         in_use = {item.session_id for item in proposals}
         admitted, needed_bytes = [], 0
         for item in proposals:
-            capacity = self._state(item).keys.shape[1]
+            capacity = len(self._state(item).keys)
             length = len(item.token_ids) + max(item.max_nodes, item.num_speculative_tokens)
             more_bytes = max(0, length - capacity) * self._column_bytes
             if self._states.make_room(needed_bytes + more_bytes, in_use):
@@ -265,13 +265,12 @@ class Eagle3Drafter(Drafter):
         """Run the rows of all sessions together; return each one's outputs, [T, H]."""
         lens = [len(item.positions) for item in rows]
         states = [self._state(item) for item in proposals]
-
         positions = torch.tensor([position for item in rows for position in item.positions], device=self._device)
-        hidden = torch.cat([item.hidden for item in rows])
-        embeddings = torch.cat([item.embeddings for item in rows])
+        hidden = _joined([item.hidden for item in rows])
+        embeddings = _joined([item.embeddings for item in rows])
         query, key, value, residual = self._passes.project(embeddings, hidden, positions)
         parts = zip(states, rows, *(torch.split(item, lens, 1) for item in (query, key, value)), strict=True)
-        attended = torch.cat([state.attend(q, k, v, item.first, item.mask) for state, item, q, k, v in parts])
+        attended = _joined([state.attend(q, k, v, item.first, item.mask) for state, item, q, k, v in parts])
         return torch.split(self._passes.finish(attended, residual), lens)
 
     def _store(self, proposal: OpenProposal, output: Tensor, num_columns: int) -> None:
@@ -306,3 +305,8 @@ class Eagle3Drafter(Drafter):
             if not item.tree.frontier(_WIDTH):
                 item.tree.proposal.fill(item.tree.take())
                 del self._trees[item.tree.proposal]
+
+
+def _joined(parts: Sequence[Tensor]) -> Tensor:
+    """Return all sessions' rows: as they are where there is one session."""
+    return parts[0] if len(parts) == 1 else torch.cat(list(parts))

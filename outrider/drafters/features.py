@@ -1,10 +1,35 @@
-"""A buffer of the target's features that a drafter has not used yet."""
+"""The target's features as drafters take them, and a buffer of those that one has not used yet."""
+
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from outrider.errors import InvalidArgument
 from outrider.tokens import FeatureSpan
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Features:
+    """Features at consecutive positions.
+
+    Attributes:
+        start: session position of the first one.
+        rows: bfloat16 [N, width], on any device.
+    """
+
+    start: int
+    rows: Tensor
+
+    @classmethod
+    def of(cls, span: FeatureSpan, width: int) -> "Features":
+        """Return those that came as bytes, `width` numbers each; raise `InvalidArgument` for a part of a position."""
+        position_bytes = width * torch.bfloat16.itemsize
+        if len(span.data) % position_bytes:
+            raise InvalidArgument(f"has {len(span.data)} bytes, a position takes {position_bytes}", "features.data")
+        if not span.data:
+            return cls(span.start, torch.empty(0, width, dtype=torch.bfloat16))
+        return cls(span.start, torch.frombuffer(bytearray(span.data), dtype=torch.bfloat16).view(-1, width))
 
 
 class FeatureBuffer:
@@ -42,24 +67,15 @@ class FeatureBuffer:
         self._start = position
         self._rows = self._rows[:0].clone()
 
-    def give(self, features: FeatureSpan) -> bool:
+    def give(self, features: Features) -> bool:
         """Add the features that continue the buffer; those that it has already, or that leave a gap, are dropped.
 
         Returns:
             Whether there is a gap before them.
-
-        Raises:
-            InvalidArgument: the data are not of whole positions.
         """
-        position_bytes = self._width * self._rows.element_size()
-        if len(features.data) % position_bytes:
-            raise InvalidArgument(f"has {len(features.data)} bytes, a position takes {position_bytes}", "features.data")
         if features.start > self.end:
             return True
-        if not features.data:
-            return False
-        rows = torch.frombuffer(bytearray(features.data), dtype=torch.bfloat16).view(-1, self._width)
-        new = rows[max(0, self.end - features.start) :]
+        new = features.rows[max(0, self.end - features.start) :]
         self._rows = torch.cat([self._rows, new]) if len(self._rows) else new
         return False
 

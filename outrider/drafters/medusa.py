@@ -9,12 +9,11 @@ from torch import Tensor
 from outrider.control.pass_times import PassTimes
 from outrider.drafters.choices import TreeOptions
 from outrider.drafters.drafter import Drafter, DrafterInfo, OpenProposal, StepRows
-from outrider.drafters.features import FeatureBuffer
+from outrider.drafters.features import FeatureBuffer, Features
 from outrider.drafters.node_values import NodeValues
 from outrider.drafters.tree import DraftTree, root_tree
 from outrider.lm.heads.medusa import MedusaHeads
 from outrider.lm.heads.vocabulary import DraftVocabulary
-from outrider.tokens import FeatureSpan
 
 _WIDTH: Final = 12
 """Nodes that are expanded in a step, at most."""
@@ -85,7 +84,7 @@ class MedusaDrafter(Drafter):
         self._sessions.pop(session_id, None)
         return 2**32 - 1
 
-    def give(self, session_id: str, features: FeatureSpan) -> bool:
+    def give(self, session_id: str, features: Features) -> bool:
         """Keep the last of the features; those before it are not needed."""
         buffer = self._sessions.setdefault(session_id, _Session(self._info.hidden_size)).features
         if features.start > buffer.end or not len(buffer):

@@ -15,12 +15,13 @@ from typing import Final
 import torch
 
 from outrider.drafters.drafter import Drafter, DraftTerms, OpenProposal
+from outrider.drafters.features import Features
 from outrider.drafters.stepping import SentProposal, Stepper
 from outrider.errors import ModelMismatch, ModelUnsupported, OutriderError, Overloaded, TokenizerMismatch
 from outrider.grammar.compiler import CompiledGrammar
 from outrider.lm.model import FeatureSource, LanguageModel
 from outrider.serving.unexpected import UnexpectedErrors
-from outrider.tokens import Base, FeatureSpan
+from outrider.tokens import Base
 from target_service.engine.request import Request
 
 _MAX_STEPS_S: Final = 0.01
@@ -197,7 +198,7 @@ class ColocatedDraft:
         if not layers or self._features is None or start >= end:
             return
         rows = self._features.read(resident.cache, layers, start, end)
-        self._drafter.give(resident.session_id, FeatureSpan(start, rows.cpu().view(torch.uint8).numpy().tobytes()))
+        self._drafter.give(resident.session_id, Features(start, rows))
         self._num_given += end - start
         item.features_len, item.sent.proposal.missing_features_from = end, None
 

@@ -13,7 +13,8 @@ GREEDY = SamplingParameters(temperature=0.0, max_tokens=1000)
 
 def features_frame(handle: int, tiny: TinyEagle3, start: int, end: int) -> draft_pb2.DraftRequestFrame:
     span = tiny.span(start, end)
-    return draft_pb2.DraftRequestFrame(handle=handle, features=tokens_pb2.Features(start=span.start, data=span.data))
+    data = span.rows.contiguous().view(torch.uint8).numpy().tobytes()
+    return draft_pb2.DraftRequestFrame(handle=handle, features=tokens_pb2.Features(start=span.start, data=data))
 
 
 def wanted(tiny: TinyEagle3, length: int, num: int) -> tuple[int, ...]:

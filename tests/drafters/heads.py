@@ -11,12 +11,12 @@ from outrider.drafters.block import BlockDrafter
 from outrider.drafters.choices import TreeOptions
 from outrider.drafters.drafter import DrafterInfo
 from outrider.drafters.eagle3 import Eagle3Drafter, HeadOptions
+from outrider.drafters.features import Features
 from outrider.drafters.medusa import MedusaDrafter
 from outrider.lm.heads.block import BlockConfig, BlockHead
 from outrider.lm.heads.eagle3 import Eagle3Config, Eagle3Head
 from outrider.lm.heads.medusa import MedusaHeads
 from outrider.lm.heads.vocabulary import DraftVocabulary
-from outrider.tokens import FeatureSpan
 
 V, D, H = 40, 24, 16
 BLOCK_SIZE = 5
@@ -64,9 +64,9 @@ class TinyEagle3:
         options = HeadOptions(budget, chunk, tree or TreeOptions())
         return Eagle3Drafter(self.head, VOCABULARY, self.embedding, info("eagle3", (0, 1, 2), target), options)
 
-    def span(self, start: int, end: int) -> FeatureSpan:
+    def span(self, start: int, end: int) -> Features:
         """Returns features of positions start .. end - 1 as they come."""
-        return FeatureSpan(start, self.features[start:end].contiguous().view(torch.uint8).numpy().tobytes())
+        return Features(start, self.features[start:end])
 
     def logits(self, token_ids: tuple[int, ...], path: tuple[int, ...] = ()) -> Tensor:
         """Returns the logits behind session and path, [D], as training computes them."""
@@ -134,9 +134,9 @@ class TinyMedusa:
         """Returns a drafter over them."""
         return MedusaDrafter(self.heads, VOCABULARY, info("medusa", (7,)), tree or TreeOptions(), CPU)
 
-    def span(self, start: int, end: int) -> FeatureSpan:
+    def span(self, start: int, end: int) -> Features:
         """Returns features of positions start .. end - 1 as they come."""
-        return FeatureSpan(start, self.features[start:end].contiguous().view(torch.uint8).numpy().tobytes())
+        return Features(start, self.features[start:end])
 
     def logits(self, position: int) -> Tensor:
         """Returns the logits of all guesses from the feature of a position: [K, D]."""

@@ -4,17 +4,19 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
+import torch
 
 from outrider.control.pass_times import PassTimes
 from outrider.drafters import combined
 from outrider.drafters.combined import CombinedDrafter
 from outrider.drafters.drafter import Drafter, DrafterInfo, DraftTerms, OpenProposal, StepRows
+from outrider.drafters.features import Features
 from outrider.drafters.loading import load_drafter
 from outrider.drafters.options import DrafterKind, DrafterOptions, SuffixScope
 from outrider.drafters.suffix import SuffixDrafter
 from outrider.errors import Overloaded
 from outrider.parameters import AcceptanceRule, SamplingParameters
-from outrider.tokens import FeatureSpan, NodeKind, ProposalNode, ProposalTree
+from outrider.tokens import NodeKind, ProposalNode, ProposalTree
 from tests.draft_service.conftest import draft, proposal, terms
 from tests.drafters.models import MARKOV, RecordedModel, markov, model_drafter
 
@@ -82,7 +84,7 @@ class Scripted(Drafter):
     def advance(self, proposal: OpenProposal, token_ids: Sequence[int]) -> bool:
         return self.goes_on
 
-    def give(self, session_id: str, features: FeatureSpan) -> bool:
+    def give(self, session_id: str, features: Features) -> bool:
         self.missing_from = None
         return False
 
@@ -222,7 +224,7 @@ def test_it_waits_for_the_features_that_the_head_waits_for() -> None:
     main.missing_from = 7
     item.step([found])
     assert found.missing_features_from == 7
-    item.give("s", FeatureSpan(7, b""))
+    item.give("s", Features(7, torch.empty(0, 16, dtype=torch.bfloat16)))
     found.missing_features_from = None
     while not found.complete:
         item.step([found])

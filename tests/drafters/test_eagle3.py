@@ -5,10 +5,10 @@ import torch
 
 from outrider.drafters.choices import TreeOptions
 from outrider.drafters.drafter import DraftTerms, OpenProposal
-from outrider.errors import InvalidArgument, Overloaded
+from outrider.errors import Overloaded
 from outrider.parameters import AcceptanceRule, SamplingParameters
 from outrider.speculation.randomness import Counter, KeyedSource, Purpose
-from outrider.tokens import ROOT, FeatureSpan, NodeKind, ProposalTree
+from outrider.tokens import ROOT, NodeKind, ProposalTree
 from tests.draft_service.conftest import draft, proposal, terms
 from tests.drafters.heads import VOCABULARY, TinyBlock, TinyEagle3, V
 
@@ -189,11 +189,6 @@ def test_penalties_count_drafted_tokens(tiny: TinyEagle3) -> None:
         path = (*path, int(VOCABULARY.token_ids[logits.argmax()]))
     assert len(set(path)) == 4
     assert draft(drafter, proposal(TEXT[:12], 4, given=given)) == [path]
-
-
-def test_data_of_half_a_position_are_refused(tiny: TinyEagle3) -> None:
-    with pytest.raises(InvalidArgument, match=r"features\.data"):
-        tiny.drafter().give("s", FeatureSpan(0, b"12345"))
 
 
 def test_nothing_is_guessed_behind_a_single_token(tiny: TinyEagle3) -> None:
