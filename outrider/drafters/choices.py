@@ -21,6 +21,7 @@ from outrider.speculation.randomness import Counter, KeyedSource, Purpose
 from outrider.speculation.sampling import (
     SamplingMetadata,
     TokenHistory,
+    Truncation,
     changed_logits,
     target_distribution,
     target_weights,
@@ -111,7 +112,8 @@ class RankedChoices:
         self._least = options.p_min if proposal.terms.p_min is None else proposal.terms.p_min
         self._source = KeyedSource(proposal.terms.parameters.seed or 0)
         self._allowed = AllowedTokens(proposal, vocabulary.target_size)
-        self._keeps_logits = self._is_greedy and proposal.terms.grammar is None and _changes_nothing(proposal.terms)
+        self._truncates = not self._is_greedy and _truncates(proposal.terms, len(vocabulary))
+        self._keeps_logits = not self._truncates and proposal.terms.grammar is None and _changes_nothing(proposal.terms)
 
     def after(self, places: Sequence[Place], logits: Tensor, num: int) -> list[list[Choice]]:
         """Return the likeliest tokens after each place.
@@ -120,7 +122,7 @@ class RankedChoices:
         equal.
         """
         scores, are_possible = self._scores(logits, [place.path for place in places])
-        columns, likelihoods = largest_shares(scores, min(num, scores.shape[-1]), is_softmax=self._is_greedy)
+        columns, likelihoods = largest_shares(scores, min(num, scores.shape[-1]), is_softmax=not self._truncates)
         if num == 1 and not self._least:
             # An only choice is compared with nothing.
             likelihoods = (likelihoods > 0).float()
@@ -138,11 +140,11 @@ class RankedChoices:
         """Return the scores by which the tokens after each path are ranked, and whether any of them is possible.
 
         Returns:
-            Scores [F, D]: logits under greedy, else weight / noise, as where the target draws (`KeyedSource.pick`),
-            float32; of a path after which no token is possible, any.
+            Scores [F, D]: logits under greedy, else weight / noise, as where the target draws (`KeyedSource.pick`), or
+            its logarithm where nothing is truncated, float32; of a path after which no token is possible, any.
         """
         if self._keeps_logits:
-            return logits, [True] * len(paths)
+            return self._drawn(logits, paths), [True] * len(paths)
         terms, history = self._proposal.terms, self._history.tokens
         metadata = [
             SamplingMetadata(terms.parameters, history.extended(path), terms.stop_token_ids, allowed)
@@ -155,15 +157,28 @@ class RankedChoices:
             finite = scores.amax(-1).isfinite()
             scores = scores.masked_fill(~finite.unsqueeze(1), 0.0)
             are_possible = finite.tolist()
-        if self._is_greedy:
-            return scores, are_possible
+        if not self._truncates:
+            return self._drawn(scores, paths), are_possible
         weights = target_weights(tempered(scores, metadata), metadata)
         dense = weights.dense(scores.shape[-1]) if isinstance(weights, Support) else weights
-        token_ids = self._vocabulary.token_ids.to(dense.device)
+        return dense.div_(self._noise(paths, dense.device)).float(), are_possible
+
+    def _drawn(self, logits: Tensor, paths: Sequence[tuple[int, ...]]) -> Tensor:
+        """Return logits as they are under greedy, else the logarithms of weight / noise, if nothing is truncated."""
+        if self._is_greedy:
+            return logits
+        # The largest is subtracted first, because a small temperature would make it infinite.
+        scores = logits.float()
+        scores = (scores - scores.amax(-1, keepdim=True)).div_(self._proposal.terms.parameters.temperature)
+        return scores.sub_(self._noise(paths, scores.device).float().log_())
+
+    def _noise(self, paths: Sequence[tuple[int, ...]], device: torch.device) -> Tensor:
+        """Return the noise of the draft's tokens after each path, float64 [F, D], or [1, D] where all have the same."""
+        token_ids = self._vocabulary.token_ids.to(device)
         positions = [len(self._proposal.token_ids) + len(path) for path in paths]
         # Rows at one position share its noise.
         noise = {at: self._source.exponential(token_ids, Counter(Purpose.TARGET, at)) for at in set(positions)}
-        return dense.div_(torch.stack([noise[at] for at in positions])).float(), are_possible
+        return torch.stack([noise[at] for at in positions]) if len(noise) > 1 else noise[positions[0]][None]
 
     def _changed(self, logits: Tensor, terms: Sequence[SamplingMetadata]) -> Tensor:
         """Return the logits of the draft's tokens after penalties and the like, which use the target's token ids."""
@@ -254,6 +269,12 @@ def _changes_nothing(terms: DraftTerms) -> bool:
     """Whether no parameter changes the logits at any position of a request."""
     parameters = terms.parameters
     return not (parameters.min_tokens or parameters.logit_bias or parameters.needs_history)
+
+
+def _truncates(terms: DraftTerms, vocabulary_size: int) -> bool:
+    """Whether sampling leaves out tokens for what the others' probabilities are."""
+    parameters = terms.parameters
+    return Truncation.of(parameters, vocabulary_size) is not Truncation.NONE or parameters.min_p > 0
 
 
 def keep_top(distribution: Tensor, num: int) -> Tensor:
