@@ -7,6 +7,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
+from outrider import native
 from outrider.drafters.block import BlockDrafter
 from outrider.drafters.choices import TreeOptions
 from outrider.drafters.drafter import Drafter, DrafterInfo
@@ -26,6 +27,7 @@ from outrider.lm.heads.checkpoint import (
     load_manifest,
     load_medusa,
 )
+from outrider.lm.heads.eagle3 import Eagle3Head
 from outrider.lm.heads.shared import SharedWeights, read_shared
 from outrider.lm.heads.vocabulary import DraftVocabulary
 from outrider.lm.hub import local_folder
@@ -124,12 +126,13 @@ def _describe(
 ) -> DrafterInfo:
     """Return the drafter's identity; the head is still on the device where it was loaded, and will run on `device`."""
     weights = dict(head.state_dict())
+    in_bytes = isinstance(head, Eagle3Head) and device.type == "cpu" and native.best_variant() is not None
     return DrafterInfo(
         drafter=settings.drafter.value,
         model=settings.model,
         model_fingerprint=_fingerprint(weights),
         tokenizer_fingerprint=manifest.tokenizer_fingerprint if manifest else "",
-        numerics=f"{device.type} bfloat16 torch-{torch.__version__}",
+        numerics=f"{device.type} {'bytes' if in_bytes else 'bfloat16'} torch-{torch.__version__}",
         vocabulary_size=vocabulary.target_size,
         max_session_len=min(shared.max_len or settings.max_session_len, settings.max_session_len),
         eos_token_ids=shared.eos_token_ids,

@@ -57,11 +57,12 @@ def test_a_trimmed_head_takes_the_rest_from_its_target(head: Path, target: str) 
     )
     assert info.target_fingerprint == manifest(target).target_fingerprint
     assert info.eos_token_ids == (SMALL["eos_token_id"],)
+    is_native = native.best_variant() is not None
+    assert info.numerics.startswith("cpu bytes torch-" if is_native else "cpu bfloat16 torch-")
     rows = AutoModelForCausalLM.from_pretrained(target).lm_head.weight[VOCABULARY.token_ids]
     rows = rows.detach().bfloat16().float()
     states = torch.randn(4, WIDTH).bfloat16()
     normed, logits = drafter._passes.logits(states)
-    is_native = native.best_variant() is not None
     expected = byte_product(normed, rows) if is_native else normed.float() @ rows.T
     torch.testing.assert_close(logits, expected.bfloat16(), atol=1e-3, rtol=1 / 64)
 

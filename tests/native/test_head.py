@@ -116,6 +116,19 @@ def test_a_transition_is_added_to_its_rows_logits(variant: int, num_rows: int) -
     assert_near(found, logits[rows].float() + product(inner, output))
 
 
+def test_all_variants_give_the_same_bits() -> None:
+    found = []
+    for variant in range(int(BEST or 0) + 1):
+        torch.manual_seed(4)
+        attended, residual, weight = numbers(7, HEADS * DIM), numbers(7, H), numbers(H)
+        layers = [packed(numbers(*shape)) for shape in ((H, HEADS * DIM), (2 * INNER, H), (H, INNER), (LOGITS, H))]
+        outputs = OPERATORS.head_finish.default(
+            attended, residual, layers[0], weight, EPSILON, layers[1], layers[2], INNER, variant
+        )
+        found.append(OPERATORS.head_logits.default(outputs, weight, EPSILON, layers[3], LOGITS, variant)[1])
+    assert all(torch.equal(item, found[0]) for item in found)
+
+
 def test_the_silu_of_large_numbers_is_one_of_them_or_nothing(variant: int) -> None:
     """The gate of a layer whose other parts add nothing and change nothing."""
     size = 16
