@@ -32,6 +32,8 @@ from outrider.native.build import ensure_library
 
 _LOG: Final = logging.getLogger(__name__)
 _COLUMNS: Final = 16
+MOST_BYTE_INPUTS: Final = 65536
+"""Inputs of a product in 8 bits, at most: the sums are of 32 bits."""
 _QUAD: Final = 4
 _LARGEST_BYTE: Final = 127
 _BYTE_OFFSET: Final = 128
@@ -84,7 +86,7 @@ def pack_bytes(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Return a weight in 8 bits, as `byte_product` reads it, in half of the memory of bfloat16.
 
     Args:
-        weight: [out_features, in_features], at most 65,536 inputs.
+        weight: [out_features, in_features], at most `MOST_BYTE_INPUTS` inputs.
 
     Returns:
         uint8 [blocks, quads, 16, 4], and the scales of the outputs, float32 [blocks, 16]. A weight is the nearest

@@ -13,6 +13,7 @@ from torch.nn import functional
 from transformers.activations import SiLUActivation
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
+from outrider import native
 from outrider.lm.heads.block import Transition
 from outrider.lm.heads.eagle3 import Eagle3Head
 from outrider.lm.packed_linear import ByteLinear, NativeLinear, packed_kind
@@ -195,7 +196,8 @@ def joined(*linears: nn.Linear) -> nn.Module:
     weight = linears[0].weight
     kind = packed_kind() if weight.dtype == torch.bfloat16 and weight.device.type == "cpu" else None
     if kind is not None:
-        return (ByteLinear if kind is NativeLinear else kind)(*linears)
+        has_bytes = kind is NativeLinear and weight.shape[1] <= native.MOST_BYTE_INPUTS
+        return (ByteLinear if has_bytes else kind)(*linears)
     whole = nn.Linear(
         weight.shape[1],
         sum(len(linear.weight) for linear in linears),
@@ -212,8 +214,8 @@ def joined(*linears: nn.Linear) -> nn.Module:
 
 def _variant_of(products: Sequence[nn.Module]) -> int | None:
     """Return the variant of a head's native operators; None where one of its products is not theirs."""
-    native = [item.variant for item in products if isinstance(item, ByteLinear)]
-    return native[0] if len(native) == len(products) else None
+    variants = [item.variant for item in products if isinstance(item, ByteLinear)]
+    return variants[0] if len(variants) == len(products) else None
 
 
 def _norm(norm: LlamaRMSNorm, rows: Tensor) -> Tensor:
