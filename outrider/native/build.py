@@ -7,7 +7,9 @@ stable ABI lets it run with later versions.
 
 import fcntl
 import hashlib
+import os
 import platform
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -100,13 +102,12 @@ def build(path: Path, compiler: str) -> None:
 
 
 def find_compiler() -> str | None:
-    """Return the C++ compiler that torch.compile uses; None where there is none."""
-    from torch._inductor import cpp_builder, exc
+    """Return the C++ compiler that torch.compile uses: CXX, else g++; None where there is none.
 
-    try:
-        return str(cpp_builder.get_cpp_compiler())
-    except exc.InvalidCxxCompiler:
-        return None
+    PyTorch's own search would import torch.compile, which takes more than a second.
+    """
+    compiler = os.environ.get("CXX", "g++")
+    return compiler if shutil.which(compiler) else None
 
 
 def _sources() -> list[str]:

@@ -218,6 +218,16 @@ def test_without_a_compiler_there_are_none(monkeypatch: pytest.MonkeyPatch) -> N
     assert native.best_variant.__wrapped__() is None
 
 
+def test_the_compiler_is_that_of_torch_compile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from torch._inductor.cpp_builder import get_cpp_compiler
+
+    assert build.find_compiler() == get_cpp_compiler()
+    monkeypatch.setenv("CXX", compiler(tmp_path, "true"))
+    assert build.find_compiler() == str(tmp_path / "compiler")
+    monkeypatch.setenv("CXX", str(tmp_path / "none"))
+    assert build.find_compiler() is None
+
+
 def compiler(folder: Path, command: str) -> str:
     """Writes a program that answers `--version`, and else runs the command with its last argument in `last`."""
     path = folder / "compiler"
