@@ -93,7 +93,10 @@ def test_tokens_may_have_a_counter_each(num: int) -> None:
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 50, 257])
-def test_a_tokens_noise_does_not_depend_on_which_others_are_asked_for(size: int) -> None:
+def test_a_tokens_noise_does_not_depend_on_which_others_are_asked_for(
+    size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(native, "loaded_variant", lambda: None)
     counter = Counter(Purpose.TARGET, 11)
     source = KeyedSource(5)
     all_noise = source.exponential(torch.arange(257), counter)
@@ -102,12 +105,11 @@ def test_a_tokens_noise_does_not_depend_on_which_others_are_asked_for(size: int)
 
 
 @pytest.mark.parametrize("bits", [0, 2**32 - 1])
-def test_noise_is_finite_and_positive_at_both_ends(bits: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("num", [3, 100])
+def test_noise_is_finite_and_positive_at_both_ends(num: int, bits: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(native, "loaded_variant", lambda: None)
-    monkeypatch.setattr(
-        "outrider.speculation.randomness.philox4x32", lambda index, *_: [torch.full_like(index, bits)] * 4
-    )
-    noise = KeyedSource(0).exponential(torch.tensor([0, 1, 2]), Counter(Purpose.TARGET, 0))
+    monkeypatch.setattr("outrider.speculation.randomness.philox4x32", lambda index, *_: [index * 0 + bits] * 4)
+    noise = KeyedSource(0).exponential(torch.arange(num), Counter(Purpose.TARGET, 0))
     assert bool(((noise > 0) & noise.isfinite()).all())
     assert float(noise[0]) == pytest.approx(53 * math.log(2) if bits == 0 else 2.0**-53, rel=1e-9)
 
