@@ -15,8 +15,8 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 TORCH ?= $(shell command -v nvidia-smi >/dev/null && echo 'torch>=2.8' || echo 'torch==2.13.0')
 # Arguments passed to `make demo`, `make exactness` and `make bench`.
 ARGS ?=
-# Processes among which `make test` spreads the tests.
-WORKERS ?= 2
+# Processes among which `make test` spreads the tests: one more than cores, since tests wait for servers now and then.
+WORKERS ?= 3
 
 CHECKOV := .venv-checkov/bin/checkov
 # Types and validators of kinds that are not Kubernetes' own.
@@ -75,9 +75,10 @@ $(STAMP): pyproject.toml hatch_build.py $(wildcard proto/outrider/v1/*.proto) Ma
 demo: install ## Starts every service on this machine and shows one generation.
 	@$(BIN)/outrider demo $(ARGS)
 
-# Two test processes whose threads spin while they wait for each other take each other's cores.
+# Two test processes whose threads spin while they wait for each other take each other's cores. Each of the processes that
+# tests start would compile all modules anew where PYTHONDONTWRITEBYTECODE is set.
 test: lint ## Runs every check and every test but the slow ones. Takes 8 minutes on 2 cores.
-	@OMP_WAIT_POLICY=passive $(BIN)/python -m pytest -q -n $(WORKERS) --dist loadfile --durations=10 $(ARGS)
+	@OMP_WAIT_POLICY=passive PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -q -n $(WORKERS) --dist loadfile --durations=10 $(ARGS)
 
 test-all: install ## Runs the tests that `make test` leaves out, in parts; PART=exactness runs one of them. Takes hours.
 	@$(BIN)/python -m tests.parts $(PART)

@@ -50,7 +50,7 @@ async def orchestrator(session_store_url: str, sayer: ScriptedTarget) -> AsyncIt
 
 @pytest.fixture
 async def client(orchestrator: Orchestrator) -> AsyncIterator[httpx.AsyncClient]:
-    async with httpx.AsyncClient(base_url=f"http://{orchestrator.http_address}", timeout=30) as running:
+    async with orchestrator.http_client() as running:
         yield running
 
 

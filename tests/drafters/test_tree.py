@@ -26,6 +26,9 @@ SAMPLED = SamplingParameters(seed=11, max_tokens=10_000)
 BUDGET = 24
 
 
+TABLE = markov()
+
+
 def _proposal(
     token_ids: list[int], parameters: SamplingParameters = GREEDY, rule: AcceptanceRule = AcceptanceRule.COUPLED
 ) -> OpenProposal:
@@ -50,8 +53,7 @@ def _go_on(drafter: ModelDrafter, proposal: OpenProposal, token_ids: list[int]) 
 
 def _ranking(token_ids: list[int], parameters: SamplingParameters) -> list[int]:
     """Returns all tokens as the draft ranks them behind these."""
-    model = markov()
-    scores = model.transitions[model.context(token_ids)].log()
+    scores = TABLE.transitions[TABLE.context(token_ids)].log()
     if not parameters.is_greedy:
         scores = scores - KeyedSource(11).exponential(torch.arange(24), Counter(Purpose.TARGET, len(token_ids))).log()
     return scores.argsort(descending=True).tolist()
@@ -219,7 +221,7 @@ def test_under_rejection_a_sampled_child_comes_first_with_its_law_whatever_it_is
             counter = Counter(Purpose.DRAFT, 3 + len(paths[number]) - 1, 3, segments[node.parent])
             assert node.token_id == source.pick(distribution, counter)
             context = [*planted, *paths[node.parent]]
-            torch.testing.assert_close(distribution, markov().transitions[markov().context(context)])
+            torch.testing.assert_close(distribution, TABLE.transitions[TABLE.context(context)])
         else:
             assert node.kind is NodeKind.GUESSED
 

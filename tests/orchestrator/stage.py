@@ -6,6 +6,7 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
 import grpc
+import httpx
 from prometheus_client import CollectorRegistry
 
 from orchestrator.api.admission import Admission
@@ -50,6 +51,10 @@ class Orchestrator:
         self.redis_url = services.settings.redis_url
         self.replicas, self.store = services.replicas, services.store
         self.stub = generation_pb2_grpc.GenerationServiceStub(channel)
+
+    def http_client(self) -> httpx.AsyncClient:
+        """A client of its HTTP API, which reads no authorities' certificates: that takes 40 ms."""
+        return httpx.AsyncClient(base_url=f"http://{self.http_address}", timeout=20, verify=False)
 
     async def events(self, request: pb.GenerateRequest) -> list[pb.GenerateResponse]:
         """Returns all events of a request; raises the error that ends it."""

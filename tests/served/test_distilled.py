@@ -75,8 +75,8 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(
     scope="module",
     params=[
-        MethodKind.EAGLE3,
-        pytest.param(MethodKind.BLOCK, marks=pytest.mark.slow),
+        MethodKind.BLOCK,
+        pytest.param(MethodKind.EAGLE3, marks=pytest.mark.slow),
         pytest.param(MethodKind.LAYERS, marks=pytest.mark.slow),
         pytest.param(MethodKind.MEDUSA, marks=pytest.mark.slow),
     ],
@@ -102,7 +102,7 @@ def folder(method: MethodKind, target: Path, data: Path, tmp_path_factory: pytes
         tokens_per_batch=1024,
         learning_rate=5e-3,
         held_out=0.15,
-        trim=method is MethodKind.EAGLE3,
+        trim=method in (MethodKind.EAGLE3, MethodKind.BLOCK),
     )
     synthesis = SynthesisOptions(num_conversations=192, max_turn_len=8, max_answer_len=40, shard_size=64)
     corpus = data if data.exists() else None

@@ -30,7 +30,7 @@ from tests.served.stacks import (
 PROMPT = (1, 3)
 RULES = (AcceptanceRule.COUPLED, AcceptanceRule.REJECTION)
 CONCURRENCY = 32
-NUM_STREAMS = 24
+NUM_STREAMS = 16
 STREAM_LEN = 200
 BLOCK_LENS = (1, 2)
 """Lengths of the blocks of successive tokens that are counted."""

@@ -11,9 +11,11 @@ from typing import Any
 
 import pytest
 import torch
+from click.testing import CliRunner
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
+from outrider.cli.main import main
 from outrider.drafters.loading import load_drafter
 from outrider.drafters.options import DrafterKind, DrafterOptions
 from outrider.errors import InvalidArgument, ModelUnsupported
@@ -151,15 +153,19 @@ def test_a_budget_is_kept_to(target: str, data: Path, tmp_path: Path) -> None:
 _ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1"}
 
 
-def _command(target: str, data: Path, output: Path) -> list[str]:
+def _arguments(target: str, data: Path, output: Path) -> list[str]:
     settings = ["--steps", "40", "--depth", "2", "--vocabulary", "48", "--batch", "512", "--checkpoint-every", "0.1s"]
-    command = [sys.executable, "-c", "from outrider.cli.main import main; main()", "distill"]
-    return [*command, target, str(output), "--data", str(data), *settings]
+    return ["distill", target, str(output), "--data", str(data), *settings]
+
+
+def _command(target: str, data: Path, output: Path) -> list[str]:
+    return [sys.executable, "-c", "from outrider.cli.main import main; main()", *_arguments(target, data, output)]
 
 
 def test_a_killed_run_goes_on_to_the_same_curve(target: str, data: Path, tmp_path: Path) -> None:
     whole, killed = tmp_path / "whole", tmp_path / "killed"
-    subprocess.run(_command(target, data, whole), check=True, capture_output=True, timeout=120, env=_ENVIRONMENT)
+    begun = CliRunner().invoke(main, _arguments(target, data, whole))
+    assert begun.exit_code == 0, begun.output
     process = subprocess.Popen(
         _command(target, data, killed), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=_ENVIRONMENT
     )

@@ -44,7 +44,7 @@ async def texting(session_store_url: str, target: ScriptedTarget) -> AsyncIterat
 @pytest.fixture
 async def http(texting: Orchestrator) -> AsyncIterator[httpx.AsyncClient]:
     """A client of its HTTP API."""
-    async with httpx.AsyncClient(base_url=f"http://{texting.http_address}", timeout=20) as client:
+    async with texting.http_client() as client:
         yield client
 
 
@@ -84,5 +84,5 @@ async def answering(session_store_url: str, target: ScriptedTarget) -> AsyncIter
 @pytest.fixture
 async def asker(answering: Orchestrator) -> AsyncIterator[httpx.AsyncClient]:
     """A client of its HTTP API."""
-    async with httpx.AsyncClient(base_url=f"http://{answering.http_address}", timeout=20) as client:
+    async with answering.http_client() as client:
         yield client

@@ -221,7 +221,7 @@ async def test_reports_name_the_drafters_of_a_draft_that_combines_several(
     chunks = []
     async with (
         orchestrating(session_store_url, (target,), (draft,), http_address="127.0.0.1:0") as running,
-        httpx.AsyncClient(base_url=f"http://{running.http_address}", timeout=20) as client,
+        running.http_client() as client,
     ):
         # The draft is open before the second token.
         target.allow(1)

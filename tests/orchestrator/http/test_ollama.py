@@ -22,7 +22,7 @@ OPTIONS = {"num_predict": 20, "seed": 1}
 
 @pytest.fixture
 async def client(texting: Orchestrator) -> AsyncIterator[ollama.AsyncClient]:
-    async with ollama.AsyncClient(f"http://{texting.http_address}", timeout=20) as known:
+    async with ollama.AsyncClient(f"http://{texting.http_address}", timeout=20, verify=False) as known:
         yield known
 
 
@@ -93,7 +93,7 @@ async def test_without_a_chat_template_a_prompt_is_the_text_as_it_is(
     del target.files["chat_template.jinja"]
     async with (
         orchestrating(session_store_url, (target,), http_address="127.0.0.1:0") as running,
-        httpx.AsyncClient(base_url=f"http://{running.http_address}") as http,
+        running.http_client() as http,
     ):
         body = {"prompt": "hello", "stream": False, "options": OPTIONS}
         whole = (await http.post("/api/generate", json=body)).json()
@@ -370,7 +370,7 @@ async def test_names_weights_and_parameters_are_the_models(session_store_url: st
         orchestrating(
             session_store_url, (target,), http_address="127.0.0.1:0", served_model_names=("a", "b:7b", "org/c")
         ) as running,
-        httpx.AsyncClient(base_url=f"http://{running.http_address}") as http,
+        running.http_client() as http,
     ):
         shown = (await http.post("/api/show", json={"model": "b:7b"})).json()
         assert shown["parameters"] == "temperature 0.5\nrepeat_penalty 1.25"

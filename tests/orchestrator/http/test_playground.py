@@ -122,7 +122,7 @@ async def test_tenants_get_the_page_without_their_token(
     tenants.write_text(json.dumps({"acme": {"tokens": ["acme-secret"]}}))
     async with (
         orchestrating(session_store_url, (target,), http_address="127.0.0.1:0", tenants_file=tenants) as running,
-        httpx.AsyncClient(base_url=f"http://{running.http_address}", timeout=20) as client,
+        running.http_client() as client,
     ):
         for path in ("/", *PLAYGROUND_ROUTES):
             assert (await client.get(path, headers=BROWSER)).status_code == 200

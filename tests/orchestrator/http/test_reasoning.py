@@ -39,7 +39,7 @@ async def thinker(session_store_url: str, target: ScriptedTarget) -> AsyncIterat
     give_answers(target, model_files(TEMPLATE), lambda prompt: EMPTY + ANSWER)
     async with (
         orchestrating(session_store_url, (target,), http_address="127.0.0.1:0") as running,
-        httpx.AsyncClient(base_url=f"http://{running.http_address}", timeout=20) as client,
+        running.http_client() as client,
     ):
         yield client
 

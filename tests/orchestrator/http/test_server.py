@@ -31,7 +31,7 @@ async def test_tenants_are_known_by_their_tokens(
     tenants.write_text(json.dumps({"acme": {"tokens": ["acme-secret"], "max_sessions": 2}}))
     async with (
         orchestrating(session_store_url, (target,), http_address="127.0.0.1:0", tenants_file=tenants) as running,
-        httpx.AsyncClient(base_url=f"http://{running.http_address}", timeout=20) as client,
+        running.http_client() as client,
     ):
         for headers in ({}, {"Authorization": "Bearer wrong"}, {"Authorization": "Basic acme-secret"}):
             refused = await client.post(PATH, json=BODY, headers=headers)
@@ -88,7 +88,7 @@ async def test_pages_of_listed_origins_may_call(session_store_url: str, target: 
     settings = {"http_address": "127.0.0.1:0", "http_origins": ("https://chat.example",)}
     async with (
         orchestrating(session_store_url, (target,), **settings) as running,
-        httpx.AsyncClient(base_url=f"http://{running.http_address}", timeout=20) as client,
+        running.http_client() as client,
     ):
         allowed = await client.post(PATH, json=BODY, headers={"Origin": "https://chat.example"})
         assert allowed.status_code == 200
@@ -146,8 +146,8 @@ async def test_a_drain_lets_streams_end_and_refuses_new_ones(session_store_url: 
     target.run_len = 5
     async with (
         orchestrating(session_store_url, (target,), http_address="127.0.0.1:0") as running,
-        httpx.AsyncClient(base_url=f"http://{running.http_address}", timeout=20) as client,
-        httpx.AsyncClient(base_url=f"http://{running.http_address}", timeout=20) as other,
+        running.http_client() as client,
+        running.http_client() as other,
     ):
         assert (await other.get("/health")).status_code == 200
         stream = asyncio.create_task(read(client, PATH, {"prompt": "x", "max_tokens": 50}))

@@ -38,7 +38,7 @@ async def named(session_store_url: str, target: ScriptedTarget) -> AsyncIterator
     more = {"http_address": "127.0.0.1:0", "replica": "orchestrator-7"}
     async with (
         orchestrating(session_store_url, (target,), **more) as running,
-        httpx.AsyncClient(base_url=f"http://{running.http_address}", timeout=20) as client,
+        running.http_client() as client,
     ):
         yield client
 
