@@ -68,6 +68,7 @@ class CompiledCode:
         except Exception as error:
             raise RuntimeError(f"the layers cannot be compiled: {error}") from error
         self._constants, self._spec = call.constants, call.spec
+        self._fitting = {layers: True}
 
     def _compile(self, function: "_Function", tensors: Sequence[Tensor]) -> None:
         from torch._inductor import standalone_compile
@@ -93,8 +94,14 @@ class CompiledCode:
         """Return whether it runs such a call of layers alike to its own."""
         if (self._num_threads, self._constants, self._spec) != (torch.get_num_threads(), call.constants, call.spec):
             return False
-        tensors = (*_held_tensors(layers), *call.tensors)
-        return all(kind.fits(tensor) for kind, tensor in zip(self._kinds, tensors, strict=True))
+        num_held = len(self._kinds) - len(call.tensors)
+        if not all(map(_Kind.fits, self._kinds[num_held:], call.tensors)):
+            return False
+        # What layers hold stays the same, and so is looked at once: a walk through modules takes half a millisecond.
+        if layers not in self._fitting:
+            held = _held_tensors(layers)
+            self._fitting[layers] = len(held) == num_held and all(map(_Kind.fits, self._kinds, held))
+        return self._fitting[layers]
 
     def inputs(self, layers: Layers) -> list[Tensor]:
         """Return the tensors that layers hold, which precede those of a call: weights, buffers and attributes."""
