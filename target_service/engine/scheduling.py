@@ -108,8 +108,10 @@ class Scheduler:
             if request.num_uncached == 1 and found is not None:
                 tree, masks = found
                 num_rows += self._add(self._round(request, tree, now, requests, shares, masks), shares)
-        # The constraint of one may have to be compiled anew.
-        self._add_prefill([item for item in prompts if item.can_run], num_rows, requests, shares)
+        # What a pass takes without prompts is measured first: else they would get the fewest rows until their end.
+        if self._times.known or not num_rows:
+            # The constraint of one may have to be compiled anew.
+            self._add_prefill([item for item in prompts if item.can_run], num_rows, requests, shares)
         return shares
 
     def next_time(self, requests: Iterable[Request], now: float) -> float | None:
