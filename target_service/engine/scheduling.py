@@ -54,6 +54,8 @@ MAX_PASS_ROWS: Final = 1024
 hold up sessions that decode is for `PassBudget` to say."""
 PREFILL_CHUNK_LEN: Final = 512
 """Prompt tokens of a session in one pass: half of its rows, so that two prompts advance together."""
+_MOST_MIXED: Final = 16
+"""Passes with prompts that follow each other while sessions decode, at most."""
 
 
 class Scheduler:
@@ -85,6 +87,7 @@ class Scheduler:
         self._budget = budget
         self.num_preemptions = 0
         self._delay = BatchDelay(times)
+        self._num_mixed = 0
 
     def shares(self, requests: Collection[Request], now: float) -> list[Share]:
         """Return the shares of the next pass; none where no session is ready at the time `now` (monotonic, seconds).
@@ -108,10 +111,10 @@ class Scheduler:
             if request.num_uncached == 1 and found is not None:
                 tree, masks = found
                 num_rows += self._add(self._round(request, tree, now, requests, shares, masks), shares)
-        # What a pass takes without prompts is measured first: else they would get the fewest rows until their end.
-        if self._times.known or not num_rows:
+        if not self._is_measured_alone(num_rows):
             # The constraint of one may have to be compiled anew.
             self._add_prefill([item for item in prompts if item.can_run], num_rows, requests, shares)
+        self._num_mixed = self._num_mixed + 1 if any(share.is_prefill for share in shares) else 0
         return shares
 
     def next_time(self, requests: Iterable[Request], now: float) -> float | None:
@@ -122,6 +125,10 @@ class Scheduler:
             now: monotonic time.
         """
         return self._delay.next_time((item for item in requests if item.can_run), now)
+
+    def _is_measured_alone(self, num_rows: int) -> bool:
+        """Return whether a pass shows what its rows that decode take without prompts, which may add a share of it."""
+        return num_rows > 0 and (not self._times.known or self._num_mixed >= _MOST_MIXED)
 
     def _add_prefill(
         self, prompts: Collection[Request], num_rows: int, requests: Collection[Request], shares: list[Share]

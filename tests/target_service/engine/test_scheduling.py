@@ -1,8 +1,12 @@
 """Scheduling through a running engine: shared prefixes, memory that runs out, prompts beside decoding sessions."""
 
 import asyncio
+import re
 from collections.abc import Sequence
 
+import pytest
+
+from outrider.control.pass_times import PassTimes
 from outrider.parameters import SamplingParameters
 from target_service.engine.engine import Engine
 from tests.target_service.conversation import Caller, target
@@ -116,3 +120,27 @@ async def test_prompts_that_come_before_any_pass_was_measured_are_not_held_back(
         assert engine.load.num_passes - num_passes < 40
         assert not decoding.done(), "rows of the prompt came with those of the session that decodes"
         await decoding
+
+
+async def test_now_and_then_a_pass_shows_what_it_takes_without_prompts(monkeypatch: pytest.MonkeyPatch) -> None:
+    kinds: list[str] = []
+
+    def observe(times: PassTimes, duration_s: float, num_rows: int, prompts: Sequence[tuple[int, int]] = ()) -> None:
+        kinds.append(f"{'d' if num_rows else ''}{'p' if prompts else ''}")
+        known(times, duration_s, num_rows, prompts)
+
+    known = PassTimes.observe
+    monkeypatch.setattr(PassTimes, "observe", observe)
+    async with target() as (engine, caller):
+        # A row takes as long as a pass: the prompt has many passes, of few rows.
+        engine._model.options = type(engine._model.options)(vocabulary=12, order=2, row_s=0.0005)  # type: ignore[attr-defined]
+        decoding = asyncio.create_task(
+            caller.plain(1, _prompt(8), PARAMETERS.replace(max_tokens=400), stop_token_ids=())
+        )
+        async with asyncio.timeout(10):
+            while "d" not in kinds:
+                await asyncio.sleep(0.001)
+        await caller.plain(2, _prompt(400), PARAMETERS.replace(max_tokens=1), stop_token_ids=())
+        await decoding
+    passes = " ".join(kinds)
+    assert re.fullmatch(r"p (d )+((dp ){16}d ){2,}(dp )*d.*", passes), passes
