@@ -5,7 +5,6 @@ import itertools
 import logging
 import os
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
@@ -15,6 +14,7 @@ from torch._inductor.custom_graph_pass import CustomGraphPass
 
 from outrider.cache import cache_dir
 from outrider.lm.compiled_code import CompiledCode, FlatCall, Layers
+from outrider.native.build import find_compiler
 
 _LOG: Final = logging.getLogger(__name__)
 _MAX_VARIANTS: Final = 32
@@ -56,10 +56,7 @@ def can_compile(device: torch.device) -> bool:
     """Return whether layers can be compiled for this device; log a warning if there is no C++ compiler."""
     if device.type != "cpu":
         return False
-    with suppress(Exception):
-        from torch._inductor import cpp_builder
-
-        cpp_builder.get_cpp_compiler()
+    if find_compiler() is not None:
         return True
     _LOG.warning("no C++ compiler found: the model runs uncompiled, at half the speed")
     return False

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, LlamaConfig, PretrainedConfig
 
-from outrider.lm.compilation import _are_alike, compile_layers, find_layers, num_together
+from outrider.lm.compilation import _are_alike, can_compile, compile_layers, find_layers, num_together
 from outrider.lm.load_options import LoadOptions
 from outrider.lm.loading import load_model
 from outrider.lm.model import LanguageModel, SessionStep
@@ -186,3 +186,12 @@ def test_a_pass_may_have_more_rows_than_any_before(tmp_path: Path) -> None:
     for together, by_itself in zip(model.forward(steps), alone, strict=True):
         assert torch.equal(together[0], by_itself)
     assert torch.equal(logits(model, sessions[0]), alone[0])
+
+
+def test_without_a_compiler_layers_are_left_as_they_are(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert can_compile(torch.device("cpu"))
+    monkeypatch.setenv("CXX", str(tmp_path / "none"))
+    assert not can_compile(torch.device("cpu"))
+    assert "no C++ compiler found" in caplog.text
