@@ -135,8 +135,8 @@ Tensor packed_product(
 
   std::vector<int64_t> sizes(rows.sizes().begin(), rows.sizes().end());
   sizes.back() = out_features;
-  Tensor output = torch::stable::new_empty(rows, sizes);
-  const Tensor given = torch::stable::contiguous(rows);
+  Tensor output = outrider::empty(sizes, ScalarType::BFloat16);
+  const Tensor given = outrider::dense(rows);
   int64_t num_rows = 1;
   for (int64_t dimension = 0; dimension + 1 < rows.dim(); ++dimension) num_rows *= rows.size(dimension);
 
@@ -418,7 +418,7 @@ Tensor paged_attention(
   write_slots(new_keys, keys, write_rows, slots, num_writes);
   write_slots(new_values, values, write_rows, slots, num_writes);
 
-  Tensor output = torch::stable::new_empty(query, {1, num_rows, num_heads, value_dim});
+  Tensor output = outrider::empty({1, num_rows, num_heads, value_dim}, query.scalar_type());
   if (static_cast<int64_t>(rows.size()) != num_rows) torch::stable::zero_(output);
   Tensor given = has_whole_cells(query) ? query : torch::stable::contiguous(query);
   if (!has_whole_cells(given)) given = torch::stable::clone(given);
