@@ -13,11 +13,11 @@ from torch import fx, nn
 from torch._inductor.custom_graph_pass import CustomGraphPass
 
 from outrider.cache import cache_dir
-from outrider.lm.compiled_code import CompiledCode, FlatCall, Layers
+from outrider.lm.compiled_code import Layers
+from outrider.lm.layer_group import GroupCodes, LayerGroup, set_call
 from outrider.native.build import find_compiler
 
 _LOG: Final = logging.getLogger(__name__)
-_MAX_VARIANTS: Final = 32
 _MIN_CHUNK: Final = 16384
 _MAX_TOGETHER: Final = 5
 """Layers that are one function: more of them take longer to compile, and the way into them is short already."""
@@ -77,7 +77,7 @@ def num_together(layers: Sequence[nn.Module], run: Callable[[], object]) -> int:
         return output
 
     for layer in layers:
-        _set_call(layer, functools.partial(recorded, layer))
+        set_call(layer, functools.partial(recorded, layer))
     try:
         run()
     finally:
@@ -95,7 +95,7 @@ def num_together(layers: Sequence[nn.Module], run: Callable[[], object]) -> int:
     return next((size for size in range(_MAX_TOGETHER, 1, -1) if fits(size)), 1)
 
 
-def compile_layers(layers: Sequence[nn.Module], size: int = 1) -> None:
+def compile_layers(layers: Sequence[nn.Module], size: int = 1) -> list[LayerGroup]:
     """Replace the layers' calls by compiled code, which is compiled at the first pass.
 
     Of each group the first layer's call runs all of them, and the others return what it found: the way into compiled
@@ -105,26 +105,28 @@ def compile_layers(layers: Sequence[nn.Module], size: int = 1) -> None:
     Args:
         layers: of one model.
         size: of a group; see `num_together`.
+
+    Returns:
+        The groups, in order.
     """
     _use_disk_cache()
-    groups = _groups(layers, size)
-    kinds: list[tuple[object, _Codes]] = []
-    for group in groups:
+    groups = []
+    kinds: list[tuple[object, GroupCodes]] = []
+    for group in _groups(layers, size):
         kind = _kind(nn.ModuleList(group))
         codes = next((codes for known, codes in kinds if known == kind), None)
         if codes is None:
-            codes = _Codes()
+            codes = GroupCodes()
             kinds.append((kind, codes))
-        made = _Group(codes, group)
-        _set_call(group[0], made.run)
-        for layer in group[1:]:
-            _set_call(layer, made.next)
+        groups.append(LayerGroup(codes, group))
+        groups[-1].attach()
+    return groups
 
 
 def uncompile_layers(layers: Sequence[nn.Module]) -> None:
     """Restore the uncompiled calls of the layers."""
     for layer in layers:
-        _set_call(layer, None)
+        set_call(layer, None)
 
 
 class _Call(NamedTuple):
@@ -148,76 +150,8 @@ class _Call(NamedTuple):
         return self.arguments[0] is before.output and is_same
 
 
-class _Group:
-    """The calls of layers that are one function.
-
-    Args:
-        codes: that groups alike to this one share.
-        layers: the layers, at least one.
-    """
-
-    def __init__(self, codes: "_Codes", layers: Layers) -> None:
-        self._codes = codes
-        self._layers = layers
-        self._inputs: dict[CompiledCode, list[torch.Tensor]] = {}
-        self._outputs: list[Any] = []
-
-    def run(self, *arguments: Any, **keywords: Any) -> Any:
-        """Run all layers; return the output of the first one."""
-        code, tensors = self._codes.chosen(self._layers, arguments, keywords)
-        inputs = self._inputs.get(code)
-        if inputs is None:
-            inputs = self._inputs[code] = code.inputs(self._layers)
-        self._outputs = code(inputs, tensors)[::-1]
-        return self._outputs.pop()
-
-    def next(self, *_: Any, **__: Any) -> Any:
-        """Return the output of the next layer."""
-        return self._outputs.pop()
-
-
-class _Codes:
-    """The compiled code of groups that are alike: one for each kind of call."""
-
-    def __init__(self) -> None:
-        self._codes: list[CompiledCode] = []
-        self._last: tuple[CompiledCode, list[Any], Sequence[torch.Tensor]] | None = None
-
-    def chosen(
-        self, layers: Layers, arguments: tuple[Any, ...], keywords: dict[str, Any]
-    ) -> tuple[CompiledCode, Sequence[torch.Tensor]]:
-        """Return the code for a call, which is compiled if there is none, and the tensors of the call."""
-        # Within a pass all groups are called with the same objects but for the hidden states.
-        others, last = [*arguments[1:], *keywords, *keywords.values()], self._last
-        hidden = arguments[0] if arguments and isinstance(arguments[0], torch.Tensor) else None
-        if last is not None and hidden is not None and _are_same(others, last[1]) and _is_like(hidden, last[2][0]):
-            return last[0], (hidden, *last[2][1:])
-        call = FlatCall.of(arguments, keywords)
-        code = next((code for code in self._codes if code.fits(layers, call)), None)
-        if code is None:
-            if len(self._codes) == _MAX_VARIANTS:
-                raise RuntimeError(f"the layers were called in more than {_MAX_VARIANTS} ways")
-            code = CompiledCode(layers, call)
-            self._codes.append(code)
-        self._last = None if hidden is None else (code, others, call.tensors)
-        return code, call.tensors
-
-
-def _is_like(tensor: torch.Tensor, other: torch.Tensor) -> bool:
-    return tensor.shape == other.shape and tensor.dtype == other.dtype
-
-
-def _are_same(these: Sequence[object], those: Sequence[object]) -> bool:
-    return len(these) == len(those) and all(one is other for one, other in zip(these, those, strict=True))
-
-
 def _groups(layers: Sequence[nn.Module], size: int) -> list[Layers]:
     return [tuple(layers[first : first + size]) for first in range(0, len(layers), size)]
-
-
-def _set_call(layer: nn.Module, call: Callable[..., Any] | None) -> None:
-    # As `nn.Module.compile` does, but with code that all layers share.
-    layer._compiled_call_impl = call
 
 
 def _are_alike(layers: Sequence[nn.Module]) -> bool:

@@ -89,6 +89,7 @@ class CompiledCode:
         self._kinds = [_kind(example) for example in inputs[len(self._names) :]]
         self._run: Any = standalone_compile(exported.graph_module, inputs, dynamic_shapes="from_graph")
         self._output_spec = exported.call_spec.out_spec
+        self._has_flat_outputs = all(layer.is_leaf() for layer in self._output_spec.children())
 
     def fits(self, layers: Layers, call: FlatCall) -> bool:
         """Return whether it runs such a call of layers alike to its own."""
@@ -117,8 +118,11 @@ class CompiledCode:
             inputs: of the layers; see `inputs`.
             tensors: of the call.
         """
-        outputs: list[Any] = pytree.tree_unflatten(list(self._run(*inputs, *tensors)), self._output_spec)
-        return outputs
+        outputs = list(self._run(*inputs, *tensors))
+        if self._has_flat_outputs:
+            return outputs
+        made: list[Any] = pytree.tree_unflatten(outputs, self._output_spec)
+        return made
 
 
 class _Kind(NamedTuple):

@@ -18,11 +18,13 @@ from outrider.lm import attention
 from outrider.lm.attention import native as native_attention
 from outrider.lm.compilation import can_compile, compile_layers, find_layers, num_together, uncompile_layers
 from outrider.lm.description import describe, linear_kind
+from outrider.lm.exported_pass import ExportedPass
 from outrider.lm.features import FeatureStore
 from outrider.lm.gpu_passes import NUM_ROWS, GpuPasses, make_gpu_passes
 from outrider.lm.kv_blocks import KVBlocks
 from outrider.lm.kv_cache import PagedKVCache
 from outrider.lm.kv_storage import KVStorage
+from outrider.lm.layer_group import LayerGroup
 from outrider.lm.model import ModelInfo, SessionStep
 from outrider.lm.packed_linear import are_all_packed, pack_linears
 from outrider.lm.pages import KVUsage, PagePool
@@ -93,6 +95,7 @@ class TransformersModel:
         # After the fingerprint, which reads the weights as they were loaded.
         self._ranks: Ranks | None = None
         self._gpu_passes: GpuPasses | None = None
+        self._exported_pass: ExportedPass | None = None
         self._invariant = options.invariant
         variant = native.best_variant() if options.invariant and self._device.type == "cpu" else None
         self._is_native = variant is not None
@@ -186,7 +189,13 @@ class TransformersModel:
         self._features.prepare(plan.copies)
         if self._gpu_passes:
             return self._gpu_passes.run(plan, self._features)
-        logits = self._run(plan.token_ids, plan.positions, plan.wanted or [0], self._made(plan.rows))
+        wanted, made = plan.wanted or [0], self._made(plan.rows)
+        if self._exported_pass is not None and isinstance(made, attention.NativePass):
+            inputs = (self._row(plan.token_ids), self._row(plan.positions), self._wanted(wanted), made.layout)
+            logits, features = self._exported_pass.run(*inputs, self._features.layers)
+            self._features.hold(features)
+        else:
+            logits = self._run(plan.token_ids, plan.positions, wanted, made)
         self._features.write(plan.rows)
         return logits
 
@@ -233,7 +242,7 @@ class TransformersModel:
             input_ids=self._row(token_ids),
             position_ids=self._row(positions),
             use_cache=False,
-            logits_to_keep=torch.tensor(self._padded(wanted), device=self._device),
+            logits_to_keep=self._wanted(wanted),
             outrider_pass=made,
         )
         logits: torch.Tensor = output.logits[0]
@@ -241,6 +250,9 @@ class TransformersModel:
 
     def _row(self, values: list[int]) -> torch.Tensor:
         return torch.tensor([self._padded(values)], device=self._device)
+
+    def _wanted(self, rows: list[int]) -> torch.Tensor:
+        return torch.tensor(self._padded(rows), device=self._device)
 
     def _padded(self, values: list[int]) -> list[int]:
         """Return the values padded to the rows of a pass with the last value."""
@@ -278,19 +290,34 @@ class TransformersModel:
                 warnings.simplefilter("ignore")  # of the compiler, about its own code
                 # More writes than rows: sizes that differ in the first pass become separate symbols.
                 run = partial(run_as_branch, self, tuple(range(3, 3 + PROBE_LEN)))
-                compile_layers(layers, num_together(layers, run))
-                run()
+                groups = compile_layers(layers, num_together(layers, run))
+                logits = run()
+                self._exported_pass = self._export(groups)
         except RuntimeError as error:
-            _LOG.warning("the model runs uncompiled: %s", str(error).strip().splitlines()[0])
+            _LOG.warning("the model runs uncompiled: %s", _first_line(error))
             uncompile_layers(layers)
             return False
+        if self._exported_pass is not None and not torch.equal(run(), logits):
+            _LOG.warning("the exported pass has other bits than the model, which runs as it is")
+            self._exported_pass = None
         return True
+
+    def _export(self, groups: Sequence[LayerGroup]) -> ExportedPass | None:
+        try:
+            return ExportedPass(self._model, groups)
+        except RuntimeError as error:
+            _LOG.info("between its layers the model runs as it is, a little slower: %s", _first_line(error))
+            return None
 
     def _pages(self, num_pages: int, token_bytes: int, info: ModelInfo) -> tuple[PagePool, FeatureStore]:
         root = hashlib.sha256(f"{info.fingerprint} {info.numerics}".encode()).digest()
         pool = PagePool(num_pages, _PAGE_LEN, _PAGE_LEN * token_bytes, root)
         layers = find_layers(self._model, self._num_layers)
         return pool, FeatureStore(self._model.base_model, layers, info.hidden_size, self._storage, pool)
+
+
+def _first_line(error: RuntimeError) -> str:
+    return str(error).strip().splitlines()[0]
 
 
 def _split(logits: torch.Tensor, steps: Sequence[SessionStep]) -> list[torch.Tensor]:

@@ -1,0 +1,218 @@
+"""A model's pass as one list of calls: of PyTorch's operators, and of its groups of compiled layers.
+
+Around and between its layers a model of transformers runs a thousand lines of Python, which take 1 ms of a pass of 17.
+They are run once here, by torch.export, and what they called is kept. The operators are the same, and so are the bits.
+"""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, Final
+
+import torch
+from torch import Tensor, fx, nn
+from torch.export import Dim, ExportedProgram
+from torch.export.graph_signature import InputKind
+from transformers import PreTrainedModel
+
+from outrider.lm.attention.native import NativePass
+from outrider.lm.compiled_code import FlatCall
+from outrider.lm.layer_group import LayerGroup, set_call
+
+_library = torch.library.Library("outrider", "FRAGMENT")  # type: ignore[no-untyped-call]
+_library.define("layer_group(Tensor[] tensors, int number, int num_layers) -> Tensor[]")  # type: ignore[no-untyped-call]
+_GROUP: Final = torch.ops.outrider.layer_group.default
+"""Stands for a group's call while a pass is recorded."""
+
+_EXAMPLE_SIZES: Final = (6, 4, 9)
+"""Rows, wanted rows and numbers of the layout: sizes that differ become symbols of their own."""
+
+
+def _outputs(tensors: Sequence[Tensor], _: int, num_layers: int) -> list[Tensor]:
+    return [torch.empty_like(tensors[0]) for _ in range(num_layers)]
+
+
+torch.library.register_fake("outrider::layer_group", _outputs, lib=_library)
+
+
+class ExportedPass:
+    """The pass of a model whose layers are compiled.
+
+    Weights are not copied. The model's modules are left as they are; hooks of theirs do not run.
+
+    Args:
+        model: on a CPU.
+        groups: all of its layers, in order.
+
+    Raises:
+        RuntimeError: the pass depends on more than its tensors, or on their sizes.
+    """
+
+    def __init__(self, model: PreTrainedModel, groups: Sequence[LayerGroup]) -> None:
+        recorder = _Recorder(model, groups)
+        try:
+            exported = recorder.export()
+            _check_sizes(exported)
+        except Exception as error:
+            raise RuntimeError(f"the pass cannot be exported: {error}") from error
+        self._weights = _take_weights(exported)
+        self._graph = exported.graph
+        self._replace_groups(recorder.calls)
+        self._select(())
+
+    @torch.no_grad()
+    def run(
+        self, token_ids: Tensor, positions: Tensor, wanted: Tensor, layout: Tensor, layers: tuple[int, ...]
+    ) -> tuple[Tensor, dict[int, Tensor]]:
+        """Run the pass.
+
+        Args:
+            token_ids: int64 [1, rows], at least two rows.
+            positions: int64 [1, rows].
+            wanted: int64 [wanted], at least two.
+            layout: int32; see `attention.native.lay_out`.
+            layers: whose features are returned; see `FeatureStore`.
+
+        Returns:
+            The logits of the wanted rows, [wanted, V], and by layer the features of all rows, [1, rows, H].
+        """
+        if layers != self._layers:
+            self._select(layers)
+        logits, *features = self._run(*self._weights, token_ids, positions, wanted, layout)
+        return logits, dict(zip(layers, features, strict=True))
+
+    def _replace_groups(self, calls: Sequence["_GroupCall"]) -> None:
+        for node in self._graph.find_nodes(op="call_function", target=_GROUP):
+            tensors, number, _ = node.args
+            node.target, node.args = calls[number], (tensors,)
+
+    def _select(self, layers: tuple[int, ...]) -> None:
+        """Have the pass return the features of these layers; others are freed as soon as they are not needed."""
+        graph = fx.Graph()
+        logits, *features = graph.graph_copy(self._graph, val_map={})  # type: ignore[misc]
+        graph.output((logits, *(features[layer] for layer in layers)))
+        graph.eliminate_dead_code()
+        self._run = fx.GraphModule(nn.Module(), graph).forward
+        self._layers = layers
+
+
+class _GroupCall:
+    """A group, called as in the recorded pass.
+
+    Args:
+        group: the group.
+        call: whose tensors are replaced.
+    """
+
+    __name__ = "group_call"
+
+    def __init__(self, group: LayerGroup, call: FlatCall) -> None:
+        self._group = group
+        self.constants, self.spec = call.constants, call.spec
+
+    def __call__(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """Return the outputs of all layers."""
+        return self._group.run(FlatCall(tuple(tensors), self.constants, self.spec))
+
+
+class _Recorder:
+    """Records a pass of a model, whose groups of layers are not looked into.
+
+    Attributes:
+        calls: of the groups, in order.
+    """
+
+    def __init__(self, model: PreTrainedModel, groups: Sequence[LayerGroup]) -> None:
+        self._model = model
+        self._groups = groups
+        self._inputs: list[Tensor] = []
+        self._remaining: list[Tensor] = []
+        self.calls: list[_GroupCall] = []
+
+    def export(self) -> ExportedProgram:
+        """Return the pass, with features of all layers as further outputs."""
+        rows, wanted, layout = _EXAMPLE_SIZES
+        row = torch.arange(rows)[None]
+        example = (row, row.clone(), torch.arange(wanted), torch.arange(layout, dtype=torch.int32))
+        row_sizes, sizes = {0: Dim.STATIC, 1: Dim.AUTO}, {0: Dim.AUTO}
+        for group in self._groups:
+            set_call(group.layers[0], partial(self._run, group))
+            for layer in group.layers[1:]:
+                set_call(layer, self._next)
+        try:
+            shapes = (row_sizes, row_sizes, sizes, sizes)
+            return torch.export.export(
+                _Function(self._model, self.outputs), example, dynamic_shapes=(shapes,), strict=False
+            )
+        finally:
+            for group in self._groups:
+                group.attach()
+
+    def outputs(self, token_ids: Tensor, positions: Tensor, wanted: Tensor, layout: Tensor) -> list[Tensor]:
+        """Return the logits, the inputs of all layers, and the normalised input of the output layer."""
+        states: list[Tensor] = []
+        hook = self._model.base_model.register_forward_hook(lambda *call: states.append(call[2].last_hidden_state))
+        try:
+            output = self._model(
+                input_ids=token_ids,
+                position_ids=positions,
+                use_cache=False,
+                logits_to_keep=wanted,
+                outrider_pass=NativePass(layout),
+            )
+        finally:
+            hook.remove()
+        return [output.logits[0], *self._inputs, *states]
+
+    def _run(self, group: LayerGroup, *arguments: Any, **keywords: Any) -> Tensor:
+        call = FlatCall.of(arguments, keywords)
+        last = self.calls[-1] if self.calls else None
+        if last is not None and (call.constants, call.spec) == (last.constants, last.spec):
+            # The same objects: code is searched for once in a pass.
+            call = call._replace(constants=last.constants, spec=last.spec)
+        outputs: list[Tensor] = _GROUP(list(call.tensors), len(self.calls), len(group.layers))
+        self.calls.append(_GroupCall(group, call))
+        self._inputs.extend((call.tensors[0], *outputs[:-1]))
+        self._remaining = outputs[::-1]
+        return self._remaining.pop()
+
+    def _next(self, *_: Any, **__: Any) -> Tensor:
+        return self._remaining.pop()
+
+
+class _Function(nn.Module):
+    """A function of tensors and of a model's weights."""
+
+    def __init__(self, model: nn.Module, function: Callable[..., list[Tensor]]) -> None:
+        super().__init__()
+        self.model = model
+        self._function = function
+
+    def forward(self, *tensors: Tensor) -> list[Tensor]:
+        """Return what the function does."""
+        return self._function(*tensors)
+
+
+def _check_sizes(exported: ExportedProgram) -> None:
+    """Raise `RuntimeError` if the pass was recorded for some sizes only."""
+    # What `exported.module()` would check at each call.
+    if guards := exported._guards_code:
+        raise RuntimeError(f"it depends on its sizes: {'; '.join(guards)}")
+
+
+def _take_weights(exported: ExportedProgram) -> list[Tensor]:
+    """Return the tensors that the pass reads, and remove inputs and checks that it does not need."""
+    signature, graph = exported.graph_signature, exported.graph
+    if signature.buffers_to_mutate or signature.user_inputs_to_mutate:
+        raise RuntimeError("the pass changes tensors of the model")
+    for node in graph.find_nodes(op="call_function", target=torch.ops.aten._assert_tensor_metadata.default):
+        graph.erase_node(node)
+    weights = []
+    for node, spec in zip(graph.find_nodes(op="placeholder"), signature.input_specs, strict=True):
+        if spec.kind is InputKind.USER_INPUT:
+            continue
+        if not node.users:
+            graph.erase_node(node)
+            continue
+        held = exported.constants if spec.target in exported.constants else exported.state_dict
+        weights.append(held[spec.target])
+    return weights

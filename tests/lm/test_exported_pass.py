@@ -1,0 +1,152 @@
+"""A recorded pass has the bits of the model's own code, for all numbers of rows; what cannot be recorded is refused."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import Gemma3TextConfig, GraniteConfig, LlamaConfig, OlmoConfig, Phi3Config, PretrainedConfig
+
+from outrider.lm.compilation import find_layers
+from outrider.lm.compiled_code import FlatCall
+from outrider.lm.exported_pass import ExportedPass
+from outrider.lm.features import FeatureStore
+from outrider.lm.layer_group import GroupCodes, LayerGroup
+from outrider.lm.load_options import LoadOptions
+from outrider.lm.loading import load_model
+from outrider.lm.model import SessionStep
+from outrider.lm.probe import run_as_branch
+from outrider.lm.transformer import TransformersModel
+from outrider.tokens import TokenSpan
+from tests.lm.models import CONFIGS, SMALL, save_model
+
+BROAD = {name: value for name, value in SMALL.items() if name != "head_dim"}
+OTHERS: dict[str, PretrainedConfig] = {
+    "gemma3": Gemma3TextConfig(**SMALL, sliding_window=16, query_pre_attn_scalar=8, layer_types=None),
+    "olmo": OlmoConfig(**BROAD),
+    "phi3": Phi3Config(**BROAD),
+    "granite": GraniteConfig(**BROAD, logits_scaling=2.0),
+}
+FACTORS = {"short_factor": [1.0] * 4, "long_factor": [2.0] * 4, "original_max_position_embeddings": 64}
+
+
+def rope(kind: str, **others: Any) -> dict[str, Any]:
+    return {"rope_type": kind, "rope_theta": 1e4, "factor": 2.0, **others}
+
+
+OTHERS["longrope"] = LlamaConfig(**SMALL, rope_parameters=rope("longrope", **FACTORS))
+SPANS = tuple(
+    tuple(3 + (start + 5 * index) % 60 for index in range(size)) for start, size in enumerate((1, 2, 37, 300))
+)
+
+
+class Uncompiled(LayerGroup):
+    """A group that runs its layers as they are."""
+
+    def run(self, call: FlatCall) -> list[Any]:
+        arguments, keywords = call.arguments(call.tensors)
+        outputs = [self.layers[0].forward(*arguments, **keywords)]
+        for layer in self.layers[1:]:
+            outputs.append(layer.forward(outputs[-1], *arguments[1:], **keywords))
+        return outputs
+
+
+def loaded(config: PretrainedConfig, folder: Path, dtype: torch.dtype = torch.bfloat16) -> TransformersModel:
+    model = load_model(save_model(config, folder, dtype=dtype), LoadOptions(kv_budget_bytes=1 << 22)).model
+    assert isinstance(model, TransformersModel)
+    return model
+
+
+def exported(model: TransformersModel, size: int = 1) -> ExportedPass:
+    layers = find_layers(model._model, model.info.num_layers)
+    groups = [tuple(layers[first : first + size]) for first in range(0, len(layers), size)]
+    try:
+        return ExportedPass(model._model, [Uncompiled(GroupCodes(), group) for group in groups])
+    finally:
+        for layer in layers:
+            layer._compiled_call_impl = None
+
+
+def outputs(model: TransformersModel) -> list[Tensor]:
+    """Return the logits of spans alone and together, of a tree, and the features of all layers."""
+    store = model.features
+    assert isinstance(store, FeatureStore)
+    alone = [model.forward([SessionStep(model.new_cache(), TokenSpan(0, span))])[0] for span in SPANS]
+    caches = [model.new_cache(bytes([number])) for number in range(len(SPANS))]
+    together = model.forward(
+        [SessionStep(cache, TokenSpan(0, span)) for cache, span in zip(caches, SPANS, strict=True)]
+    )
+    features = [store.read(cache, store.layers, 0, 1) for cache in caches] if store.layers else []
+    return [*alone, *together, run_as_branch(model, SPANS[2]), *features]
+
+
+@pytest.mark.parametrize("name", [*CONFIGS, *OTHERS])
+def test_it_has_the_bits_of_the_model(name: str, tmp_path: Path) -> None:
+    model = loaded((CONFIGS | OTHERS)[name], tmp_path)
+    before = outputs(model)
+    model._exported_pass = exported(model)
+    for found, wanted in zip(outputs(model), before, strict=True):
+        assert torch.equal(found, wanted)
+
+
+@pytest.mark.parametrize("size", [1, 3])
+def test_it_has_the_features_of_any_layers(size: int, tmp_path: Path) -> None:
+    model = loaded(CONFIGS["llama"], tmp_path)
+    made = exported(model, size)
+    store = model.features
+    assert isinstance(store, FeatureStore)
+    for layers in ((3,), (0, 2)):
+        store.keep(layers)
+        model._exported_pass = None
+        before = outputs(model)
+        model._exported_pass = made
+        for found, wanted in zip(outputs(model), before, strict=True):
+            assert torch.equal(found, wanted)
+
+
+@pytest.mark.parametrize("name", ["llama", "longrope"])
+def test_the_model_is_left_as_it_was(name: str, tmp_path: Path) -> None:
+    model = loaded((CONFIGS | OTHERS)[name], tmp_path)
+    before = outputs(model)
+    exported(model)
+    assert all(torch.equal(found, wanted) for found, wanted in zip(outputs(model), before, strict=True))
+
+
+def test_a_pass_that_depends_on_the_values_of_positions_is_refused(tmp_path: Path) -> None:
+    model = loaded(LlamaConfig(**SMALL, rope_parameters=rope("dynamic")), tmp_path)
+    with pytest.raises(RuntimeError, match="cannot be exported"):
+        exported(model)
+
+
+class Branching(torch.nn.Module):
+    """An embedding that is another one for some numbers of rows."""
+
+    def __init__(self, embedding: torch.nn.Module, is_special: Callable[[int], bool]) -> None:
+        super().__init__()
+        self.embedding = embedding
+        self.is_special = is_special
+
+    def forward(self, token_ids: Tensor) -> Tensor:
+        embedded: Tensor = self.embedding(token_ids)
+        return embedded * 2 if self.is_special(token_ids.shape[1]) else embedded
+
+
+CONDITIONS: list[Callable[[int], bool]] = [
+    lambda size: size <= 3,
+    lambda size: size > 100,
+    lambda size: size == 6,
+    lambda size: size == 7,
+    lambda size: size % 2 == 1,
+]
+
+
+@pytest.mark.parametrize("is_special", CONDITIONS)
+def test_a_pass_that_depends_on_its_number_of_rows_is_refused(
+    is_special: Callable[[int], bool], tmp_path: Path
+) -> None:
+    model = loaded(CONFIGS["llama"], tmp_path)
+    model._model.set_input_embeddings(Branching(model._model.get_input_embeddings(), is_special))
+    with pytest.raises(RuntimeError, match="depends on its sizes"):
+        exported(model)
