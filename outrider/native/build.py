@@ -14,6 +14,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Final
 
@@ -90,11 +91,14 @@ def build(path: Path, compiler: str) -> None:
     command = compiler.split()
     with tempfile.TemporaryDirectory(dir=path.parent) as name:
         scratch = Path(name)
-        objects = []
-        for source, flags in _FLAGS.items():
-            objects.append(str(scratch / f"{source}.o"))
-            includes = ["-isystem", str(torch_folder / "include")]
-            _run([*command, *_COMMON, *flags, *includes, "-c", str(_FOLDER / source), "-o", objects[-1]])
+        includes = ["-isystem", str(torch_folder / "include")]
+        objects = [str(scratch / f"{source}.o") for source in _FLAGS]
+        commands = [
+            [*command, *_COMMON, *flags, *includes, "-c", str(_FOLDER / source), "-o", target]
+            for (source, flags), target in zip(_FLAGS.items(), objects, strict=True)
+        ]
+        with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as threads:
+            list(threads.map(_run, commands))
         linked = scratch / path.name
         _run([*command, "-shared", *objects, f"-L{torch_folder / 'lib'}", "-ltorch_cpu", "-o", str(linked)])
         # A rename is atomic: other processes see the whole library or none.
