@@ -4,6 +4,7 @@ Around and between its layers a model of transformers runs a thousand lines of P
 They are run once here, by torch.export, and what they called is kept. The operators are the same, and so are the bits.
 """
 
+import copy
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, Final
@@ -16,6 +17,7 @@ from transformers import PreTrainedModel
 
 from outrider.lm.attention.native import NativePass
 from outrider.lm.compiled_code import FlatCall
+from outrider.lm.graph_parts import compile_ends
 from outrider.lm.layer_group import LayerGroup, set_call
 
 _library = torch.library.Library("outrider", "FRAGMENT")  # type: ignore[no-untyped-call]
@@ -58,6 +60,20 @@ class ExportedPass:
         self._graph = exported.graph
         self._replace_groups(recorder.calls)
         self._select(())
+
+    @torch.no_grad()
+    def compiled(self) -> "ExportedPass":
+        """Return the pass with what comes before and after its layers compiled, which has other bits.
+
+        Raises:
+            RuntimeError: it cannot be compiled.
+        """
+        made = copy.copy(self)
+        made._graph = fx.Graph()
+        made._graph.output(made._graph.graph_copy(self._graph, val_map={}))
+        compile_ends(made._graph, lambda node: isinstance(node.target, _GroupCall))
+        made._select(self._layers)
+        return made
 
     @torch.no_grad()
     def run(

@@ -3,7 +3,7 @@
 import hashlib
 import logging
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Final
@@ -29,7 +29,7 @@ from outrider.lm.model import ModelInfo, SessionStep
 from outrider.lm.packed_linear import are_all_packed, pack_linears
 from outrider.lm.pages import KVUsage, PagePool
 from outrider.lm.pass_plan import PassPlan, paged_cache, plan_pass
-from outrider.lm.probe import PROBE_LEN, has_equal_bits, run_as_branch
+from outrider.lm.probe import PROBE_LEN, has_equal_bits, is_close, run_as_branch
 from outrider.lm.ranks import Ranks
 from outrider.lm.rows import has_experts, scales_by_longest
 
@@ -39,6 +39,9 @@ _MIN_PAGES: Final = 4
 _PACKED_SIZES: Final = {"native": PaddedSizes(2, 2), "amx": PaddedSizes(2, 2), "packed": PaddedSizes(6, 2)}
 """Compiled layers would be compiled again for one row. oneDNN's kernel takes six at once: on one core a 16,384 x 2,048
 layer takes 3.0 ms for 4, 5 and 6 rows, 3.9 for 7, 4.2 for 8, 4.9 for 12, 6.0 for 16."""
+_UNCOMPILED: Final = "layers-uncompiled"
+_LAYERS_COMPILED: Final = "layers-compiled"
+_COMPILED: Final = "pass-compiled"
 _GPU_SIZES: Final = PaddedSizes(16, 16)
 """Finer than the parts of a pass: with long contexts the attention of each further row takes its time."""
 
@@ -120,14 +123,14 @@ class TransformersModel:
         self._storage = KVStorage(shapes.shapes, num_all, _PAGE_LEN, kv_dtype, self._device, reads_masked=reads_masked)
         shapes.attach(self._storage, -1 if variant is None else int(variant))
         self._pool, self._features = self._pages(num_pages, token_bytes, info)
-        layers = "compiled" if compiles and self._compile() else "uncompiled"
+        compiled = self._compile() if compiles else _UNCOMPILED
         self._gpu_passes = self._made_gpu_passes(options)
         if self._gpu_passes:
             info, sizes = replace(info, part_rows=NUM_ROWS), _GPU_SIZES
         kernel = self._kernel(kv_dtype)
         numerics = f"{info.numerics} attention-{kernel}-{str(kv_dtype).removeprefix('torch.')}"
         split = f" ranks-{options.ranks.num}" if options.ranks else ""
-        numerics = f"{numerics} linear-{linear_kind(model, packed)} layers-{layers}{split}"
+        numerics = f"{numerics} linear-{linear_kind(model, packed)} {compiled}{split}"
         info = replace(info, numerics=numerics, padded_sizes=sizes, kv_token_bytes=token_bytes)
         # Without invariant kernels, bits that are equal in the probes may differ for other lengths.
         is_row_by_row = not scales_by_longest(model) and (self._device.type == "cpu" or self._runs_row_by_row())
@@ -278,36 +281,51 @@ class TransformersModel:
         # float32 on CPUs: PyTorch's products of 16-bit keys are slower there and vary with the number of rows.
         return torch.float32 if self._device.type == "cpu" and self._invariant else self._model.dtype
 
-    def _compile(self) -> bool:
-        """Compile the layers and run them once; return False, with uncompiled layers, if that fails."""
+    def _compile(self) -> str:
+        """Compile the model and run it once; return what is compiled. What cannot be compiled runs as it is."""
         layers = find_layers(self._model, self._num_layers)
         if not layers:
             _LOG.warning("the model has no list of layers: it runs uncompiled")
-            return False
-        _LOG.info("compiling the model's layers, which takes seconds, or longer the first time")
-        try:
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # of the compiler, about its own code
-                # More writes than rows: sizes that differ in the first pass become separate symbols.
-                run = partial(run_as_branch, self, tuple(range(3, 3 + PROBE_LEN)))
+            return _UNCOMPILED
+        _LOG.info("compiling the model, which takes seconds, or longer the first time")
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of the compiler, about its own code
+            # More writes than rows: sizes that differ in the first pass become separate symbols.
+            run = partial(run_as_branch, self, tuple(range(3, 3 + PROBE_LEN)))
+            try:
                 groups = compile_layers(layers, num_together(layers, run))
                 logits = run()
-                self._exported_pass = self._export(groups)
-        except RuntimeError as error:
-            _LOG.warning("the model runs uncompiled: %s", _first_line(error))
-            uncompile_layers(layers)
-            return False
-        if self._exported_pass is not None and not torch.equal(run(), logits):
-            _LOG.warning("the exported pass has other bits than the model, which runs as it is")
-            self._exported_pass = None
-        return True
+            except RuntimeError as error:
+                _LOG.warning("the model runs uncompiled: %s", _first_line(error))
+                uncompile_layers(layers)
+                return _UNCOMPILED
+            return self._compile_rest(groups, run, logits)
 
-    def _export(self, groups: Sequence[LayerGroup]) -> ExportedPass | None:
+    def _compile_rest(self, groups: Sequence[LayerGroup], run: Callable[[], torch.Tensor], logits: torch.Tensor) -> str:
+        """Record what a pass runs around its layers, and compile that; return what is compiled.
+
+        Args:
+            groups: the compiled layers.
+            run: runs a pass.
+            logits: what it returned before.
+        """
         try:
-            return ExportedPass(self._model, groups)
+            recorded = self._exported_pass = ExportedPass(self._model, groups)
+            if not torch.equal(run(), logits):
+                raise RuntimeError("a recorded pass has other bits")
         except RuntimeError as error:
+            self._exported_pass = None
             _LOG.info("between its layers the model runs as it is, a little slower: %s", _first_line(error))
-            return None
+            return _LAYERS_COMPILED
+        try:
+            self._exported_pass = recorded.compiled()
+            if not is_close(run(), logits):
+                raise RuntimeError("a compiled pass has other logits")
+        except RuntimeError as error:
+            self._exported_pass = recorded
+            _LOG.info("what comes before and after the model's layers runs uncompiled: %s", _first_line(error))
+            return _LAYERS_COMPILED
+        return _COMPILED
 
     def _pages(self, num_pages: int, token_bytes: int, info: ModelInfo) -> tuple[PagePool, FeatureStore]:
         root = hashlib.sha256(f"{info.fingerprint} {info.numerics}".encode()).digest()

@@ -169,7 +169,7 @@ def test_models_of_one_shape_have_code_of_their_own(tmp_path: Path) -> None:
     for index, activation in enumerate(("silu", "gelu", "relu")):
         folder = save_model(LlamaConfig(**SMALL, hidden_act=activation), tmp_path / str(index))
         model = load_model(folder, LoadOptions(compiles=True)).model
-        assert "layers-compiled" in model.info.numerics
+        assert "pass-compiled" in model.info.numerics
         reference = AutoModelForCausalLM.from_pretrained(folder)
         with torch.no_grad():
             expected = reference(torch.tensor([TOKENS])).logits[0, -1]

@@ -17,7 +17,7 @@ from outrider.lm.layer_group import GroupCodes, LayerGroup
 from outrider.lm.load_options import LoadOptions
 from outrider.lm.loading import load_model
 from outrider.lm.model import SessionStep
-from outrider.lm.probe import run_as_branch
+from outrider.lm.probe import is_close, run_as_branch
 from outrider.lm.transformer import TransformersModel
 from outrider.tokens import TokenSpan
 from tests.lm.models import CONFIGS, SMALL, save_model
@@ -104,6 +104,30 @@ def test_it_has_the_features_of_any_layers(size: int, tmp_path: Path) -> None:
         model._exported_pass = made
         for found, wanted in zip(outputs(model), before, strict=True):
             assert torch.equal(found, wanted)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of the compiler, about its own code
+def test_compiled_ends_have_equal_bits_for_all_rows(tmp_path: Path) -> None:
+    model = loaded(CONFIGS["gemma2-softcap-window"], tmp_path)
+    store = model.features
+    assert isinstance(store, FeatureStore)
+    store.keep((0, 2, 3))
+    before = outputs(model)
+    model._exported_pass = exported(model).compiled()
+    after = outputs(model)
+    assert all(is_close(found, wanted) for found, wanted in zip(after, before, strict=True))
+    for index, by_itself in enumerate(after[: len(SPANS)]):
+        assert torch.equal(by_itself, after[len(SPANS) + index])
+
+
+@pytest.mark.slow
+def test_a_pass_that_cannot_be_recorded_runs_as_it_is(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO")
+    folder = save_model(LlamaConfig(**SMALL, rope_parameters=rope("dynamic")), tmp_path)
+    model = load_model(folder, LoadOptions(compiles=True)).model
+    assert "layers-compiled" in model.info.numerics
+    assert "between its layers the model runs as it is" in caplog.text
 
 
 @pytest.mark.parametrize("name", ["llama", "longrope"])

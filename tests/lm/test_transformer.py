@@ -61,7 +61,7 @@ def named(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     assert ("attention-triton" in loaded.model.info.numerics) == (how == "gpu")
     assert ("attention-blocks" in loaded.model.info.numerics) == (not is_native and how != "gpu")
     assert ("torchao" in loaded.model.info.numerics) == (how == "int8")
-    assert ("layers-compiled" in loaded.model.info.numerics) == (how == "compiled")
+    assert ("pass-compiled" in loaded.model.info.numerics) == (how == "compiled")
     return folder, dtype, loaded.model
 
 
