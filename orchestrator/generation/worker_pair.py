@@ -78,6 +78,8 @@ class WorkerPair:
         self._draft_retry_at = 0.0
         self._draft_has_proposed = False
         self._is_closed = False
+        self._silent_since = 0.0
+        self._stall_timer: asyncio.TimerHandle | None = None
         self._placement = services.placement
         self._place = AT_SERVICE
         self._compares = False
@@ -122,11 +124,11 @@ class WorkerPair:
         if self._verdicts or self._target_error is not None:
             return
         self.arrived.clear()
-        try:
-            async with asyncio.timeout(_STALL_S):
-                await self.arrived.wait()
-        except TimeoutError:
-            self._on_target_error(Unavailable(f"the target sent nothing for {_STALL_S:g} s"))
+        self._silent_since = time.monotonic()
+        # A timer for the whole request: one for each verdict takes a tenth of its way through the orchestrator.
+        if self._stall_timer is None:
+            self._stall_timer = asyncio.get_running_loop().call_later(_STALL_S, self._check_silence)
+        await self.arrived.wait()
 
     def cancel(self) -> None:
         """End the request after the verdicts that have arrived."""
@@ -141,6 +143,8 @@ class WorkerPair:
     def close(self, committed_len: int) -> None:
         """Close the sessions on both workers."""
         self._is_closed = True
+        if self._stall_timer is not None:
+            self._stall_timer.cancel()
         if self._compares and self._target is not None:
             self._placement.observe(self._target.link.address, self._place, self._rounds_s, self._num_round_tokens)
         if self._draft is not None:
@@ -181,6 +185,17 @@ class WorkerPair:
             other = self._draft.link.info if self._draft else None
             if (info := own or other) is not None:
                 self._statistics.record_drafter(info.drafter, AT_TARGET if own else AT_SERVICE)
+
+    def _check_silence(self) -> None:
+        remaining_s = self._silent_since + _STALL_S - time.monotonic()
+        self._stall_timer = None
+        if self.arrived.is_set():
+            # The next wait begins anew.
+            return
+        if remaining_s > 0:
+            self._stall_timer = asyncio.get_running_loop().call_later(remaining_s, self._check_silence)
+        else:
+            self._on_target_error(Unavailable(f"the target sent nothing for {_STALL_S:g} s"))
 
     def _on_target_error(self, error: OutriderError) -> None:
         self._target_error = error

@@ -187,8 +187,12 @@ class RedisConnection:
 
     async def _run_pending(self) -> None:
         pending, self._pending = self._pending, []
-        batches = (pending[first : first + _MAX_BATCH] for first in range(0, len(pending), _MAX_BATCH))
-        await asyncio.gather(*(self._run_batch(batch) for batch in batches))
+        batches = [pending[first : first + _MAX_BATCH] for first in range(0, len(pending), _MAX_BATCH)]
+        if len(batches) == 1:
+            # Without tasks of its own: this is done for every token of a session that is alone.
+            await self._run_batch(batches[0])
+        else:
+            await asyncio.gather(*map(self._run_batch, batches))
 
     async def _run_batch(self, batch: list[tuple[ScriptCall, asyncio.Future[Any]]]) -> None:
         """Run calls and settle their futures within the bound, so that no caller waits for ever."""
