@@ -46,13 +46,15 @@ class ExportedPass:
         groups: all of its layers, in order.
 
     Raises:
-        RuntimeError: the pass depends on more than its tensors, or on their sizes.
+        RuntimeError: the pass depends on more than its tensors, or on their sizes, or calls layers out of order.
     """
 
     def __init__(self, model: PreTrainedModel, groups: Sequence[LayerGroup]) -> None:
         recorder = _Recorder(model, groups)
         try:
             exported = recorder.export()
+            if [call.group for call in recorder.calls] != list(groups):
+                raise RuntimeError("its layers are not called in order")
             _check_sizes(exported)
         except Exception as error:
             raise RuntimeError(f"the pass cannot be exported: {error}") from error
@@ -117,17 +119,22 @@ class _GroupCall:
     Args:
         group: the group.
         call: whose tensors are replaced.
+
+    Attributes:
+        group: see there.
+        constants: of the call; see `FlatCall`.
+        spec: of the call.
     """
 
     __name__ = "group_call"
 
     def __init__(self, group: LayerGroup, call: FlatCall) -> None:
-        self._group = group
+        self.group = group
         self.constants, self.spec = call.constants, call.spec
 
     def __call__(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """Return the outputs of all layers."""
-        return self._group.run(FlatCall(tuple(tensors), self.constants, self.spec))
+        return self.group.run(FlatCall(tuple(tensors), self.constants, self.spec))
 
 
 class _Recorder:

@@ -313,7 +313,7 @@ class TransformersModel:
             recorded = self._exported_pass = ExportedPass(self._model, groups)
             if not torch.equal(run(), logits):
                 raise RuntimeError("a recorded pass has other bits")
-        except RuntimeError as error:
+        except Exception as error:  # a call that no recorded one stands for may fail in any way
             self._exported_pass = None
             _LOG.info("between its layers the model runs as it is, a little slower: %s", _first_line(error))
             return _LAYERS_COMPILED
@@ -334,8 +334,8 @@ class TransformersModel:
         return pool, FeatureStore(self._model.base_model, layers, info.hidden_size, self._storage, pool)
 
 
-def _first_line(error: RuntimeError) -> str:
-    return str(error).strip().splitlines()[0]
+def _first_line(error: Exception) -> str:
+    return next(iter(str(error).strip().splitlines()), type(error).__name__)
 
 
 def _split(logits: torch.Tensor, steps: Sequence[SessionStep]) -> list[torch.Tensor]:

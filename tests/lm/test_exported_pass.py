@@ -157,6 +157,16 @@ class Branching(torch.nn.Module):
         return embedded * 2 if self.is_special(token_ids.shape[1]) else embedded
 
 
+def test_a_pass_that_leaves_out_a_layer_is_refused(tmp_path: Path) -> None:
+    model = loaded(CONFIGS["llama"], tmp_path)
+    decoder = model._model.base_model
+    layers = decoder.layers
+    decoder.config.num_hidden_layers = 2
+    groups = [Uncompiled(GroupCodes(), (layer,)) for layer in layers]
+    with pytest.raises(RuntimeError, match="not called in order"):
+        ExportedPass(model._model, groups)
+
+
 CONDITIONS: list[Callable[[int], bool]] = [
     lambda size: size <= 3,
     lambda size: size > 100,
