@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import Final
 
 from orchestrator.generation.request import RunningRequest, Services
+from orchestrator.generation.silence import SilenceWatch
 from orchestrator.generation.target_losses import TargetLosses
 from orchestrator.metrics import RequestStatistics
 from orchestrator.workers.target_session import TargetSession
@@ -78,8 +79,7 @@ class WorkerPair:
         self._draft_retry_at = 0.0
         self._draft_has_proposed = False
         self._is_closed = False
-        self._silent_since = 0.0
-        self._stall_timer: asyncio.TimerHandle | None = None
+        self._silence = SilenceWatch(_STALL_S, self._on_silence)
         self._placement = services.placement
         self._place = AT_SERVICE
         self._compares = False
@@ -124,11 +124,9 @@ class WorkerPair:
         if self._verdicts or self._target_error is not None:
             return
         self.arrived.clear()
-        self._silent_since = time.monotonic()
-        # A timer for the whole request: one for each verdict takes a tenth of its way through the orchestrator.
-        if self._stall_timer is None:
-            self._stall_timer = asyncio.get_running_loop().call_later(_STALL_S, self._check_silence)
+        self._silence.begin()
         await self.arrived.wait()
+        self._silence.end()
 
     def cancel(self) -> None:
         """End the request after the verdicts that have arrived."""
@@ -143,8 +141,7 @@ class WorkerPair:
     def close(self, committed_len: int) -> None:
         """Close the sessions on both workers."""
         self._is_closed = True
-        if self._stall_timer is not None:
-            self._stall_timer.cancel()
+        self._silence.close()
         if self._compares and self._target is not None:
             self._placement.observe(self._target.link.address, self._place, self._rounds_s, self._num_round_tokens)
         if self._draft is not None:
@@ -186,16 +183,8 @@ class WorkerPair:
             if (info := own or other) is not None:
                 self._statistics.record_drafter(info.drafter, AT_TARGET if own else AT_SERVICE)
 
-    def _check_silence(self) -> None:
-        remaining_s = self._silent_since + _STALL_S - time.monotonic()
-        self._stall_timer = None
-        if self.arrived.is_set():
-            # The next wait begins anew.
-            return
-        if remaining_s > 0:
-            self._stall_timer = asyncio.get_running_loop().call_later(remaining_s, self._check_silence)
-        else:
-            self._on_target_error(Unavailable(f"the target sent nothing for {_STALL_S:g} s"))
+    def _on_silence(self) -> None:
+        self._on_target_error(Unavailable(f"the target sent nothing for {_STALL_S:g} s"))
 
     def _on_target_error(self, error: OutriderError) -> None:
         self._target_error = error
