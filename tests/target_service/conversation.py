@@ -1,6 +1,7 @@
 """A caller of TargetService over a real socket, as the orchestrator is one."""
 
 import asyncio
+import threading
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 
@@ -187,3 +188,21 @@ async def target(
         compiler.close()
     if blocks is not None:
         blocks.close(5)
+
+
+@asynccontextmanager
+async def paused(engine: Engine) -> AsyncIterator[None]:
+    """Keeps the engine's thread from applying any command that comes meanwhile."""
+    is_paused, goes_on = threading.Event(), threading.Event()
+
+    def pause() -> None:
+        is_paused.set()
+        goes_on.wait(20)
+
+    engine.host.run_in_engine(pause)
+    try:
+        # Until then the thread may take this call and the commands behind it at once.
+        assert await asyncio.to_thread(is_paused.wait, 20)
+        yield
+    finally:
+        goes_on.set()

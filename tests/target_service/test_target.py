@@ -3,7 +3,6 @@
 import asyncio
 import math
 import random
-import threading
 from collections.abc import Callable, Sequence
 
 import pytest
@@ -18,7 +17,7 @@ from outrider.v1 import target_pb2 as pb
 from outrider.v1 import tokens_pb2
 from target_service.frontend import Frontend
 from target_service.servicer import TargetServicer
-from tests.target_service.conversation import Caller, model, target
+from tests.target_service.conversation import Caller, model, paused, target
 
 PROMPT = [1, 2, 3, 4]
 GREEDY = SamplingParameters(temperature=0, max_tokens=40, ignore_eos=True)
@@ -80,29 +79,21 @@ async def test_requests_that_come_together_are_told_what_pays_for_as_many(monkey
     monkeypatch.setattr(SpeculationGuard, "allows_at", lambda _, num_sessions: num_sessions < 3)
     async with target() as (engine, caller):
         assert not (await caller.open(1, PROMPT, GREEDY)).opened.is_plain
-        frontend, goes_on = engine.host, threading.Event()
-        assert isinstance(frontend, Frontend)
-        try:
-            frontend.run_in_engine(lambda: goes_on.wait(20))
+        assert isinstance(engine.host, Frontend)
+        async with paused(engine):
             opening = [asyncio.create_task(caller.open(handle, PROMPT, GREEDY)) for handle in (2, 3, 4)]
             async with asyncio.timeout(20):
-                while frontend.loop.num_waiting < 3:
+                while engine.host.loop.num_waiting < 3:
                     await asyncio.sleep(0.001)
-        finally:
-            goes_on.set()
         assert all([frame.opened.is_plain for frame in await asyncio.gather(*opening)])
 
 
 async def test_a_request_is_told_that_it_is_open_before_all_else() -> None:
     async with target() as (engine, caller):
-        goes_on = threading.Event()
-        try:
-            engine.host.run_in_engine(lambda: goes_on.wait(20))
+        async with paused(engine):
             opening = asyncio.create_task(caller.open(1, PROMPT, GREEDY))
             await asyncio.sleep(0)
             await caller.span(1, 3, PROMPT[3:])
-        finally:
-            goes_on.set()
         assert (await opening).WhichOneof("frame") == "opened"
         assert (await caller.receive(1)).refusal.reason == "KV_CACHE_MISS"
 
