@@ -7,6 +7,7 @@
 #include <immintrin.h>
 
 #include <algorithm>
+#include <array>
 #include <atomic>
 #include <cstdint>
 
@@ -19,6 +20,7 @@ namespace {
 
 constexpr int64_t kTileRows = 16;
 constexpr int64_t kTilePairs = 16;
+static_assert(kTilePairs == kSegmentPairs);
 constexpr int64_t kTileBytes = kTilePairs * kLineBytes;
 constexpr int64_t kBandRows = 2 * kTileRows;
 // Rows that pass over a part of the weights, one band after another.
@@ -27,6 +29,8 @@ constexpr int64_t kPanelRows = 512;
 constexpr int kMostSums = 4;
 // Tiles of a block that stay in the innermost cache, with as many of a band's inputs.
 constexpr int64_t kTilesAtOnce = 8;
+// Tiles for which there is memory to expand them: those of two blocks, or, one after another, those of four.
+constexpr int64_t kExpandedTiles = 2 * kTilesAtOnce;
 // Tiles of a block that are fetched ahead.
 constexpr int64_t kTilesAhead = 1;
 
@@ -80,16 +84,16 @@ inline void store_sums(Sums& sums) {
 // Adds pairs of a band's inputs times some blocks to the sums: of both halves of a band and two blocks, or of one half
 // and four.
 template <bool HALVES, int BLOCKS>
-inline void add_tiles(const uint32_t* rows, int64_t num_pairs, const uint32_t* weights) {
-  const int64_t row_bytes = num_pairs * sizeof(uint32_t), block_cells = num_pairs * kColumns;
-  const auto tile = [&](int block) { return weights + block * block_cells; };
+inline void add_tiles(const uint32_t* rows, int64_t num_pairs, const std::array<const uint32_t*, BLOCKS>& cells) {
+  const int64_t row_bytes = num_pairs * sizeof(uint32_t);
+  before_tiles();
   _tile_loadd(4, rows, row_bytes);
   if constexpr (HALVES) _tile_loadd(5, rows + kTileRows * num_pairs, row_bytes);
-  _tile_loadd(6, tile(0), kLineBytes);
+  _tile_loadd(6, cells[0], kLineBytes);
   _tile_dpbf16ps(0, 4, 6);
   if constexpr (HALVES) _tile_dpbf16ps(1, 5, 6);
   if constexpr (BLOCKS > 1) {
-    _tile_loadd(7, tile(1), kLineBytes);
+    _tile_loadd(7, cells[1], kLineBytes);
     if constexpr (HALVES) {
       _tile_dpbf16ps(2, 4, 7);
       _tile_dpbf16ps(3, 5, 7);
@@ -98,11 +102,11 @@ inline void add_tiles(const uint32_t* rows, int64_t num_pairs, const uint32_t* w
     }
   }
   if constexpr (BLOCKS > 2) {
-    _tile_loadd(6, tile(2), kLineBytes);
+    _tile_loadd(6, cells[2], kLineBytes);
     _tile_dpbf16ps(2, 4, 6);
   }
   if constexpr (BLOCKS > 3) {
-    _tile_loadd(7, tile(3), kLineBytes);
+    _tile_loadd(7, cells[3], kLineBytes);
     _tile_dpbf16ps(3, 4, 7);
   }
 }
@@ -152,27 +156,25 @@ class TileProduct {
     shaped_rows_ = num_rows, shaped_pairs_ = num_pairs;
   }
 
-  void band(const Part& part, int64_t row, int64_t num_rows, bool fetches, Sums& sums) {
+  void band(const Part& part, int64_t row, int64_t num_rows, bool is_first, Sums& sums) {
     if (num_rows > kTileRows) {
-      part.num_blocks == 2 ? band<true, 2>(part, row, num_rows, fetches, sums)
-                           : band<true, 1>(part, row, num_rows, fetches, sums);
+      part.num_blocks == 2 ? band<true, 2>(part, row, num_rows, is_first, sums)
+                           : band<true, 1>(part, row, num_rows, is_first, sums);
     } else if (part.num_blocks == 4) {
-      band<false, 4>(part, row, num_rows, fetches, sums);
+      band<false, 4>(part, row, num_rows, is_first, sums);
     } else if (part.num_blocks == 3) {
-      band<false, 3>(part, row, num_rows, fetches, sums);
+      band<false, 3>(part, row, num_rows, is_first, sums);
     } else {
-      part.num_blocks == 2 ? band<false, 2>(part, row, num_rows, fetches, sums)
-                           : band<false, 1>(part, row, num_rows, fetches, sums);
+      part.num_blocks == 2 ? band<false, 2>(part, row, num_rows, is_first, sums)
+                           : band<false, 1>(part, row, num_rows, is_first, sums);
     }
   }
 
   // Adds a part of the weights to the sums of a band, and writes its outputs after the last part.
   template <bool HALVES, int BLOCKS>
-  void band(const Part& part, int64_t row, int64_t num_rows, bool fetches, Sums& sums) {
+  void band(const Part& part, int64_t row, int64_t num_rows, bool is_first, Sums& sums) {
     const int64_t num_pairs = product_.num_pairs, num_tiles = num_pairs / kTilePairs;
     const uint32_t* rows = product_.rows + row * num_pairs;
-    const uint32_t* weights = product_.weights + part.block * num_pairs * kColumns;
-    const int64_t num_cells = (part.end - part.block) * num_pairs * kColumns;
     shape(num_rows, kTilePairs);
     if (part.first_tile == 0) {
       _tile_zero(0);
@@ -183,16 +185,15 @@ class TileProduct {
       load_sums(sums);
     }
     for (int64_t tile = part.first_tile; tile < part.last_tile; ++tile) {
-      if (fetches) fetch(weights, BLOCKS, tile, num_tiles, num_cells);
-      const int64_t pair = tile * kTilePairs;
-      add_tiles<HALVES, BLOCKS>(rows + pair, num_pairs, weights + pair * kColumns);
+      if (is_first) fetch(part, BLOCKS, tile, num_tiles);
+      add_tiles<HALVES, BLOCKS>(rows + tile * kTilePairs, num_pairs, cells<BLOCKS>(part, tile, is_first));
     }
     store_sums(sums);
     if (part.last_tile < num_tiles) return;
     if (const int64_t pair = num_tiles * kTilePairs; pair < num_pairs) {
       shape(num_rows, num_pairs - pair);
       load_sums(sums);
-      add_tiles<HALVES, BLOCKS>(rows + pair, num_pairs, weights + pair * kColumns);
+      add_tiles<HALVES, BLOCKS>(rows + pair, num_pairs, cells<BLOCKS>(part, num_tiles, is_first));
       store_sums(sums);
     }
     for (int64_t at = 0; at < num_rows; ++at) {
@@ -204,22 +205,36 @@ class TileProduct {
     }
   }
 
+  // The cells of a tile of each block, which are expanded where it is compressed; once for all bands.
+  template <int BLOCKS>
+  std::array<const uint32_t*, BLOCKS> cells(const Part& part, int64_t tile, bool is_first) {
+    std::array<const uint32_t*, BLOCKS> found;
+    for (int number = 0; number < BLOCKS; ++number) {
+      uint32_t* memory = expanded_[((tile - part.first_tile) * BLOCKS + number) % kExpandedTiles];
+      const PackedWeight& weight = product_.weight;
+      found[number] = is_first || !is_compressed(weight, part.block + number, tile)
+                          ? segment_cells<Avx512Bf16>(weight, part.block + number, tile, memory)
+                          : memory;
+    }
+    return found;
+  }
+
   // Fetches the tiles that these blocks, or those after them, need some tiles later.
-  void fetch(const uint32_t* weights, int blocks, int64_t tile, int64_t num_tiles, int64_t last) const {
-    constexpr int64_t kTileCells = kTilePairs * kColumns;
-    constexpr int64_t kLineCells = kLineBytes / sizeof(uint32_t);
-    const int64_t next = tile + kTilesAhead, block_cells = product_.num_pairs * kColumns;
-    int64_t at = next * kTileCells;
-    if (next >= num_tiles) at += blocks * block_cells - num_tiles * kTileCells;
-    for (int block = 0; block < blocks; ++block, at += block_cells) {
-      if (at + kTileCells > last) return;
-      for (int64_t cell = 0; cell < kTileCells; cell += kLineCells) fetch_line(weights + at + cell);
+  void fetch(const Part& part, int blocks, int64_t tile, int64_t num_tiles) const {
+    const bool is_next = tile + kTilesAhead >= num_tiles;
+    const int64_t next = is_next ? tile + kTilesAhead - num_tiles : tile + kTilesAhead;
+    const int64_t first = is_next ? part.block + blocks : part.block;
+    if (next >= num_tiles) return;
+    for (int64_t block = first; block < std::min(first + blocks, part.end); ++block) {
+      const uint8_t* stored = stored_segment(product_.weight, block, next);
+      for (int64_t line = 0; line < kCompressedLines; ++line) fetch_line(stored + line * kLineBytes);
     }
   }
 
   const Product& product_;
   int64_t shaped_rows_ = 0, shaped_pairs_ = 0;
   Sums sums_[kPanelRows / kBandRows];
+  alignas(kLineBytes) uint32_t expanded_[kExpandedTiles][kSegmentCells];
 };
 
 // Attention's way with a page: scores are sums over pairs of a key's numbers, outputs over pairs of keys.

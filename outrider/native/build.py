@@ -29,6 +29,7 @@ _OPERATORS: Final = ("-DTORCH_TARGET_VERSION=0x020a000000000000",)
 _FLAGS: Final = {
     "library.cpp": _OPERATORS,
     "head.cpp": _OPERATORS,
+    "pack.cpp": _OPERATORS,
     "avx2.cpp": ("-mfma", "-mavx2"),
     "avx512.cpp": _AVX512,
     "avx512_bf16.cpp": (*_AVX512, "-mavx512bf16"),

@@ -8,6 +8,7 @@
 
 #include <algorithm>
 #include <atomic>
+#include <cstddef>
 #include <cstdint>
 #include <cstring>
 #include <memory>
@@ -114,22 +115,36 @@ float* thread_scratch(int64_t num_floats) {
   return memory.get() + (kAlignment - address % kAlignment) % kAlignment / sizeof(float);
 }
 
-// rows: bfloat16 [..., K]. weight: bfloat16 [blocks, ceil(K / 2), 16, 2]. bias: bfloat16 [out_features].
+// The parts of a packed weight, if it is one of so many pairs of inputs and outputs.
+outrider::PackedWeight weight_of(const Tensor& packed, int64_t num_pairs, int64_t out_features) {
+  using namespace outrider;
+  const auto* memory = static_cast<const uint8_t*>(packed.const_data_ptr());
+  PackedHeader header{};
+  STD_TORCH_CHECK(
+      packed.scalar_type() == ScalarType::Byte && packed.dim() == 1 && packed.is_contiguous() &&
+          packed.numel() >= static_cast<int64_t>(sizeof(header)) && reinterpret_cast<uintptr_t>(memory) % kLineBytes == 0,
+      "the weight is not packed");
+  std::memcpy(&header, memory, sizeof(header));
+  STD_TORCH_CHECK(header.num_bytes == packed.numel(), "the weight is not packed");
+  STD_TORCH_CHECK(header.num_pairs == num_pairs, "rows and weight differ in their number of inputs");
+  STD_TORCH_CHECK(
+      header.num_blocks == (out_features + kColumns - 1) / kColumns, "the weight is not packed for so many outputs");
+  const auto* upper_bytes = memory + offsetof(PackedHeader, upper_bytes);
+  const auto* places = reinterpret_cast<const uint32_t*>(memory + sizeof(header));
+  const uint8_t* lines = memory + header.num_bytes - header.num_blocks * num_pairs * kLineBytes;
+  return {upper_bytes, places, lines, (num_pairs + kSegmentPairs - 1) / kSegmentPairs};
+}
+
+// rows: bfloat16 [..., K]. weight: as `pack_weight` returned it. bias: bfloat16 [out_features].
 Tensor packed_product(
     const Tensor& rows, const Tensor& weight, std::optional<Tensor> bias, int64_t out_features, int64_t variant) {
-  STD_TORCH_CHECK(rows.dim() > 0 && weight.dim() == 4, "rows must have a dimension, the packed weight four");
-  const int64_t num_inputs = rows.size(rows.dim() - 1);
-  const int64_t num_blocks = weight.size(0);
-  const int64_t num_pairs = weight.size(1);
+  STD_TORCH_CHECK(rows.dim() > 0, "rows must have a dimension");
   STD_TORCH_CHECK(
-      rows.scalar_type() == ScalarType::BFloat16 && (!bias || bias->scalar_type() == ScalarType::BFloat16) &&
-          weight.scalar_type() == ScalarType::BFloat16,
-      "rows, weight and bias must be bfloat16");
-  STD_TORCH_CHECK((num_inputs + 1) / 2 == num_pairs, "rows and weight differ in their number of inputs");
-  STD_TORCH_CHECK(
-      weight.is_contiguous() && weight.size(2) == outrider::kColumns && weight.size(3) == 2 &&
-          (out_features + outrider::kColumns - 1) / outrider::kColumns == num_blocks,
-      "the weight is not packed for so many outputs");
+      rows.scalar_type() == ScalarType::BFloat16 && (!bias || bias->scalar_type() == ScalarType::BFloat16),
+      "rows and bias must be bfloat16");
+  const int64_t num_inputs = rows.size(rows.dim() - 1), num_pairs = (num_inputs + 1) / 2;
+  const int64_t num_blocks = (out_features + outrider::kColumns - 1) / outrider::kColumns;
+  const outrider::PackedWeight packed = weight_of(weight, num_pairs, out_features);
   STD_TORCH_CHECK(!bias || (bias->numel() == out_features && bias->is_contiguous()), "the bias does not fit");
   outrider::check_variant(variant);
 
@@ -151,7 +166,7 @@ Tensor packed_product(
   }
   const outrider::Product product{
       copied.empty() ? reinterpret_cast<const uint32_t*>(inputs) : copied.data(),
-      static_cast<const uint32_t*>(weight.const_data_ptr()),
+      packed,
       bias ? static_cast<const uint16_t*>(bias->const_data_ptr()) : nullptr,
       static_cast<uint16_t*>(output.mutable_data_ptr()),
       num_rows,

@@ -4,17 +4,16 @@
 
 #include <cstdint>
 
-namespace outrider {
+#include "packed_weight.h"
 
-// Outputs that one block of weights has; the weights of a block lie pair by pair of inputs, column by column.
-constexpr int64_t kColumns = 16;
+namespace outrider {
 
 // A cell holds the numbers of inputs k (low half) and k + 1.
 struct Product {
-  const uint32_t* rows;     // [num_rows, num_pairs]
-  const uint32_t* weights;  // [blocks, num_pairs, kColumns]
-  const uint16_t* bias;     // [num_columns], or null
-  uint16_t* output;         // [num_rows, num_columns]
+  const uint32_t* rows;  // [num_rows, num_pairs]
+  PackedWeight weight;
+  const uint16_t* bias;  // [num_columns], or null
+  uint16_t* output;      // [num_rows, num_columns]
   int64_t num_rows;
   int64_t num_pairs;
   int64_t num_columns;

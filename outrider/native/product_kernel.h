@@ -24,19 +24,18 @@
 namespace outrider {
 namespace {
 
-constexpr int kMostBlocks = 8;
-// Pairs whose weights stay in the innermost cache while all rows of a panel pass over them.
-constexpr int64_t kPairsAtOnce = 288;
+// More would read from more places at once than the CPU fetches well.
+constexpr int kMostBlocks = 4;
+// Bytes of weights that stay in the innermost cache while all rows of a panel pass over them.
+constexpr int64_t kPartBytes = 12 << 10;
 constexpr int64_t kRowsAtOnce = 64;
 // Lines that are fetched ahead of a single pass: the CPU's own fetching stops at the end of each memory page.
 constexpr int64_t kLinesAhead = 24;
 
-// Weights that are fetched while other ones are used: a line for every pair, of up to two streams.
+// Lines of weights that are fetched while other ones are used: one for every pair.
 struct Ahead {
-  const uint32_t* first;
-  int64_t first_step;
-  const uint32_t* second;
-  int64_t second_step;
+  const uint8_t* lines;
+  int64_t num;
 };
 
 // The numbers of inputs k and k + 1 in float32. Of a type that only this file has, so that its vector's functions are
@@ -87,23 +86,48 @@ inline void store_columns(const Product& product, int64_t row, int64_t block, ty
   }
 }
 
-// Adds the pairs [first, last) of ROWS rows times BLOCKS blocks; `fetch` is called with each pair.
-template <class Isa, int ROWS, int BLOCKS, class Fetch>
+// Where a segment is stored.
+inline const uint8_t* stored_segment(const PackedWeight& weight, int64_t block, int64_t segment) {
+  return weight.lines + static_cast<int64_t>(weight.places[block * weight.num_segments + segment] >> 1) * kLineBytes;
+}
+
+inline bool is_compressed(const PackedWeight& weight, int64_t block, int64_t segment) {
+  return (weight.places[block * weight.num_segments + segment] & 1) != 0;
+}
+
+// The cells of a segment, [pairs, kColumns]: those that are stored, else `memory` with the expanded ones.
+template <class Isa>
+inline const uint32_t* segment_cells(const PackedWeight& weight, int64_t block, int64_t segment, uint32_t* memory) {
+  const uint8_t* stored = stored_segment(weight, block, segment);
+  if (!is_compressed(weight, block, segment)) return reinterpret_cast<const uint32_t*>(stored);
+  Isa::expand(stored, weight.upper_bytes, [&](int64_t pair, typename Isa::Cells cells) {
+    Isa::store_cells(memory + pair * kColumns, cells);
+  });
+  return memory;
+}
+
+// Adds `num_pairs` pairs, from `first` on, of ROWS rows times BLOCKS blocks. With the number of a pair after `first`,
+// `weights` returns those of a block, and `fetch` is called.
+template <class Isa, int ROWS, int BLOCKS, class Weights, class Fetch>
 inline void add_pairs(
-    const Product& product, int64_t row, int64_t block, int64_t first, int64_t last,
-    typename Isa::Sum (&sums)[ROWS][BLOCKS], const Fetch& fetch) {
-  const auto* rows = rows_from<Isa>(product, row);
-  const uint32_t* weights = product.weights + block * product.num_pairs * kColumns;
-  const int64_t next_block = product.num_pairs * kColumns;
-  for (int64_t pair = first; pair < last; ++pair) {
+    const Product& product, int64_t row, int64_t first, int64_t num_pairs, typename Isa::Sum (&sums)[ROWS][BLOCKS],
+    const Weights& weights, const Fetch& fetch) {
+  const auto* rows = rows_from<Isa>(product, row) + first;
+  // Copied, so that the compiler keeps them in registers.
+  typename Isa::Sum own[ROWS][BLOCKS];
+  for (int r = 0; r < ROWS; ++r)
+    for (int b = 0; b < BLOCKS; ++b) own[r][b] = sums[r][b];
+  for (int64_t pair = 0; pair < num_pairs; ++pair) {
     typename Isa::Weights loaded[BLOCKS];
-    for (int b = 0; b < BLOCKS; ++b) loaded[b] = Isa::load(weights + b * next_block + pair * kColumns);
+    for (int b = 0; b < BLOCKS; ++b) loaded[b] = weights(pair, b);
     fetch(pair);
     for (int r = 0; r < ROWS; ++r) {
       const typename Isa::Pair inputs = Isa::spread(rows[r * product.num_pairs + pair]);
-      for (int b = 0; b < BLOCKS; ++b) Isa::add(sums[r][b], inputs, loaded[b]);
+      for (int b = 0; b < BLOCKS; ++b) Isa::add(own[r][b], inputs, loaded[b]);
     }
   }
+  for (int r = 0; r < ROWS; ++r)
+    for (int b = 0; b < BLOCKS; ++b) sums[r][b] = own[r][b];
 }
 
 inline void fetch_line(const void* address) { _mm_prefetch(static_cast<const char*>(address), _MM_HINT_T0); }
@@ -114,12 +138,21 @@ inline void product_tile(const Product& product, int64_t block) {
   typename Isa::Sum sums[ROWS][BLOCKS];
   for (auto& row : sums)
     for (auto& sum : row) sum = Isa::zero();
-  constexpr int64_t kAhead = kLinesAhead * kLineBytes / sizeof(uint32_t);
-  const uint32_t* ahead = product.weights + block * product.num_pairs * kColumns + kAhead;
-  const int64_t next_block = product.num_pairs * kColumns;
-  add_pairs<Isa, ROWS, BLOCKS>(product, 0, block, 0, product.num_pairs, sums, [&](int64_t pair) {
-    for (int b = 0; b < BLOCKS; ++b) fetch_line(ahead + b * next_block + pair * kColumns);
-  });
+  alignas(kLineBytes) uint32_t memory[BLOCKS][kSegmentCells];
+  for (int64_t segment = 0; segment < product.weight.num_segments; ++segment) {
+    const uint32_t* cells[BLOCKS];
+    const uint8_t* ahead[BLOCKS];
+    for (int b = 0; b < BLOCKS; ++b) {
+      cells[b] = segment_cells<Isa>(product.weight, block + b, segment, memory[b]);
+      ahead[b] = stored_segment(product.weight, block + b, segment) + kLinesAhead * kLineBytes;
+    }
+    const int64_t first = segment * kSegmentPairs, num = std::min(kSegmentPairs, product.num_pairs - first);
+    const auto weights = [&](int64_t pair, int b) { return Isa::load(cells[b] + pair * kColumns); };
+    add_pairs<Isa, ROWS, BLOCKS>(product, 0, first, num, sums, weights, [&](int64_t pair) {
+      if (pair >= kCompressedLines) return;
+      for (int b = 0; b < BLOCKS; ++b) fetch_line(ahead[b] + pair * kLineBytes);
+    });
+  }
   for (int r = 0; r < ROWS; ++r)
     for (int b = 0; b < BLOCKS; ++b) store_columns<Isa>(product, r, block + b, sums[r][b]);
 }
@@ -131,44 +164,80 @@ constexpr int blocks_of_tile() {
   return std::clamp(free / (ROWS * Isa::kSumRegisters + Isa::kWeightRegisters), 1, kMostBlocks);
 }
 
+// Blocks [block, end), BLOCKS at a time, and the last ones by half as many: a single one waits for its own additions.
+template <class Isa, int ROWS, int BLOCKS>
+inline void product_blocks(const Product& product, int64_t block, int64_t end) {
+  for (; block + BLOCKS <= end; block += BLOCKS) product_tile<Isa, ROWS, BLOCKS>(product, block);
+  if constexpr (BLOCKS > 1) product_blocks<Isa, ROWS, BLOCKS / 2>(product, block, end);
+}
+
 // ROWS rows are all there are.
 template <class Isa, int ROWS>
 inline void product_few(const Product& product, int64_t begin, int64_t end) {
   if (product.num_rows == ROWS) {
-    constexpr int kBlocks = blocks_of_tile<Isa, ROWS>();
-    int64_t block = begin;
-    for (; block + kBlocks <= end; block += kBlocks) product_tile<Isa, ROWS, kBlocks>(product, block);
-    for (; block < end; ++block) product_tile<Isa, ROWS, 1>(product, block);
+    product_blocks<Isa, ROWS, blocks_of_tile<Isa, ROWS>()>(product, begin, end);
   } else if constexpr (ROWS > 1) {
     product_few<Isa, ROWS - 1>(product, begin, end);
   }
 }
 
-// Adds some pairs of a band of rows to the sums of its panel, which are stored in between.
+// Weights of a group of blocks for a part of the inputs.
+template <class Isa, int BLOCKS>
+struct Part {
+  using Weights = typename Isa::Weights;
+
+  static constexpr int64_t kSegmentBytes = BLOCKS * kSegmentPairs * sizeof(Weights);
+  static constexpr int64_t kSegments = std::max<int64_t>(1, kPartBytes / kSegmentBytes);
+  static constexpr int64_t kPairs = kSegments * kSegmentPairs;
+
+  Weights weights[kPairs][BLOCKS];
+
+  // Takes the weights of some segments of a block.
+  void read(const PackedWeight& weight, int64_t block, int64_t segment, int64_t num_pairs, int number) {
+    for (int64_t first = 0; first < num_pairs; first += kSegmentPairs, ++segment) {
+      const uint8_t* stored = stored_segment(weight, block, segment);
+      Weights(*own)[BLOCKS] = weights + first;
+      if (is_compressed(weight, block, segment)) {
+        Isa::expand(stored, weight.upper_bytes, [&](int64_t pair, typename Isa::Cells cells) {
+          own[pair][number] = Isa::split(cells);
+        });
+        continue;
+      }
+      const auto* cells = reinterpret_cast<const uint32_t*>(stored);
+      for (int64_t pair = 0; pair < std::min(kSegmentPairs, num_pairs - first); ++pair) {
+        own[pair][number] = Isa::load(cells + pair * kColumns);
+      }
+    }
+  }
+};
+
+// Adds pairs, from `first` on, of a band of rows to the sums of its panel, which are stored in between.
 template <class Isa, int ROWS, int BLOCKS>
 inline void product_band(
-    const Product& product, int64_t row, int64_t num_rows, int64_t block, int64_t first, int64_t last, float* panel,
-    const Ahead& ahead) {
+    const Product& product, int64_t row, int64_t num_rows, int64_t block, int64_t first, int64_t num_pairs,
+    const Part<Isa, BLOCKS>& part, float* panel, const Ahead (&ahead)[2]) {
   if (num_rows == ROWS) {
     typename Isa::Sum sums[ROWS][BLOCKS];
     for (int r = 0; r < ROWS; ++r)
       for (int b = 0; b < BLOCKS; ++b) {
         sums[r][b] = first == 0 ? Isa::zero() : Isa::read(panel + (r * BLOCKS + b) * kColumns);
       }
-    add_pairs<Isa, ROWS, BLOCKS>(product, row, block, first, last, sums, [&](int64_t pair) {
-      fetch_line(ahead.first + (pair - first) * ahead.first_step);
-      fetch_line(ahead.second + (pair - first) * ahead.second_step);
+    const auto weights = [&](int64_t pair, int b) { return part.weights[pair][b]; };
+    add_pairs<Isa, ROWS, BLOCKS>(product, row, first, num_pairs, sums, weights, [&](int64_t pair) {
+      for (const Ahead& each : ahead) {
+        if (pair < each.num) fetch_line(each.lines + pair * kLineBytes);
+      }
     });
     for (int r = 0; r < ROWS; ++r)
       for (int b = 0; b < BLOCKS; ++b) {
-        if (last == product.num_pairs) {
+        if (first + num_pairs == product.num_pairs) {
           store_columns<Isa>(product, row + r, block + b, sums[r][b]);
         } else {
           Isa::store(panel + (r * BLOCKS + b) * kColumns, sums[r][b]);
         }
       }
   } else if constexpr (ROWS > 1) {
-    product_band<Isa, ROWS - 1, BLOCKS>(product, row, num_rows, block, first, last, panel, ahead);
+    product_band<Isa, ROWS - 1, BLOCKS>(product, row, num_rows, block, first, num_pairs, part, panel, ahead);
   }
 }
 
@@ -176,28 +245,27 @@ inline void product_band(
 // is fetched.
 template <class Isa, int BLOCKS>
 inline void product_group(const Product& product, int64_t block, int64_t end) {
-  alignas(64) float panel[kRowsAtOnce * BLOCKS * kColumns];
+  alignas(kLineBytes) float panel[kRowsAtOnce * BLOCKS * kColumns];
+  alignas(kLineBytes) Part<Isa, BLOCKS> part;
+  const PackedWeight& weight = product.weight;
   const int64_t num_bands = (product.num_rows + Isa::kRows - 1) / Isa::kRows;
-  for (int64_t first = 0; first < product.num_pairs; first += kPairsAtOnce) {
-    const int64_t last = std::min(first + kPairsAtOnce, product.num_pairs);
+  for (int64_t first = 0; first < product.num_pairs; first += part.kPairs) {
+    const int64_t num_pairs = std::min(part.kPairs, product.num_pairs - first), last = first + num_pairs;
+    for (int b = 0; b < BLOCKS; ++b) part.read(weight, block + b, first / kSegmentPairs, num_pairs, b);
     const bool is_last = last == product.num_pairs;
-    const int64_t next_block = is_last ? block + BLOCKS : block;
+    const int64_t next_block = is_last ? block + BLOCKS : block, next_segment = is_last ? 0 : last / kSegmentPairs;
     for (int64_t band = 0; band < num_bands; ++band) {
       const int64_t row = band * Isa::kRows;
       // The first bands fetch one or two blocks each of the next part.
       const int64_t each = num_bands >= BLOCKS ? 1 : 2;
-      const auto part = [&](int64_t number) {
-        return product.weights + ((next_block + number) * product.num_pairs + (is_last ? 0 : last)) * kColumns;
+      const auto next = [&](int64_t number) -> Ahead {
+        if (number >= BLOCKS || next_block + number >= end) return {nullptr, 0};
+        return {stored_segment(weight, next_block + number, next_segment), part.kSegments * kCompressedLines};
       };
-      const auto exists = [&](int64_t number) { return number < BLOCKS && next_block + number < end; };
-      const int64_t one = band * each, other = one + 1;
-      const bool has_one = exists(one), has_other = each == 2 && exists(other);
-      const uint32_t* none = product.weights;
-      const Ahead ahead{
-          has_one ? part(one) : none, has_one ? kColumns : 0, has_other ? part(other) : none, has_other ? kColumns : 0};
+      const Ahead ahead[] = {next(band * each), each == 2 ? next(band * each + 1) : Ahead{nullptr, 0}};
       float* sums = panel + band * Isa::kRows * BLOCKS * kColumns;
-      const int64_t num = std::min<int64_t>(Isa::kRows, product.num_rows - row);
-      product_band<Isa, Isa::kRows, BLOCKS>(product, row, num, block, first, last, sums, ahead);
+      const int64_t num_rows = std::min<int64_t>(Isa::kRows, product.num_rows - row);
+      product_band<Isa, Isa::kRows, BLOCKS>(product, row, num_rows, block, first, num_pairs, part, sums, ahead);
     }
   }
 }

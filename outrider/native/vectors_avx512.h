@@ -6,6 +6,7 @@
 
 #include <cstdint>
 
+#include "packed_weight.h"
 #include "transpose.h"
 
 namespace outrider {
@@ -13,6 +14,7 @@ namespace {
 
 struct Avx512Vectors {
   using Sum = __m512;
+  using Cells = __m512i;
 
   static constexpr int kScoreRows = 12, kScoreBlocks = 2, kValueRows = 6, kValueBlocks = 4;
 
@@ -48,6 +50,22 @@ struct Avx512Vectors {
     const __mmask16 both =
         _mm512_mask_cmp_epi32_mask(after, lanes, _mm512_set1_epi32(static_cast<int>(last)), _MM_CMPINT_LT);
     return _mm512_mask_mov_ps(_mm512_set1_ps(otherwise), both, values);
+  }
+  static void store_cells(uint32_t* memory, Cells cells) { _mm512_store_si512(memory, cells); }
+  // Calls `each` with the number and the cells of each pair of a compressed segment.
+  template <class Each>
+  static void expand(const uint8_t* segment, const uint8_t* upper_bytes, const Each& each) {
+    const __m512i table = _mm512_broadcast_i32x4(_mm_loadu_si128(reinterpret_cast<const __m128i*>(upper_bytes)));
+    const __m512i low_half = _mm512_set1_epi8(0x0f);
+    for (int64_t two = 0; two < kSegmentPairs / 2; ++two) {
+      const __m512i lower = _mm512_loadu_si512(segment + two * kTwoPairs);
+      const uint8_t* codes_of_two = segment + kCodesAt + two * kTwoPairs / 2;
+      const __m512i packed = _mm512_cvtepu8_epi16(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(codes_of_two)));
+      const __m512i codes = _mm512_and_si512(_mm512_or_si512(packed, _mm512_slli_epi16(packed, 4)), low_half);
+      const __m512i upper = _mm512_shuffle_epi8(table, codes);
+      each(two * 2, _mm512_unpacklo_epi8(lower, upper));
+      each(two * 2 + 1, _mm512_unpackhi_epi8(lower, upper));
+    }
   }
   static void transpose(const uint32_t* from, int64_t from_step, uint32_t* to, int64_t to_step) {
     transpose8(from, from_step, to, to_step);

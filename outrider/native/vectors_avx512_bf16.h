@@ -19,6 +19,7 @@ struct Avx512Bf16 : Avx512Vectors {
   static constexpr int kRows = 8;
   static constexpr bool kWidensRows = false;
 
+  static Weights split(Cells cells) { return cells; }
   static Weights load(const uint32_t* weights) { return _mm512_loadu_si512(weights); }
   static Pair spread(uint32_t pair) { return _mm512_set1_epi32(static_cast<int>(pair)); }
   static void add(Sum& sum, Pair pair, Weights weights) {

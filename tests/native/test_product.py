@@ -101,6 +101,43 @@ def test_bits_are_those_of_few_rows_where_many_pass_over_a_part_of_a_weight(prod
     assert torch.equal(product(rows, weight), expected)
 
 
+def segments(packed: torch.Tensor) -> list[bool]:
+    """Returns of each segment, in order, whether it is compressed (see packed_weight.h)."""
+    num_blocks, num_pairs = packed[24:40].view(torch.int64).tolist()
+    places = packed[64 : 64 + 4 * num_blocks * -(-num_pairs // 16)].view(torch.int32)
+    return [place & 1 == 1 for place in places.tolist()]
+
+
+def test_nearly_all_weights_of_a_model_are_compressed() -> None:
+    weight = given(1, 1536, 960)[1] * 0.04
+    found = segments(pack(weight))
+    assert len(found) == 60 * 48
+    assert sum(found) > 0.9 * len(found)
+    assert segments(pack(torch.zeros_like(weight))) == [True] * len(found)
+
+
+@pytest.mark.parametrize(("num_in", "num_out"), [(576, 96), (100, 33), (70, 20)])
+def test_compressed_or_not_a_weight_is_the_same(product: Product, num_in: int, num_out: int) -> None:
+    weight = torch.rand(num_out, num_in, generator=torch.Generator().manual_seed(5)).add(0.5).bfloat16()
+    # Numbers of many sizes, in some segments of some blocks.
+    for block, segment in ((0, 0), (1, 1), (3, 1), (3, 4), (5, 17)):
+        part = weight[16 * block : 16 * block + 16, 32 * segment : 32 * segment + 32]
+        part *= 2.0 ** torch.arange(-60, 60, 5).repeat(32)[: part.numel()].view_as(part)  # exact
+    found = segments(pack(weight))
+    assert not all(found)
+    assert any(found)
+    for rows in torch.eye(num_in).bfloat16(), torch.eye(num_in)[7:10].bfloat16():
+        assert torch.equal(product(rows, weight), rows @ weight.T)
+
+
+def test_the_memory_of_a_weight_follows_from_its_shape() -> None:
+    # Layers of one shape run the same compiled code.
+    ordinary = given(1, 70, 33)[1]
+    many_sizes = ordinary * (2.0 ** torch.arange(-105, 105, 3)).bfloat16()
+    assert len(pack(many_sizes)) == len(pack(ordinary))
+    assert sum(segments(pack(many_sizes))) < sum(segments(pack(ordinary)))
+
+
 def test_a_bias_is_added_before_the_sum_is_rounded(product: Product) -> None:
     rows, weight = given(3, 64, 33)
     bias = torch.randn(33).bfloat16()
@@ -143,8 +180,9 @@ def test_the_largest_sums_round_to_infinity(product: Product) -> None:
     [
         ({"rows": torch.zeros(2, 8)}, "must be bfloat16"),
         ({"rows": torch.zeros(2, 10).bfloat16()}, "number of inputs"),
-        ({"weight": torch.zeros(1, 4, 16, 2)}, "must be bfloat16"),
-        ({"weight": torch.zeros(2, 4, 16, 2).bfloat16()}, "not packed"),
+        ({"weight": torch.zeros(9, 8).bfloat16()}, "not packed"),
+        ({"weight": torch.zeros(1000, dtype=torch.uint8)}, "not packed"),
+        ({"out_features": 17}, "not packed for so many"),
         ({"bias": torch.zeros(3).bfloat16()}, "bias"),
         ({"variant": 4}, "variant 4"),
         ({"variant": -1}, "variant -1"),
@@ -153,7 +191,7 @@ def test_the_largest_sums_round_to_infinity(product: Product) -> None:
 def test_what_does_not_fit_is_an_error(change: dict[str, object], message: str) -> None:
     arguments = {
         "rows": torch.zeros(2, 8).bfloat16(),
-        "weight": torch.zeros(1, 4, 16, 2).bfloat16(),
+        "weight": pack(torch.zeros(9, 8).bfloat16()),
         "bias": None,
         "out_features": 9,
         "variant": 0,
