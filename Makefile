@@ -52,7 +52,7 @@ MERMAID_VERSION := 12.3.0
 JSON_SCHEMA_SUITE := .cache/json-schema-test-suite
 JSON_SCHEMA_SUITE_VERSION := 0.0.10
 
-.PHONY: help install demo test test-all bench-check lint proto-check proto-release schemas wheel format exactness gpu-check faults sanitize attacks browser playground-pictures clients chaos vllm bench docs docs-pages docs-picture quickstart json-schema-suite k8s-config k8s-constraints k8s-check images cluster clean
+.PHONY: help install demo test test-all bench-check lint proto-check proto-release schemas wheel format exactness gpu-check faults sanitize emulate attacks browser playground-pictures clients chaos vllm bench docs docs-pages docs-picture quickstart json-schema-suite k8s-config k8s-constraints k8s-check images cluster clean
 
 help: ## Shows this list.
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / {printf "  make %-16s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -134,6 +134,10 @@ sanitize: install ## Runs the tests of the native operators with each access to 
 	@trap 'rm -f outrider/native/operators-*.so' EXIT; \
 	  LD_PRELOAD="$$(g++ -print-file-name=libasan.so) $$(g++ -print-file-name=libstdc++.so)" ASAN_OPTIONS=detect_leaks=0 \
 	  $(BIN)/python -m pytest -q tests/native tests/lm/test_packed_linear.py tests/drafters/test_largest.py $(ARGS)
+
+emulate: install ## Runs the tests of the native operators with instructions that this CPU lacks emulated (bfloat16, AMX).
+	@$(BIN)/python -m outrider.native "g++ -include $(CURDIR)/tests/native/emulated.h"
+	@trap 'rm -f outrider/native/operators-*.so' EXIT; $(BIN)/python -m pytest -q tests/native tests/lm/test_packed_linear.py $(ARGS)
 
 attacks: install ## Tries every attack of docs/reliability.md on real servers.
 	@$(BIN)/python -m pytest -q tests/attacks -m 'slow or not slow' $(ARGS)
