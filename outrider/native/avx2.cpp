@@ -38,7 +38,9 @@ struct Avx2 {
   static __m256 odd(__m256i pairs) {
     return _mm256_castsi256_ps(_mm256_and_si256(pairs, _mm256_set1_epi32(static_cast<int>(0xffff0000))));
   }
-  static Weights split(const Cells& cells) { return {even(cells.low), odd(cells.low), even(cells.high), odd(cells.high)}; }
+  static Weights split(const Cells& cells) {
+    return {even(cells.low), odd(cells.low), even(cells.high), odd(cells.high)};
+  }
   static Weights load(const uint32_t* weights) {
     const auto* given = reinterpret_cast<const __m256i*>(weights);
     return split({_mm256_loadu_si256(given), _mm256_loadu_si256(given + 1)});
@@ -51,18 +53,20 @@ struct Avx2 {
   template <class Each>
   static void expand(const uint8_t* segment, const uint8_t* upper_bytes, const Each& each) {
     const __m256i table = _mm256_broadcastsi128_si256(_mm_loadu_si128(reinterpret_cast<const __m128i*>(upper_bytes)));
-    const auto upper = [&](const uint8_t* given) {
-      const __m256i packed = _mm256_cvtepu8_epi16(_mm_loadu_si128(reinterpret_cast<const __m128i*>(given)));
-      const __m256i both = _mm256_or_si256(packed, _mm256_slli_epi16(packed, 4));
-      return _mm256_shuffle_epi8(table, _mm256_and_si256(both, _mm256_set1_epi8(0x0f)));
+    const __m256i low_half = _mm256_set1_epi8(0x0f);
+    const auto two_pairs = [&](int64_t pair, __m256i low_codes, __m256i high_codes) {
+      const auto* lower = reinterpret_cast<const __m256i*>(segment + pair / 2 * kTwoPairs);
+      const __m256i low = _mm256_loadu_si256(lower), high = _mm256_loadu_si256(lower + 1);
+      const __m256i low_upper = _mm256_shuffle_epi8(table, _mm256_and_si256(low_codes, low_half));
+      const __m256i high_upper = _mm256_shuffle_epi8(table, _mm256_and_si256(high_codes, low_half));
+      each(pair, Cells{_mm256_unpacklo_epi8(low, low_upper), _mm256_unpacklo_epi8(high, high_upper)});
+      each(pair + 1, Cells{_mm256_unpackhi_epi8(low, low_upper), _mm256_unpackhi_epi8(high, high_upper)});
     };
-    for (int64_t two = 0; two < kSegmentPairs / 2; ++two) {
-      const auto* lower = reinterpret_cast<const __m256i*>(segment + two * kTwoPairs);
-      const uint8_t* codes = segment + kCodesAt + two * kTwoPairs / 2;
-      const __m256i low = _mm256_loadu_si256(lower), low_upper = upper(codes);
-      const __m256i high = _mm256_loadu_si256(lower + 1), high_upper = upper(codes + kTwoPairs / 4);
-      each(two * 2, Cells{_mm256_unpacklo_epi8(low, low_upper), _mm256_unpacklo_epi8(high, high_upper)});
-      each(two * 2 + 1, Cells{_mm256_unpackhi_epi8(low, low_upper), _mm256_unpackhi_epi8(high, high_upper)});
+    for (int64_t pair = 0; pair < kSegmentPairs; pair += 4) {
+      const auto* codes = reinterpret_cast<const __m256i*>(segment + kCodesAt + pair / 4 * kTwoPairs);
+      const __m256i low = _mm256_loadu_si256(codes), high = _mm256_loadu_si256(codes + 1);
+      two_pairs(pair, low, high);
+      two_pairs(pair + 2, _mm256_srli_epi16(low, 4), _mm256_srli_epi16(high, 4));
     }
   }
   static Pair spread(uint32_t pair) {

@@ -132,17 +132,17 @@ class Packing {
 
   void compress(const Segment& segment, uint8_t* memory) const {
     constexpr int64_t kGroup = 8;  // weights of one pair that follow each other
+    std::memset(memory + kCodesAt, 0, kSegmentPairs / 4 * kTwoPairs);
     for (int64_t two = 0; two < kSegmentPairs / 2; ++two) {
       const uint16_t* given = segment.data() + two * kTwoPairs;
       uint8_t* lower = memory + two * kTwoPairs;
-      uint8_t* codes = memory + kCodesAt + two * kTwoPairs / 2;
-      std::memset(codes, 0, kTwoPairs / 2);
+      uint8_t* codes = memory + kCodesAt + two / 2 * kTwoPairs;
       for (int64_t at = 0; at < kTwoPairs; ++at) {
         const int64_t group = at / kGroup;
         const uint16_t weight = given[group % 2 * kTwoPairs / 2 + group / 2 * kGroup + at % kGroup];
         lower[at] = static_cast<uint8_t>(weight);
         const int code = codes_[upper(weight)] + sign(weight) * kCodes / 2;
-        codes[at / 2] |= static_cast<uint8_t>(code << at % 2 * 4);
+        codes[at] |= static_cast<uint8_t>(code << two % 2 * 4);
       }
     }
   }

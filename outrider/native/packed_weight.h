@@ -20,8 +20,9 @@ namespace outrider {
 constexpr int64_t kColumns = 16;
 constexpr int64_t kSegmentPairs = 16;
 constexpr int64_t kSegmentCells = kSegmentPairs * kColumns;
-// A compressed segment: of each two pairs the lower bytes, [64], one after another, then of each two pairs the codes, [32].
-// Of two pairs, eight weights of the first and eight of the second follow each other.
+// A compressed segment: of each two pairs the lower bytes, [64], one after another, then of each four pairs the codes, [64],
+// those of the first two in the lower half of a byte. Of two pairs, eight weights of the first and eight of the second
+// follow each other.
 constexpr int64_t kTwoPairs = 4 * kColumns;
 constexpr int64_t kCodesAt = kSegmentPairs / 2 * kTwoPairs;
 constexpr int64_t kCompressedLines = kCodesAt * 3 / 2 / kLineBytes;

@@ -57,14 +57,16 @@ struct Avx512Vectors {
   static void expand(const uint8_t* segment, const uint8_t* upper_bytes, const Each& each) {
     const __m512i table = _mm512_broadcast_i32x4(_mm_loadu_si128(reinterpret_cast<const __m128i*>(upper_bytes)));
     const __m512i low_half = _mm512_set1_epi8(0x0f);
-    for (int64_t two = 0; two < kSegmentPairs / 2; ++two) {
-      const __m512i lower = _mm512_loadu_si512(segment + two * kTwoPairs);
-      const uint8_t* codes_of_two = segment + kCodesAt + two * kTwoPairs / 2;
-      const __m512i packed = _mm512_cvtepu8_epi16(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(codes_of_two)));
-      const __m512i codes = _mm512_and_si512(_mm512_or_si512(packed, _mm512_slli_epi16(packed, 4)), low_half);
-      const __m512i upper = _mm512_shuffle_epi8(table, codes);
-      each(two * 2, _mm512_unpacklo_epi8(lower, upper));
-      each(two * 2 + 1, _mm512_unpackhi_epi8(lower, upper));
+    const auto two_pairs = [&](int64_t pair, __m512i codes) {
+      const __m512i lower = _mm512_loadu_si512(segment + pair / 2 * kTwoPairs);
+      const __m512i upper = _mm512_shuffle_epi8(table, _mm512_and_si512(codes, low_half));
+      each(pair, _mm512_unpacklo_epi8(lower, upper));
+      each(pair + 1, _mm512_unpackhi_epi8(lower, upper));
+    };
+    for (int64_t pair = 0; pair < kSegmentPairs; pair += 4) {
+      const __m512i codes = _mm512_loadu_si512(segment + kCodesAt + pair / 4 * kTwoPairs);
+      two_pairs(pair, codes);
+      two_pairs(pair + 2, _mm512_srli_epi16(codes, 4));
     }
   }
   static void transpose(const uint32_t* from, int64_t from_step, uint32_t* to, int64_t to_step) {
