@@ -142,7 +142,7 @@ Tensor packed_product(
   STD_TORCH_CHECK(
       rows.scalar_type() == ScalarType::BFloat16 && (!bias || bias->scalar_type() == ScalarType::BFloat16),
       "rows and bias must be bfloat16");
-  const int64_t num_inputs = rows.size(rows.dim() - 1), num_pairs = (num_inputs + 1) / 2;
+  const int64_t num_inputs = rows.size(rows.dim() - 1), num_pairs = outrider::pairs_of_inputs(num_inputs);
   const int64_t num_blocks = (out_features + outrider::kColumns - 1) / outrider::kColumns;
   const outrider::PackedWeight packed = weight_of(weight, num_pairs, out_features);
   STD_TORCH_CHECK(!bias || (bias->numel() == out_features && bias->is_contiguous()), "the bias does not fit");
@@ -158,7 +158,7 @@ Tensor packed_product(
   const auto* inputs = static_cast<const uint16_t*>(given.const_data_ptr());
   std::vector<uint32_t> copied;
   // Pairs are read at once: each row must begin at one, and end with one.
-  if (num_inputs % 2 != 0 || reinterpret_cast<uintptr_t>(inputs) % alignof(uint32_t) != 0) {
+  if (num_inputs != 2 * num_pairs || reinterpret_cast<uintptr_t>(inputs) % alignof(uint32_t) != 0) {
     copied.resize(num_rows * num_pairs);
     for (int64_t row = 0; row < num_rows; ++row) {
       std::copy_n(inputs + row * num_inputs, num_inputs, reinterpret_cast<uint16_t*>(copied.data() + row * num_pairs));

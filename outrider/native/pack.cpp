@@ -38,7 +38,7 @@ class Packing {
         num_out_(num_out),
         num_in_(num_in),
         num_blocks_((num_out + kColumns - 1) / kColumns),
-        num_pairs_((num_in + 1) / 2),
+        num_pairs_(pairs_of_inputs(num_in)),
         num_segments_((num_pairs_ + kSegmentPairs - 1) / kSegmentPairs),
         places_(num_blocks_ * num_segments_) {}
 

@@ -10,6 +10,7 @@
 
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 
 #include "cache_line.h"
@@ -27,6 +28,9 @@ constexpr int64_t kTwoPairs = 4 * kColumns;
 constexpr int64_t kCodesAt = kSegmentPairs / 2 * kTwoPairs;
 constexpr int64_t kCompressedLines = kCodesAt * 3 / 2 / kLineBytes;
 constexpr int64_t kCodes = 16;
+
+// Pairs of so many inputs, the last of which may lack one; without inputs, one pair of zeros.
+constexpr int64_t pairs_of_inputs(int64_t num_inputs) { return std::max<int64_t>(1, (num_inputs + 1) / 2); }
 
 // What memory of a packed weight begins with; places and lines follow.
 struct alignas(kLineBytes) PackedHeader {
