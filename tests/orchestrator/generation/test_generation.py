@@ -117,7 +117,8 @@ async def test_proposals_are_verified_and_counted(
 async def test_accepted_tokens_name_their_drafters(
     orchestrator: Orchestrator, target: ScriptedTarget, draft: ScriptedDraft
 ) -> None:
-    draft.drafters = ["eagle3", "suffix", "eagle3+suffix", ""]
+    # Two places each: the target's own token, which ends every verdict, never takes both.
+    draft.drafters = [name for name in ("eagle3", "suffix", "eagle3+suffix", "") for _ in range(2)]
     target.allow(1)
     streaming = Streaming(orchestrator, asking())
     await streaming.until(1)
@@ -128,7 +129,7 @@ async def test_accepted_tokens_name_their_drafters(
     for delta in (event.delta for event in events if event.HasField("delta")):
         accepted = [origin == tokens_pb2.TOKEN_ORIGIN_ACCEPTED for origin in delta.origins]
         start = len(PROMPT) + delta.offset
-        names = [draft.drafters[position % 4] for position in range(start, start + len(accepted))]
+        names = [draft.drafters[position % 8] for position in range(start, start + len(accepted))]
         expected = [name if is_accepted else "" for name, is_accepted in zip(names, accepted, strict=True)]
         assert list(delta.drafters) == (expected if any(expected) else [])
         counted.update(filter(None, delta.drafters))
