@@ -20,8 +20,6 @@ MODEL_DRAFTERS: Final = ("model", *HEADS)
 """Drafters with a model or a head of their own."""
 _PATH_STARTS: Final = ("/", "./", "../", "~")
 _MANIFEST: Final = "outrider_draft.json"
-_SPIN: Final = "GOMP_SPINCOUNT"
-_SHORT_SPIN: Final = "20000"
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,7 +174,6 @@ class StackOptions:
         settings = {
             "OUTRIDER_MODEL": self.model,
             "OUTRIDER_NUM_THREADS": str(self.target_threads),
-            **self._spinning(),
             "OUTRIDER_KV_BLOCKS_URL": kv_blocks_url or self.kv_blocks_url,
             **_given(
                 {
@@ -192,17 +189,6 @@ class StackOptions:
         for number in range(self.num_targets):
             spec = self._spec(f"target-{number}", "target_service", settings)
             yield replace(spec, cores=self.target_cores, num_ranks=self.tensor_parallel)
-
-    def _spinning(self) -> dict[str, str]:
-        """Return the setting by which OpenMP's workers of a target that drafts itself end their spinning early.
-
-        Between two passes they spin for milliseconds, on the core that the orchestrator needs while a head drafts on
-        the other one (two cores: 1.05 times as fast greedily). Elsewhere a worker that fell asleep between passes is
-        waited for: with OpenMP's own bound 1 to 16 sessions are 1.07 to 1.2 times as fast.
-        """
-        within = next((draft for draft in self.drafts if draft.at == AT_TARGET), None)
-        is_model = within is not None and within.main not in LOOKUPS
-        return {_SPIN: os.environ.get(_SPIN, _SHORT_SPIN)} if is_model else {}
 
     def _drafter_within(self) -> dict[str, str]:
         """Return the settings of the drafter within the targets; none where there is none."""

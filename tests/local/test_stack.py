@@ -214,20 +214,3 @@ def test_published_heads_get_the_target_of_the_stack(tmp_path: Path) -> None:
     (tmp_path / "outrider_draft.json").write_text("{}")
     (spec,) = StackOptions(drafts=(DraftOptions("eagle3", str(tmp_path)),)).draft_specs()
     assert "OUTRIDER_TARGET" not in spec.environment
-
-
-@pytest.mark.parametrize("drafter", ["block", "eagle3+suffix"])
-def test_workers_of_a_target_that_drafts_itself_do_not_spin_for_long(
-    drafter: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    stack = StackOptions(drafts=(DraftOptions("ngram"), DraftOptions(drafter, at="target")))
-    monkeypatch.delenv("GOMP_SPINCOUNT", raising=False)
-    assert [spec.environment["GOMP_SPINCOUNT"] for spec in stack.target_specs()] == ["20000"]
-    monkeypatch.setenv("GOMP_SPINCOUNT", "7")
-    assert [spec.environment["GOMP_SPINCOUNT"] for spec in stack.target_specs()] == ["7"]
-
-
-@pytest.mark.parametrize("drafts", [(), (DraftOptions("ngram", at="target"), DraftOptions("block"))])
-def test_others_spin_as_long_as_usual(drafts: tuple[DraftOptions, ...]) -> None:
-    (spec,) = StackOptions(drafts=drafts).target_specs()
-    assert "GOMP_SPINCOUNT" not in spec.environment
