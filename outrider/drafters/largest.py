@@ -17,7 +17,6 @@ from outrider import native
 _BLOCK_LEN: Final = 128
 _NUM_SORTED: Final = 2**14
 """Scores of all rows together, up to which sorting them takes less time than finding the blocks."""
-_NATIVE_TYPES: Final = (torch.float32, torch.bfloat16)
 
 
 def largest_shares(scores: Tensor, num: int, *, is_softmax: bool) -> tuple[Tensor, Tensor]:
@@ -35,7 +34,7 @@ def largest_shares(scores: Tensor, num: int, *, is_softmax: bool) -> tuple[Tenso
         Places [F, num], int64, and shares [F, num]: of each score in the sum of its row, to three digits; 0 where the
         sum is 0.
     """
-    variant = native.loaded_variant() if scores.device.type == "cpu" and scores.dtype in _NATIVE_TYPES else None
+    variant = native.loaded_variant() if scores.device.type == "cpu" and scores.dtype in native.SCORE_TYPES else None
     if variant is not None:
         places, shares = torch.ops.outrider.largest_scores.default(scores.contiguous(), num, is_softmax, int(variant))
         return places, shares

@@ -11,6 +11,8 @@ row and on what it sees only: keys and values are added in order of position.
 `race_candidates` finds the few tokens that can win the race of a sampled row (`outrider.speculation.draws`), by bounds
 of their weight and noise; the winner is then found among them exactly, with the bits of a race of all.
 
+`places_of_largest` finds the largest score of each row.
+
 `uniform_noise` makes the keyed random numbers of many tokens (`outrider.speculation.randomness`), with the same bits.
 
 The others are for drafts, which need not be exact. `largest_scores` finds the largest scores of rows, and about what
@@ -36,6 +38,8 @@ _LOG: Final = logging.getLogger(__name__)
 _COLUMNS: Final = 16
 MOST_BYTE_INPUTS: Final = 65536
 """Inputs of a product in 8 bits, at most: the sums are of 32 bits."""
+SCORE_TYPES: Final = (torch.bfloat16, torch.float32)
+"""Of the scores that operators find the largest of."""
 _QUAD: Final = 4
 _LARGEST_BYTE: Final = 127
 _BYTE_OFFSET: Final = 128

@@ -232,6 +232,8 @@ void largest_avx2(const ScoreRow& row, int64_t num, float* scratch, int64_t* pla
   largest(row, num, scratch, places, shares);
 }
 
+int64_t place_of_largest_avx2(const ScoreRow& row) { return place_of_largest(row); }
+
 RaceBounds race_avx2(const RaceRow& row, int64_t begin, int64_t end, float* bounds) {
   return race(row, begin, end, bounds);
 }

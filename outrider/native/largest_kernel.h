@@ -37,21 +37,22 @@ inline int64_t place_of(int32_t key, const int32_t* keys) {
   return at;
 }
 
-// Writes the keys of scores [begin, end), and returns the largest.
+// The key of a score. A sum with 0 makes -0 one of the equals of 0.
+inline int32_t key_of(float score) {
+  return score != score ? INT32_MAX : ordered(std::bit_cast<int32_t>(score + 0.0f));
+}
+
+// Writes the keys of scores [begin, end) to `keys`, and returns the largest.
 inline int32_t write_keys(const ScoreRow& row, int64_t begin, int64_t end, int32_t* keys) {
+  const int64_t num = end - begin;
   if (row.is_float32) {
-    const auto* scores = static_cast<const int32_t*>(row.scores);
-    // A sum with 0 makes -0 one of the equals of 0.
-    for (int64_t at = begin; at < end; ++at) {
-      keys[at] = ordered(std::bit_cast<int32_t>(std::bit_cast<float>(scores[at]) + 0.0f));
-    }
+    const auto* scores = static_cast<const float*>(row.scores) + begin;
+    for (int64_t at = 0; at < num; ++at) keys[at] = key_of(scores[at]);
   } else {
-    const auto* scores = static_cast<const uint16_t*>(row.scores);
-    for (int64_t at = begin; at < end; ++at) {
-      keys[at] = ordered(std::bit_cast<int32_t>(std::bit_cast<float>(static_cast<uint32_t>(scores[at]) << 16) + 0.0f));
-    }
+    const auto* scores = static_cast<const uint16_t*>(row.scores) + begin;
+    for (int64_t at = 0; at < num; ++at) keys[at] = key_of(std::bit_cast<float>(static_cast<uint32_t>(scores[at]) << 16));
   }
-  return largest_key(keys + begin, end - begin);
+  return largest_key(keys, num);
 }
 
 // The sum of all scores, or of 2 to the power of their distances from the top, in bits.
@@ -78,7 +79,7 @@ inline void largest(const ScoreRow& row, int64_t num, float* scratch, int64_t* p
   const int64_t num_groups = (row.num_scores + kGroup - 1) / kGroup;
   const auto end_of = [&](int64_t group) { return std::min((group + 1) * kGroup, row.num_scores); };
   for (int64_t group = 0; group < num_groups; ++group) {
-    groups[group] = write_keys(row, group * kGroup, end_of(group), keys);
+    groups[group] = write_keys(row, group * kGroup, end_of(group), keys + group * kGroup);
   }
   const float top = score_of(largest_key(groups, num_groups));
   const float total = total_of(keys, row.num_scores, row.is_softmax, top);
@@ -93,6 +94,21 @@ inline void largest(const ScoreRow& row, int64_t num, float* scratch, int64_t* p
     keys[places[rank]] = INT32_MIN;
     groups[group] = largest_key(keys + first, end_of(group) - first);
   }
+}
+
+inline int64_t place_of_largest(const ScoreRow& row) {
+  int32_t keys[kGroup];
+  const auto write_group = [&](int64_t begin) {
+    return write_keys(row, begin, std::min(begin + kGroup, row.num_scores), keys);
+  };
+  int64_t best = 0;
+  int32_t largest = write_group(0);
+  for (int64_t begin = kGroup; begin < row.num_scores; begin += kGroup) {
+    const int32_t key = write_group(begin);
+    if (key > largest) largest = key, best = begin;
+  }
+  write_group(best);
+  return best + place_of(largest, keys);
 }
 
 }  // namespace

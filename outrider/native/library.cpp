@@ -8,6 +8,8 @@
 
 #include <algorithm>
 #include <atomic>
+#include <bit>
+#include <cmath>
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
@@ -55,6 +57,13 @@ constexpr outrider::LargestKernel kLargest[] = {
     outrider::largest_avx512,
     outrider::largest_avx512,
     outrider::largest_avx512,
+};
+
+constexpr outrider::PlaceKernel kPlaces[] = {
+    outrider::place_of_largest_avx2,
+    outrider::place_of_largest_avx512,
+    outrider::place_of_largest_avx512,
+    outrider::place_of_largest_avx512,
 };
 
 constexpr outrider::AttentionKernel kAttentions[] = {
@@ -279,31 +288,79 @@ Tensor race_candidates(
   return output;
 }
 
+// The rows of bfloat16 or float32 scores, [R, V].
+class Scores {
+ public:
+  explicit Scores(const Tensor& scores)
+      : memory_(static_cast<const char*>(scores.const_data_ptr())),
+        is_float32_(scores.scalar_type() == ScalarType::Float),
+        row_bytes_(static_cast<int64_t>(scores.element_size())) {
+    STD_TORCH_CHECK(scores.dim() == 2 && scores.is_contiguous(), "scores must have rows, and be contiguous");
+    STD_TORCH_CHECK(is_float32_ || scores.scalar_type() == ScalarType::BFloat16, "scores are bfloat16 or float32");
+    num_rows_ = scores.size(0), num_scores_ = scores.size(1);
+    row_bytes_ *= num_scores_;
+  }
+
+  int64_t num_rows() const { return num_rows_; }
+  int64_t num_scores() const { return num_scores_; }
+  outrider::ScoreRow row(int64_t number, bool is_softmax) const {
+    return {memory_ + number * row_bytes_, num_scores_, is_float32_, is_softmax};
+  }
+  float score(int64_t number, int64_t place) const {
+    const char* own = memory_ + number * row_bytes_;
+    if (is_float32_) return reinterpret_cast<const float*>(own)[place];
+    return std::bit_cast<float>(static_cast<uint32_t>(reinterpret_cast<const uint16_t*>(own)[place]) << 16);
+  }
+
+  // Calls `each` with the number of every row, on as many threads as they are worth.
+  template <class Each>
+  void for_each(const Each& each) const {
+    torch::stable::parallel_for(
+        0, num_rows_, std::max<int64_t>(1, kLeastWork / num_scores_), [&](int64_t first, int64_t last) {
+          for (int64_t number = first; number < last; ++number) each(number);
+        });
+  }
+
+ private:
+  const char* memory_;
+  bool is_float32_;
+  int64_t row_bytes_;
+  int64_t num_rows_ = 0, num_scores_ = 0;
+};
+
 // scores: bfloat16 or float32 [R, V], contiguous, no NaN; at least 0 unless `is_softmax`. Returns of each row the places
 // of its `num` largest, int64 [R, num], and their shares, float32 [R, num]; see `outrider::LargestKernel`.
 std::tuple<Tensor, Tensor> largest_scores(const Tensor& scores, int64_t num, bool is_softmax, int64_t variant) {
-  STD_TORCH_CHECK(scores.dim() == 2 && scores.is_contiguous(), "scores must have rows, and be contiguous");
-  const bool is_float32 = scores.scalar_type() == ScalarType::Float;
-  STD_TORCH_CHECK(is_float32 || scores.scalar_type() == ScalarType::BFloat16, "scores are bfloat16 or float32");
-  const int64_t num_rows = scores.size(0), num_scores = scores.size(1);
-  STD_TORCH_CHECK(num > 0 && num <= num_scores, "a row of ", num_scores, " scores has no ", num, " largest");
+  const Scores given(scores);
+  STD_TORCH_CHECK(
+      num > 0 && num <= given.num_scores(), "a row of ", given.num_scores(), " scores has no ", num, " largest");
   outrider::check_variant(variant);
 
-  Tensor places = torch::stable::new_empty(scores, {num_rows, num}, ScalarType::Long);
-  Tensor shares = torch::stable::new_empty(scores, {num_rows, num}, ScalarType::Float);
-  const auto* given = static_cast<const char*>(scores.const_data_ptr());
+  Tensor places = torch::stable::new_empty(scores, {given.num_rows(), num}, ScalarType::Long);
+  Tensor shares = torch::stable::new_empty(scores, {given.num_rows(), num}, ScalarType::Float);
   auto* place = static_cast<int64_t*>(places.mutable_data_ptr());
   auto* share = static_cast<float*>(shares.mutable_data_ptr());
-  const int64_t row_bytes = num_scores * scores.element_size();
-  const int64_t grain = std::max<int64_t>(1, kLeastWork / num_scores);
-  torch::stable::parallel_for(0, num_rows, grain, [&](int64_t first, int64_t last) {
-    float* scratch = thread_scratch(outrider::largest_scratch(num_scores));
-    for (int64_t row = first; row < last; ++row) {
-      const outrider::ScoreRow scored{given + row * row_bytes, num_scores, is_float32, is_softmax};
-      kLargest[variant](scored, num, scratch, place + row * num, share + row * num);
-    }
+  given.for_each([&](int64_t row) {
+    float* scratch = thread_scratch(outrider::largest_scratch(given.num_scores()));
+    kLargest[variant](given.row(row, is_softmax), num, scratch, place + row * num, share + row * num);
   });
   return {places, shares};
+}
+
+// scores: bfloat16 or float32 [R, V], contiguous. Returns the place of each row's largest score, and 1 where it is
+// finite, else 0: int64 [2, R]; see `outrider::PlaceKernel`.
+Tensor places_of_largest(const Tensor& scores, int64_t variant) {
+  const Scores given(scores);
+  STD_TORCH_CHECK(given.num_scores() > 0, "a row has no scores");
+  outrider::check_variant(variant);
+
+  Tensor output = torch::stable::new_empty(scores, {2, given.num_rows()}, ScalarType::Long);
+  auto* places = static_cast<int64_t*>(output.mutable_data_ptr());
+  given.for_each([&](int64_t row) {
+    places[row] = kPlaces[variant](given.row(row, false));
+    places[given.num_rows() + row] = std::isfinite(given.score(row, places[row]));
+  });
+  return output;
 }
 
 // The numbers of a layout, in order.
@@ -500,6 +557,7 @@ STABLE_TORCH_LIBRARY_FRAGMENT(outrider, library) {
       "Tensor layout, float scaling, int window, float softcap, int variant) -> Tensor");
   library.def("uniform_noise(Tensor token_ids, Tensor counters, int variant) -> Tensor");
   library.def("largest_scores(Tensor scores, int num, bool is_softmax, int variant) -> (Tensor, Tensor)");
+  library.def("places_of_largest(Tensor scores, int variant) -> Tensor");
   library.def("best_variant() -> int");
 }
 
@@ -509,6 +567,7 @@ STABLE_TORCH_LIBRARY_IMPL(outrider, CPU, library) {
   library.impl("race_candidates", TORCH_BOX(&race_candidates));
   library.impl("uniform_noise", TORCH_BOX(&uniform_noise));
   library.impl("largest_scores", TORCH_BOX(&largest_scores));
+  library.impl("places_of_largest", TORCH_BOX(&places_of_largest));
 }
 
 STABLE_TORCH_LIBRARY_IMPL(outrider, CompositeExplicitAutograd, library) {

@@ -105,11 +105,10 @@ def _needs(metadata: SamplingMetadata, vocabulary_size: int) -> tuple[int, int, 
 def _drawn(logits: Tensor, draws: Sequence[Draw]) -> Tensor:
     """Return token ids, and 1 where the largest logit is finite, else 0: int64 [2, R]."""
     metadata = [draw.metadata for draw in draws]
-    scores = changed_logits(_rows(logits, [draw.row for draw in draws]), metadata)
+    rows = _rows(logits, [draw.row for draw in draws])
     if metadata[0].parameters.is_greedy:
-        token_ids = _places_of_largest(scores)  # a NaN, if there is one
-        tops = scores.gather(1, token_ids.unsqueeze(1)).squeeze(1)
-        return torch.stack((token_ids, tops.isfinite().long()))
+        return _largest(rows, metadata)
+    scores = changed_logits(rows, metadata)
     tops = scores.amax(-1)
     are_finite = tops.isfinite()
     if scores.device.type != "cpu" or not are_finite.all():
@@ -123,6 +122,21 @@ def _drawn(logits: Tensor, draws: Sequence[Draw]) -> Tensor:
         # Most rows have one contender, and a row without another needs no race.
         winners = token_ids if len(rows) == len(draws) else _race(_weighed(scores, tops, rows, token_ids, draws), draws)
     return torch.stack((winners, are_finite.long()))
+
+
+def _largest(rows: Tensor, metadata: Sequence[SamplingMetadata]) -> Tensor:
+    """Return what `_drawn` does, without noise."""
+    if any(row.changes_logits or row.allowed is not None for row in metadata):
+        rows = changed_logits(rows, metadata)
+    variant = native.loaded_variant() if rows.device.type == "cpu" and rows.dtype in native.SCORE_TYPES else None
+    if variant is not None:
+        drawn: Tensor = torch.ops.outrider.places_of_largest.default(rows.contiguous(), int(variant))
+        return drawn
+    # An argmax over 16-bit values takes several times as long.
+    scores = rows.float() if rows.element_size() < 4 else rows
+    token_ids = _places_of_largest(scores)  # a NaN, if there is one
+    tops = scores.gather(1, token_ids.unsqueeze(1)).squeeze(1)
+    return torch.stack((token_ids, tops.isfinite().long()))
 
 
 def _places_of_largest(scores: Tensor) -> Tensor:

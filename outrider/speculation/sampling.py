@@ -137,7 +137,6 @@ def changed_logits(logits: Tensor, metadata: Sequence[SamplingMetadata]) -> Tens
     if any(row.allowed is not None for row in metadata):
         logits = _only_allowed(logits, metadata)
     if not any(row.changes_logits for row in metadata):
-        # An argmax over 16-bit values takes several times as long.
         return logits.float() if logits.element_size() < 4 else logits
     scores = logits.to(torch.float64, copy=True)
     _withhold(scores, metadata)
