@@ -145,9 +145,29 @@ inline void score_rows(const uint32_t* queries, const uint32_t* keys, int64_t nu
   }
 }
 
-// Adds the values of keys [first, last), times their weights, to 16 * COLUMNS numbers of ROWS outputs.
-template <class Isa, int ROWS, int COLUMNS>
-inline void value_tile(const Workspace& space, int64_t query, int64_t column, Seen keys) {
+// The values of a page, as `copy_values` laid them out.
+template <class Isa>
+struct CopiedValues {
+  const float* values;
+  int64_t step;
+
+  typename Isa::Sum read(int64_t key, int64_t column) const { return Isa::read(values + key * step + column); }
+};
+
+// The values of a page where they are stored, in bfloat16.
+template <class Isa>
+struct StoredValues {
+  const uint16_t* values;
+  int64_t step;
+
+  typename Isa::Sum read(int64_t key, int64_t column) const { return Isa::widened(values + key * step + column); }
+};
+
+// Adds the values of keys [first, last), times their weights, to 16 * COLUMNS numbers of ROWS outputs. `fetch` is called
+// with each key.
+template <class Isa, int ROWS, int COLUMNS, class Values, class Fetch>
+inline void value_tile(
+    const Workspace& space, int64_t query, int64_t column, Seen keys, const Values& values, const Fetch& fetch) {
   typename Isa::Sum sums[ROWS][COLUMNS];
   float* outputs = space.outputs + query * space.value_lanes + column;
   for (int r = 0; r < ROWS; ++r) {
@@ -158,28 +178,32 @@ inline void value_tile(const Workspace& space, int64_t query, int64_t column, Se
   }
   const float* weights = space.weights + query * kPageLen;
   for (int64_t key = keys.first; key < keys.last; ++key) {
-    typename Isa::Sum values[COLUMNS];
-    for (int c = 0; c < COLUMNS; ++c) values[c] = Isa::read(space.values + key * space.value_lanes + column + c * kLanes);
+    fetch(key);
+    typename Isa::Sum read[COLUMNS];
+    for (int c = 0; c < COLUMNS; ++c) read[c] = values.read(key, column + c * kLanes);
     for (int r = 0; r < ROWS; ++r) {
       const typename Isa::Sum weight = Isa::spread_float(weights[r * kPageLen + key]);
-      for (int c = 0; c < COLUMNS; ++c) sums[r][c] = Isa::fused(weight, values[c], sums[r][c]);
+      for (int c = 0; c < COLUMNS; ++c) sums[r][c] = Isa::fused(weight, read[c], sums[r][c]);
     }
   }
   for (int r = 0; r < ROWS; ++r)
     for (int c = 0; c < COLUMNS; ++c) Isa::store(outputs + r * space.value_lanes + c * kLanes, sums[r][c]);
 }
 
-template <class Isa, int ROWS>
-inline void value_rows(const Workspace& space, int64_t query, int64_t num, Seen keys) {
+template <class Isa, int ROWS, class Values, class Fetch>
+inline void value_rows(
+    const Workspace& space, int64_t query, int64_t num, Seen keys, const Values& values, const Fetch& fetch) {
   if (num == ROWS) {
     constexpr int64_t kColumns = Isa::kValueBlocks * kLanes;
     int64_t column = 0;
     for (; column + kColumns <= space.value_lanes; column += kColumns) {
-      value_tile<Isa, ROWS, Isa::kValueBlocks>(space, query, column, keys);
+      value_tile<Isa, ROWS, Isa::kValueBlocks>(space, query, column, keys, values, fetch);
     }
-    for (; column < space.value_lanes; column += kLanes) value_tile<Isa, ROWS, 1>(space, query, column, keys);
+    for (; column < space.value_lanes; column += kLanes) {
+      value_tile<Isa, ROWS, 1>(space, query, column, keys, values, fetch);
+    }
   } else if constexpr (ROWS > 1) {
-    value_rows<Isa, ROWS - 1>(space, query, num, keys);
+    value_rows<Isa, ROWS - 1>(space, query, num, keys, values, fetch);
   }
 }
 
@@ -357,6 +381,9 @@ inline void add_page(
   // Rows that see the same keys go together. Keys that a row does not see have weight zero, but must not be added all
   // the same: a value that is no number would spoil the sum, and a negative zero would lose its sign.
   bool has_values = false, has_pairs = false;
+  // Values that few queries read are not copied first.
+  const bool reads_once = attention.is_bfloat16 && (last - first) * group <= Isa::kValueRows &&
+                          attention.value_dim % kLanes == 0;
   for (int64_t row = first; row < last;) {
     const Seen seen = seen_keys(attention, tile[row].position, page_start);
     const auto sees_the_same = [&](const AttentionRow& other) {
@@ -374,10 +401,21 @@ inline void add_page(
         continue;
       }
     }
-    if (!has_values) copy_values<Isa>(attention, first_value, keys, space, fetcher);
-    has_values = true;
-    for (int64_t query = row * group; query < next * group; query += Isa::kValueRows) {
-      value_rows<Isa, Isa::kValueRows>(space, query, std::min<int64_t>(Isa::kValueRows, next * group - query), seen);
+    if (reads_once) {
+      const StoredValues<Isa> values{
+          static_cast<const uint16_t*>(attention.values) + first_value, attention.num_key_heads * attention.value_dim};
+      const auto fetch = [&](int64_t key) {
+        if (key % 2 == 0) fetcher.values.fetch_part();
+      };
+      value_rows<Isa, Isa::kValueRows>(space, row * group, (next - row) * group, seen, values, fetch);
+    } else {
+      if (!has_values) copy_values<Isa>(attention, first_value, keys, space, fetcher);
+      has_values = true;
+      const CopiedValues<Isa> values{space.values, space.value_lanes};
+      for (int64_t query = row * group; query < next * group; query += Isa::kValueRows) {
+        const int64_t num = std::min<int64_t>(Isa::kValueRows, next * group - query);
+        value_rows<Isa, Isa::kValueRows>(space, query, num, seen, values, [](int64_t) {});
+      }
     }
     row = next;
   }
