@@ -13,6 +13,7 @@
 #include <cstdint>
 #include <cstring>
 #include <limits>
+#include <utility>
 
 #include "attention.h"
 #include "cache_line.h"
@@ -254,7 +255,9 @@ class Lines {
       : step_(attention.num_key_heads * row_bytes), num_bytes_(attention.heads_together * row_bytes) {
     row_ = static_cast<const char*>(stored) + page * kPageLen * step_ + key_head * row_bytes;
     num_rows_ = kPageLen;
-    const int64_t num_lines = kPageLen * ((num_bytes_ + kLineBytes - 1) / kLineBytes);
+    // Rows without gaps are one.
+    if (num_bytes_ == step_) num_bytes_ *= std::exchange(num_rows_, 1);
+    const int64_t num_lines = num_rows_ * ((num_bytes_ + kLineBytes - 1) / kLineBytes);
     part_ = (num_lines + num_parts - 1) / num_parts;
   }
 
@@ -288,29 +291,30 @@ struct Fetcher {
 
   Fetcher() = default;
 
-  // Each head lays out the keys in groups of eight by eight cells, and the values in pairs.
-  Fetcher(const Attention& attention, int64_t page, int64_t key_head)
+  // Each head lays out the keys in groups of `keys_at_once` by eight cells, and the values in pairs.
+  Fetcher(const Attention& attention, int64_t page, int64_t key_head, int64_t keys_at_once)
       : keys(attention.keys, page, attention.key_cells * sizeof(uint32_t), key_head, attention,
-             attention.heads_together * (kPageLen / 8) * ((attention.key_cells + 7) / 8)),
+             attention.heads_together * (kPageLen / keys_at_once) * ((attention.key_cells + 7) / 8)),
         values(attention.values, page,
                attention.value_dim * (attention.is_bfloat16 ? sizeof(uint16_t) : sizeof(float)), key_head, attention,
                attention.heads_together * kPagePairs) {}
 };
 
-// Lays the cells of some keys side by side, cell by cell; the others of a group of eight come along.
+// Lays the cells of some keys side by side, cell by cell; the others of a group of kTransposed come along.
 template <class Isa>
 inline void transpose_keys(
     const Attention& attention, const uint32_t* page, Seen keys, uint32_t* lanes, Fetcher& fetcher) {
   const int64_t step = attention.num_key_heads * attention.key_cells;
   const bool fetches = fetcher.keys.is_wanted();
-  for (int64_t key = keys.first / 8 * 8; key < keys.last; key += 8) {
+  constexpr int64_t kAtOnce = Isa::kTransposed;
+  for (int64_t key = keys.first / kAtOnce * kAtOnce; key < keys.last; key += kAtOnce) {
     int64_t cell = 0;
     for (; cell + 8 <= attention.key_cells; cell += 8) {
       if (fetches) fetcher.keys.fetch_part();
       Isa::transpose(page + key * step + cell, step, lanes + cell * kPageLen + key, kPageLen);
     }
     for (; cell < attention.key_cells; ++cell)
-      for (int64_t k = key; k < key + 8; ++k) lanes[cell * kPageLen + k] = page[k * step + cell];
+      for (int64_t k = key; k < key + kAtOnce; ++k) lanes[cell * kPageLen + k] = page[k * step + cell];
   }
 }
 
@@ -473,8 +477,9 @@ inline void attend_tile(const Attention& attention, const AttentionUnit& unit, f
 
   const auto following = [&](int64_t index) {
     if (num_rows * group > kFewQueries) return Fetcher();
-    if (index < last_page) return Fetcher(attention, tile->pages[index + 1], key_head);
-    return unit.next_pages == nullptr ? Fetcher() : Fetcher(attention, unit.next_pages[0], unit.next_key_head);
+    if (index < last_page) return Fetcher(attention, tile->pages[index + 1], key_head, Isa::kTransposed);
+    if (unit.next_pages == nullptr) return Fetcher();
+    return Fetcher(attention, unit.next_pages[0], unit.next_key_head, Isa::kTransposed);
   };
   Way way;
   for (int64_t index = 0; index <= last_page; ++index) {

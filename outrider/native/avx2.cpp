@@ -9,7 +9,6 @@
 #include "largest_kernel.h"
 #include "product_kernel.h"
 #include "race_kernel.h"
-#include "transpose.h"
 
 namespace outrider {
 namespace {
@@ -32,6 +31,7 @@ struct Avx2 {
   static constexpr int kRows = 4;
   static constexpr bool kWidensRows = true;
   static constexpr int kScoreRows = 4, kScoreBlocks = 1, kValueRows = 2, kValueBlocks = 2;
+  static constexpr int64_t kTransposed = 8;
 
   static Sum zero() { return {_mm256_setzero_ps(), _mm256_setzero_ps()}; }
   static __m256 even(__m256i pairs) { return _mm256_castsi256_ps(_mm256_slli_epi32(pairs, 16)); }
@@ -146,7 +146,23 @@ struct Avx2 {
             within_half(values.high, more, first, last, otherwise)};
   }
   static void transpose(const uint32_t* from, int64_t from_step, uint32_t* to, int64_t to_step) {
-    transpose8(from, from_step, to, to_step);
+    __m256 rows[8], pairs[8], quads[8];
+    for (int r = 0; r < 8; ++r) rows[r] = _mm256_loadu_ps(reinterpret_cast<const float*>(from + r * from_step));
+    for (int r = 0; r < 8; r += 2) {
+      pairs[r] = _mm256_unpacklo_ps(rows[r], rows[r + 1]);
+      pairs[r + 1] = _mm256_unpackhi_ps(rows[r], rows[r + 1]);
+    }
+    for (int r = 0; r < 8; r += 4)
+      for (int half = 0; half < 2; ++half) {
+        quads[r + 2 * half] = _mm256_shuffle_ps(pairs[r + half], pairs[r + half + 2], 0x44);
+        quads[r + 2 * half + 1] = _mm256_shuffle_ps(pairs[r + half], pairs[r + half + 2], 0xee);
+      }
+    for (int r = 0; r < 4; ++r) {
+      float* low = reinterpret_cast<float*>(to + r * to_step);
+      float* high = reinterpret_cast<float*>(to + (r + 4) * to_step);
+      _mm256_storeu_ps(low, _mm256_permute2f128_ps(quads[r], quads[r + 4], 0x20));
+      _mm256_storeu_ps(high, _mm256_permute2f128_ps(quads[r], quads[r + 4], 0x31));
+    }
   }
   // The upper half of each number rounded to the nearest bfloat16, ties to even; what is no number stays none.
   static __m256i nearest(__m256 values) {

@@ -7,7 +7,6 @@
 #include <cstdint>
 
 #include "packed_weight.h"
-#include "transpose.h"
 
 namespace outrider {
 namespace {
@@ -17,6 +16,7 @@ struct Avx512Vectors {
   using Cells = __m512i;
 
   static constexpr int kScoreRows = 12, kScoreBlocks = 2, kValueRows = 6, kValueBlocks = 4;
+  static constexpr int64_t kTransposed = 16;
 
   static Sum zero() { return _mm512_setzero_ps(); }
   static Sum read(const float* values) { return _mm512_load_ps(values); }
@@ -70,7 +70,29 @@ struct Avx512Vectors {
     }
   }
   static void transpose(const uint32_t* from, int64_t from_step, uint32_t* to, int64_t to_step) {
-    transpose8(from, from_step, to, to_step);
+    // Row r, and beside it row r + 8.
+    __m512 rows[8], pairs[8], quads[8];
+    for (int r = 0; r < 8; ++r) {
+      const auto row = [&](int64_t number) {
+        return _mm256_loadu_ps(reinterpret_cast<const float*>(from + number * from_step));
+      };
+      rows[r] = _mm512_insertf32x8(_mm512_castps256_ps512(row(r)), row(r + 8), 1);
+    }
+    for (int r = 0; r < 8; r += 2) {
+      pairs[r] = _mm512_unpacklo_ps(rows[r], rows[r + 1]);
+      pairs[r + 1] = _mm512_unpackhi_ps(rows[r], rows[r + 1]);
+    }
+    for (int r = 0; r < 8; r += 4)
+      for (int half = 0; half < 2; ++half) {
+        quads[r + 2 * half] = _mm512_shuffle_ps(pairs[r + half], pairs[r + half + 2], 0x44);
+        quads[r + 2 * half + 1] = _mm512_shuffle_ps(pairs[r + half], pairs[r + half + 2], 0xee);
+      }
+    const __m512i low = _mm512_setr_epi32(0, 1, 2, 3, 16, 17, 18, 19, 8, 9, 10, 11, 24, 25, 26, 27);
+    const __m512i high = _mm512_add_epi32(low, _mm512_set1_epi32(4));
+    for (int r = 0; r < 4; ++r) {
+      _mm512_storeu_ps(to + r * to_step, _mm512_permutex2var_ps(quads[r], low, quads[r + 4]));
+      _mm512_storeu_ps(to + (r + 4) * to_step, _mm512_permutex2var_ps(quads[r], high, quads[r + 4]));
+    }
   }
   // Rounds to the nearest bfloat16, ties to even; what is no number stays none.
   static void round(uint16_t* columns, Sum sum) {
