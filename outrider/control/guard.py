@@ -56,6 +56,10 @@ class _Rate:
     def value(self) -> float:
         return self.tokens / self.seconds if self.seconds > 0 else 0.0
 
+    @property
+    def pass_s(self) -> float:
+        return self.seconds / self.num if self.num > 0 else 0.0
+
 
 @dataclass(slots=True)
 class _Case:
@@ -111,12 +115,12 @@ class _Case:
 
     def _least_interval(self) -> int:
         """Return the passes after which a trial of what was found to be slower takes no more than its share."""
-        kept, other = self.rates[self.speculates].value, self.rates[not self.speculates].value
-        if kept <= other:
+        kept, other = self.rates[self.speculates], self.rates[not self.speculates]
+        if kept.value <= other.value:
             return 0
-        # Of a trial's passes, those that the same tokens would not have taken.
-        lost = (_SETTLE + self.num_turns) * (1 - other / kept)
-        return math.ceil(lost / _TRIAL_SHARE)
+        # Of a trial's time, what the same tokens would not have taken; its passes may take several times as long.
+        lost_s = (_SETTLE + self.num_turns) * other.pass_s * (1 - other.value / kept.value)
+        return math.ceil(lost_s / kept.pass_s / _TRIAL_SHARE)
 
 
 class SpeculationGuard:

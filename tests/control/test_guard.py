@@ -48,6 +48,13 @@ def test_a_trial_of_what_cost_much_takes_a_hundredth_of_the_time() -> None:
     assert rate > 0.985 and share > 0
 
 
+def test_passes_of_a_trial_that_take_long_count_as_what_they_take() -> None:
+    worker = Worker(16)
+    worker.run(60, slowdown=3.0, accepted=0.7, noise=0.01)
+    rate, share = worker.run(1500, slowdown=3.0, accepted=0.7, noise=0.01)
+    assert rate > 0.99 and share > 0
+
+
 def test_drafts_that_gain_nothing_are_left_out() -> None:
     worker = Worker(16)
     worker.run(500, slowdown=1.3, accepted=0.3, noise=0.01)
