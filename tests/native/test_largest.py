@@ -5,6 +5,9 @@ import torch
 
 from outrider import native
 from outrider.native import Variant
+from outrider.parameters import SamplingParameters
+from outrider.speculation.draws import Draw, target_draws
+from outrider.speculation.sampling import SamplingMetadata, TokenHistory
 
 BEST = native.best_variant()
 pytestmark = pytest.mark.skipif(BEST is None, reason="no native operators here")
@@ -44,6 +47,25 @@ def test_zeros_of_both_signs_are_equal_and_no_number_is_larger_than_nan(dtype: t
     scores[5] = torch.nan
     scores[6, 128:], scores[6, 5] = -1.0, -1.0
     compared(scores.to(dtype), variant)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64], ids=str)
+def test_greedy_tokens_are_those_without_the_operator(
+    dtype: torch.dtype, variant: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    logits = torch.randint(-40, 40, (5, 1000)).to(dtype)
+    logits[3], logits[4, 7] = -torch.inf, torch.nan
+    chosen = []
+    for row in range(5):
+        # A penalty changes the logits of one row, and their type.
+        parameters = SamplingParameters(temperature=0, presence_penalty=float(row == 2))
+        metadata = SamplingMetadata(parameters, TokenHistory((), (), parameters), ())
+        chosen.append(Draw(row, metadata, (0, 0), 9))
+    monkeypatch.setattr(native, "loaded_variant", lambda: Variant(variant))
+    found = target_draws(logits, chosen)
+    monkeypatch.setattr(native, "loaded_variant", lambda: None)
+    assert found == target_draws(logits, chosen)
+    assert found[:3] == logits[:3].argmax(-1).tolist() and found[3:] == [None, None]
 
 
 @pytest.mark.parametrize(
