@@ -11,6 +11,8 @@ constexpr int64_t kPageLen = 32;
 constexpr int64_t kMostQueries = 384;
 // Queries up to which reading keys and values takes longer than what is done with them.
 constexpr int64_t kFewQueries = 64;
+// Queries up to which values are widened wherever they are read, and not once in a copy.
+constexpr int64_t kStoredQueries = 24;
 
 // A row: its number in the pass, its position in its session, and its session's pages in order of position.
 struct AttentionRow {
@@ -63,7 +65,7 @@ inline int64_t value_lanes(const Attention& attention) { return (attention.value
 
 inline int64_t head_scratch(const Attention& attention) {
   const int64_t num_values = value_lanes(attention);
-  return kMostQueries * (attention.key_cells + kPageLen + num_values + 16 + 2) +
+  return kMostQueries * (2 * attention.key_cells + kPageLen + num_values + 16 + 2) +
          kPageLen * (attention.key_cells + num_values) + kPageLen / 2 * num_values;
 }
 

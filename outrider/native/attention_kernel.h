@@ -13,11 +13,13 @@
 #include <cstdint>
 #include <cstring>
 #include <limits>
+#include <type_traits>
 #include <utility>
 
 #include "attention.h"
 #include "cache_line.h"
 #include "no_subnormals.h"
+#include "wide_pair.h"
 
 namespace outrider {
 namespace {
@@ -27,13 +29,21 @@ constexpr int64_t kPageVectors = kPageLen / kLanes;
 constexpr int64_t kPagePairs = kPageLen / 2;
 constexpr float kNothing = -std::numeric_limits<float>::infinity();
 
-// Keys and queries of bfloat16: a cell is a pair.
+// Keys and queries of bfloat16: a cell is a pair. A query's cells are kept as the instruction set reads them.
 template <class Isa>
 struct Pairs {
   using Keys = typename Isa::Weights;
   using Query = typename Isa::Pair;
+  using Cell = std::conditional_t<Isa::kWidensRows, WidePair, uint32_t>;
+  static Cell kept(uint32_t cell) {
+    if constexpr (Isa::kWidensRows) {
+      return widened(cell);
+    } else {
+      return cell;
+    }
+  }
   static Keys load(const uint32_t* cells) { return Isa::load(cells); }
-  static Query spread(uint32_t cell) { return Isa::spread(cell); }
+  static Query spread(const Cell& cell) { return Isa::spread(cell); }
   static void add(typename Isa::Sum& sum, const Query& query, const Keys& keys) { Isa::add(sum, query, keys); }
 };
 
@@ -41,6 +51,8 @@ template <class Isa>
 struct Singles {
   using Keys = typename Isa::Sum;
   using Query = typename Isa::Sum;
+  using Cell = uint32_t;
+  static Cell kept(uint32_t cell) { return cell; }
   static Keys load(const uint32_t* cells) { return Isa::read(reinterpret_cast<const float*>(cells)); }
   static Query spread(uint32_t cell) {
     float value;
@@ -53,7 +65,7 @@ struct Singles {
 // Where a tile keeps what it works on for one key head: `head_scratch` floats in all.
 struct Workspace {
   int64_t value_lanes;
-  uint32_t* queries;  // [queries, key_cells]
+  uint32_t* queries;  // [queries, key_cells], or twice as much: see `Pairs`
   float* weights;     // [queries, kPageLen], scores at first
   float* outputs;     // [queries, value_lanes]
   float* totals;      // [queries, kLanes], sums of the weights by lane
@@ -66,7 +78,7 @@ struct Workspace {
   Workspace(const Attention& attention, float* scratch)
       : value_lanes(outrider::value_lanes(attention)),
         queries(reinterpret_cast<uint32_t*>(scratch)),
-        weights(scratch + kMostQueries * attention.key_cells),
+        weights(scratch + kMostQueries * 2 * attention.key_cells),
         outputs(weights + kMostQueries * kPageLen),
         totals(outputs + kMostQueries * value_lanes),
         highest(totals + kMostQueries * kLanes),
@@ -118,7 +130,7 @@ inline typename Isa::Sum capped(typename Isa::Sum x, float bound) {
 
 // Writes the scores of ROWS queries for BLOCKS times 16 keys.
 template <class Isa, class Kind, int ROWS, int BLOCKS>
-inline void score_tile(const uint32_t* queries, const uint32_t* keys, int64_t num_cells, float* scores) {
+inline void score_tile(const typename Kind::Cell* queries, const uint32_t* keys, int64_t num_cells, float* scores) {
   typename Isa::Sum sums[ROWS][BLOCKS];
   for (auto& row : sums)
     for (auto& sum : row) sum = Isa::zero();
@@ -135,7 +147,8 @@ inline void score_tile(const uint32_t* queries, const uint32_t* keys, int64_t nu
 }
 
 template <class Isa, class Kind, int ROWS>
-inline void score_rows(const uint32_t* queries, const uint32_t* keys, int64_t num_cells, float* scores, int64_t num) {
+inline void score_rows(
+    const typename Kind::Cell* queries, const uint32_t* keys, int64_t num_cells, float* scores, int64_t num) {
   if (num == ROWS) {
     for (int64_t block = 0; block < kPageVectors; block += Isa::kScoreBlocks) {
       const int64_t lane = block * kLanes;
@@ -346,14 +359,16 @@ inline void copy_values(
 // How scores are computed, and how weights and values are added up: by vectors.
 template <class Isa, class Kind>
 struct ByVectors {
+  using Cells = Kind;
   // Whether pages that a row sees whole are added to outputs by `add_whole_page`.
   static constexpr bool kAddsWholePages = false;
 
   // Writes the scores of queries [query, end) for the keys of a page.
   void score(const Attention& attention, const Workspace& space, int64_t query, int64_t end) {
+    const auto* queries = reinterpret_cast<const typename Kind::Cell*>(space.queries);
     for (; query < end; query += Isa::kScoreRows) {
       score_rows<Isa, Kind, Isa::kScoreRows>(
-          space.queries + query * attention.key_cells, space.keys, attention.key_cells, space.weights + query * kPageLen,
+          queries + query * attention.key_cells, space.keys, attention.key_cells, space.weights + query * kPageLen,
           std::min<int64_t>(Isa::kScoreRows, end - query));
     }
   }
@@ -385,9 +400,8 @@ inline void add_page(
   // Rows that see the same keys go together. Keys that a row does not see have weight zero, but must not be added all
   // the same: a value that is no number would spoil the sum, and a negative zero would lose its sign.
   bool has_values = false, has_pairs = false;
-  // Values that few queries read are not copied first.
-  const bool reads_once = attention.is_bfloat16 && (last - first) * group <= Isa::kValueRows &&
-                          attention.value_dim % kLanes == 0;
+  const bool reads_stored = attention.is_bfloat16 && (last - first) * group <= kStoredQueries &&
+                            attention.value_dim % kLanes == 0;
   for (int64_t row = first; row < last;) {
     const Seen seen = seen_keys(attention, tile[row].position, page_start);
     const auto sees_the_same = [&](const AttentionRow& other) {
@@ -405,19 +419,22 @@ inline void add_page(
         continue;
       }
     }
-    if (reads_once) {
-      const StoredValues<Isa> values{
-          static_cast<const uint16_t*>(attention.values) + first_value, attention.num_key_heads * attention.value_dim};
-      const auto fetch = [&](int64_t key) {
-        if (key % 2 == 0) fetcher.values.fetch_part();
-      };
-      value_rows<Isa, Isa::kValueRows>(space, row * group, (next - row) * group, seen, values, fetch);
-    } else {
-      if (!has_values) copy_values<Isa>(attention, first_value, keys, space, fetcher);
+    if (!reads_stored && !has_values) {
+      copy_values<Isa>(attention, first_value, keys, space, fetcher);
       has_values = true;
-      const CopiedValues<Isa> values{space.values, space.value_lanes};
-      for (int64_t query = row * group; query < next * group; query += Isa::kValueRows) {
-        const int64_t num = std::min<int64_t>(Isa::kValueRows, next * group - query);
+    }
+    for (int64_t query = row * group; query < next * group; query += Isa::kValueRows) {
+      const int64_t num = std::min<int64_t>(Isa::kValueRows, next * group - query);
+      if (reads_stored) {
+        const StoredValues<Isa> values{
+            static_cast<const uint16_t*>(attention.values) + first_value,
+            attention.num_key_heads * attention.value_dim};
+        const auto fetch = [&](int64_t key) {
+          if (key % 2 == 0) fetcher.values.fetch_part();
+        };
+        value_rows<Isa, Isa::kValueRows>(space, query, num, seen, values, fetch);
+      } else {
+        const CopiedValues<Isa> values{space.values, space.value_lanes};
         value_rows<Isa, Isa::kValueRows>(space, query, num, seen, values, [](int64_t) {});
       }
     }
@@ -447,6 +464,7 @@ inline void write_output(const Attention& attention, const Workspace& space, int
   }
 }
 
+template <class Cells>
 inline void begin_queries(
     const Attention& attention, const AttentionRow* tile, int64_t num_rows, int64_t key_head, const Workspace& space) {
   const int64_t group = attention.group;
@@ -454,7 +472,8 @@ inline void begin_queries(
     for (int64_t g = 0; g < group; ++g) {
       const uint32_t* query =
           attention.query + (key_head * group + g) * attention.head_step + tile[row].row * attention.row_step;
-      std::copy_n(query, attention.key_cells, space.queries + (row * group + g) * attention.key_cells);
+      auto* kept = reinterpret_cast<typename Cells::Cell*>(space.queries) + (row * group + g) * attention.key_cells;
+      std::transform(query, query + attention.key_cells, kept, Cells::kept);
     }
   }
   std::fill_n(space.outputs, num_rows * group * space.value_lanes, 0.0f);
@@ -472,7 +491,7 @@ inline void attend_tile(const Attention& attention, const AttentionUnit& unit, f
   int64_t last_page = 0;
   for (int64_t row = 0; row < num_rows; ++row) last_page = std::max(last_page, tile[row].position / kPageLen);
   for (int64_t head = 0; head < num_heads; ++head) {
-    begin_queries(attention, tile, num_rows, key_head + head, space_of(head));
+    begin_queries<typename Way::Cells>(attention, tile, num_rows, key_head + head, space_of(head));
   }
 
   const auto following = [&](int64_t index) {

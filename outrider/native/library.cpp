@@ -19,6 +19,7 @@
 #include <vector>
 
 #include "attention.h"
+#include "attention_units.h"
 #include "largest.h"
 #include "operators.h"
 #include "product.h"
@@ -72,11 +73,6 @@ constexpr outrider::AttentionKernel kAttentions[] = {
     outrider::attention_avx512_bf16,
     outrider::attention_amx,
 };
-
-// Units of attention for each thread, so that none waits long for the last one.
-constexpr int64_t kUnitsOfThread = 4;
-// Queries of a tile for which it pays to read a page.
-constexpr int64_t kLeastQueries = 96;
 
 // Share by which a bound may be wrong.
 constexpr float kSlack = 2e-3f;
@@ -389,12 +385,6 @@ class Numbers {
   const int32_t* end_;
 };
 
-// Rows that follow each other in a pass, of sessions that begin with the same page.
-struct Tile {
-  const outrider::AttentionRow* first;
-  const outrider::AttentionRow* last;
-};
-
 // Copies new keys or values, [1, key_heads, rows, dim], to their slots.
 void write_slots(const Tensor& given, const Tensor& stored, const int32_t* rows, const int32_t* slots, int64_t num) {
   const int64_t num_heads = stored.size(1), item = stored.element_size(), num_bytes = stored.size(2) * item;
@@ -406,18 +396,6 @@ void write_slots(const Tensor& given, const Tensor& stored, const int32_t* rows,
       std::memcpy(to + (slots[write] * num_heads + head) * num_bytes, row, num_bytes);
     }
   }
-}
-
-// Each tile has up to `most` rows.
-std::vector<Tile> cut_tiles(const std::vector<outrider::AttentionRow>& rows, int64_t most) {
-  std::vector<Tile> tiles;
-  for (const outrider::AttentionRow& row : rows) {
-    if (tiles.empty() || tiles.back().last - tiles.back().first == most || *tiles.back().first->pages != *row.pages) {
-      tiles.push_back({&row, &row});
-    }
-    ++tiles.back().last;
-  }
-  return tiles;
 }
 
 // Whether rows are dense, and begin at multiples of a cell.
@@ -511,35 +489,26 @@ Tensor paged_attention(
       window,
       is_bfloat16,
       1};
-  // A page is read, and its keys laid side by side, once for each tile; small tiles are for there being enough of them.
-  const int64_t enough = num_rows * num_key_heads / (kUnitsOfThread * torch::stable::get_num_threads());
-  const int64_t largest = outrider::kMostQueries / attention.group;
-  const int64_t least = std::min(kLeastQueries / attention.group, largest);
-  const std::vector<Tile> tiles = cut_tiles(rows, std::max<int64_t>(1, std::clamp(enough, least, largest)));
-  // Tiles of few queries wait for their keys and values. Of enough such tiles each is computed for all heads, which lie
-  // side by side; else there are enough units only where each head is one.
-  const auto is_small = [&](const Tile& tile) {
-    return (tile.last - tile.first) * attention.group <= outrider::kFewQueries;
-  };
-  const int64_t enough_tiles = kUnitsOfThread / 2 * torch::stable::get_num_threads();
-  if (static_cast<int64_t>(tiles.size()) >= enough_tiles && std::all_of(tiles.begin(), tiles.end(), is_small)) {
-    attention.heads_together = num_key_heads;
-  }
-  const int64_t heads_at_once = attention.heads_together, num_parts = num_key_heads / heads_at_once;
-  // Tiles differ in their work: each thread takes the next one, beginning with the last rows, which see most.
-  const int64_t num_units = static_cast<int64_t>(tiles.size()) * num_parts;
   const int64_t work = num_pages * num_heads * outrider::kPageLen * (key_dim + value_dim);
-  const int64_t num_threads = std::min<int64_t>({num_units, torch::stable::get_num_threads(), work / kLeastWork + 1});
+  const int64_t most_threads = std::min<int64_t>(torch::stable::get_num_threads(), work / kLeastWork + 1);
+  const std::vector<outrider::Unit> units = outrider::divide(rows, attention, most_threads);
+  const int64_t num_units = units.size(), num_threads = std::min(num_units, most_threads);
+  // Each thread takes the next unit. To fetch its pages early it takes it before it is done with the last one, but for
+  // the last units, which are for the thread that is done first.
+  const int64_t num_early = num_units - 2 * num_threads;
   std::atomic<int64_t> next{0};
   torch::stable::parallel_for(0, num_threads, 1, [&](int64_t, int64_t) {
     float* scratch = thread_scratch(outrider::attention_scratch(attention));
-    const auto tile_of = [&](int64_t unit) -> const Tile& { return tiles[tiles.size() - 1 - unit / num_parts]; };
-    const auto head_of = [&](int64_t unit) { return unit % num_parts * heads_at_once; };
-    for (int64_t unit = next++, following; unit < num_units; unit = following) {
-      following = next++;
-      const int32_t* pages = following < num_units ? tile_of(following).first->pages : nullptr;
-      const Tile& tile = tile_of(unit);
-      kAttentions[variant](attention, {tile.first, tile.last, head_of(unit), pages, head_of(following)}, scratch);
+    for (int64_t number = next++, following; number < num_units; number = following) {
+      const bool is_early = number < num_early;
+      if (is_early) following = next++;
+      const outrider::Unit& unit = units[number];
+      const outrider::Unit* after = is_early && following < num_units ? &units[following] : nullptr;
+      kAttentions[variant](
+          attention,
+          {unit.first, unit.last, unit.key_head, after ? after->first->pages : nullptr, after ? after->key_head : 0},
+          scratch);
+      if (!is_early) following = next++;
     }
   });
   return output;

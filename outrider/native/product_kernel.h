@@ -12,7 +12,6 @@
 #include <immintrin.h>
 
 #include <algorithm>
-#include <bit>
 #include <cstdint>
 #include <cstring>
 #include <vector>
@@ -20,6 +19,7 @@
 #include "cache_line.h"
 #include "no_subnormals.h"
 #include "product.h"
+#include "wide_pair.h"
 
 namespace outrider {
 namespace {
@@ -38,12 +38,6 @@ struct Ahead {
   int64_t num;
 };
 
-// The numbers of inputs k and k + 1 in float32. Of a type that only this file has, so that its vector's functions are
-// not shared either.
-struct WidePair {
-  float even, odd;
-};
-
 // Rows from `row` on, as the instruction set reads them.
 template <class Isa>
 inline auto rows_from(const Product& product, int64_t row) {
@@ -60,10 +54,7 @@ inline const WidePair* widened_rows(const Product& product) {
   thread_local std::vector<WidePair> memory;
   const size_t num = product.num_rows * product.num_pairs;
   if (memory.size() < num) memory.resize(num);
-  for (size_t at = 0; at < num; ++at) {
-    const uint32_t pair = product.rows[at];
-    memory[at] = {std::bit_cast<float>(pair << 16), std::bit_cast<float>(pair & 0xffff0000u)};
-  }
+  std::transform(product.rows, product.rows + num, memory.begin(), widened);
   return memory.data();
 }
 

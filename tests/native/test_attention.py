@@ -159,7 +159,7 @@ def test_equals_the_formula(case: Case, variant: int) -> None:
     assert not output[len(places) :].any()
 
 
-@pytest.mark.parametrize("num_threads", [1, 2])
+@pytest.mark.parametrize("num_threads", [1, 2, 3])
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_bits_depend_on_neither_rows_nor_threads(case: Case, variant: int, num_threads: int) -> None:
     layer = Layer(case, (150, 70), seed=1)
@@ -167,7 +167,13 @@ def test_bits_depend_on_neither_rows_nor_threads(case: Case, variant: int, num_t
     torch.set_num_threads(num_threads)
     try:
         whole = layer.attend([(0, range(150)), (1, range(70))], variant)[0]
-        for parts in ([(0, range(149, 150))], [(1, range(3, 70)), (0, range(31, 34))], [(0, range(40, 77))]):
+        for parts in (
+            [(0, range(149, 150))],
+            [(0, range(146, 150))],
+            [(1, range(69, 70)), (0, range(141, 150))],
+            [(1, range(3, 70)), (0, range(31, 34))],
+            [(0, range(40, 77))],
+        ):
             part = layer.attend(parts, variant, num_padding=1)[0]
             places = [150 * number + position for number, positions in parts for position in positions]
             assert torch.equal(part[: len(places)], whole[places])
