@@ -221,69 +221,6 @@ Tensor uniform_noise(const Tensor& token_ids, const Tensor& counters, int64_t va
   return output;
 }
 
-// scores: float32 [R, V], contiguous, its largest in a row `tops`, float32 [R]. inverse_temperatures: float32 [R].
-// counters: int64 [R, 5], three words of a Philox counter and two of its key. Returns int64 [2, M]: rows and tokens of
-// those that can win their row's race, in order.
-Tensor race_candidates(
-    const Tensor& scores, const Tensor& tops, const Tensor& inverse_temperatures, const Tensor& counters,
-    int64_t variant) {
-  STD_TORCH_CHECK(scores.dim() == 2 && counters.dim() == 2 && counters.size(1) == 5, "scores or counters have no row");
-  const int64_t num_rows = scores.size(0), num_tokens = scores.size(1);
-  STD_TORCH_CHECK(
-      scores.scalar_type() == ScalarType::Float && tops.scalar_type() == ScalarType::Float &&
-          inverse_temperatures.scalar_type() == ScalarType::Float && counters.scalar_type() == ScalarType::Long,
-      "scores, tops and temperatures must be float32, counters int64");
-  STD_TORCH_CHECK(
-      scores.is_contiguous() && tops.is_contiguous() && inverse_temperatures.is_contiguous() &&
-          counters.is_contiguous() && tops.numel() == num_rows && inverse_temperatures.numel() == num_rows &&
-          counters.size(0) == num_rows,
-      "all must be contiguous, and have as many rows");
-  STD_TORCH_CHECK(num_tokens > 0, "a race needs a token");
-  outrider::check_variant(variant);
-
-  const auto* values = static_cast<const float*>(scores.const_data_ptr());
-  const auto* largest = static_cast<const float*>(tops.const_data_ptr());
-  const auto* scales = static_cast<const float*>(inverse_temperatures.const_data_ptr());
-  const auto* numbers = static_cast<const int64_t*>(counters.const_data_ptr());
-  const int64_t num_groups = (num_tokens + outrider::kRaceTokens - 1) / outrider::kRaceTokens;
-  std::vector<outrider::RaceBounds> groups(num_rows * num_groups);
-  const auto race_of = [&](int64_t row, int64_t group, float* bounds) {
-    const outrider::RaceRow race{values + row * num_tokens, largest[row], scales[row], counter_of(numbers + row * 5)};
-    const int64_t begin = group * outrider::kRaceTokens;
-    return kRaces[variant](race, begin, std::min(begin + outrider::kRaceTokens, num_tokens), bounds);
-  };
-  constexpr int64_t kGroups = kLeastTokens / outrider::kRaceTokens;
-  torch::stable::parallel_for(0, num_rows * num_groups, kGroups, [&](int64_t first, int64_t last) {
-    for (int64_t group = first; group < last; ++group) {
-      groups[group] = race_of(group / num_groups, group % num_groups, nullptr);
-    }
-  });
-  // The few groups with a token that can win are looked at once more, in place of keeping the bounds of all tokens.
-  std::vector<int64_t> rows, tokens;
-  float bounds[outrider::kRaceTokens];
-  for (int64_t row = 0; row < num_rows; ++row) {
-    const outrider::RaceBounds* own = groups.data() + row * num_groups;
-    float least = 0.0f;
-    for (int64_t group = 0; group < num_groups; ++group) least = std::max(least, own[group].below);
-    least *= 1.0f - kSlack;
-    for (int64_t group = 0; group < num_groups; ++group) {
-      if (own[group].above < least) continue;
-      race_of(row, group, bounds);
-      const int64_t begin = group * outrider::kRaceTokens;
-      const int64_t num = std::min(outrider::kRaceTokens, num_tokens - begin);
-      for (int64_t token = 0; token < num; ++token) {
-        if (bounds[token] < least) continue;
-        rows.push_back(row);
-        tokens.push_back(begin + token);
-      }
-    }
-  }
-  Tensor output = torch::stable::new_empty(counters, {2, static_cast<int64_t>(rows.size())});
-  auto* found = static_cast<int64_t*>(output.mutable_data_ptr());
-  std::copy(tokens.begin(), tokens.end(), std::copy(rows.begin(), rows.end(), found));
-  return output;
-}
-
 // The rows of bfloat16 or float32 scores, [R, V].
 class Scores {
  public:
@@ -323,6 +260,75 @@ class Scores {
   int64_t row_bytes_;
   int64_t num_rows_ = 0, num_scores_ = 0;
 };
+
+// scores: bfloat16 or float32 [R, V], contiguous. inverse_temperatures: float32 [R]. counters: int64 [R, 5], as for
+// `uniform_noise`. Returns the tokens that can win their row's race, int64 [2, M], their rows, ascending, and their ids;
+// and the largest score of each row, float32 [R]. Where that is not finite, token 0 is the row's only one.
+std::tuple<Tensor, Tensor> race_candidates(
+    const Tensor& scores, const Tensor& inverse_temperatures, const Tensor& counters, int64_t variant) {
+  const Scores given(scores);
+  const int64_t num_rows = given.num_rows(), num_tokens = given.num_scores();
+  STD_TORCH_CHECK(
+      inverse_temperatures.scalar_type() == ScalarType::Float && counters.scalar_type() == ScalarType::Long,
+      "temperatures must be float32, counters int64");
+  STD_TORCH_CHECK(
+      inverse_temperatures.is_contiguous() && counters.is_contiguous() && inverse_temperatures.numel() == num_rows &&
+          counters.dim() == 2 && counters.size(0) == num_rows && counters.size(1) == 5,
+      "temperatures and counters must be contiguous, and have as many rows");
+  STD_TORCH_CHECK(num_tokens > 0, "a race needs a token");
+  outrider::check_variant(variant);
+
+  Tensor tops = torch::stable::new_empty(scores, {num_rows}, ScalarType::Float);
+  auto* top = static_cast<float*>(tops.mutable_data_ptr());
+  given.for_each([&](int64_t row) { top[row] = given.score(row, kPlaces[variant](given.row(row, true))); });
+
+  const auto* scales = static_cast<const float*>(inverse_temperatures.const_data_ptr());
+  const auto* numbers = static_cast<const int64_t*>(counters.const_data_ptr());
+  const int64_t num_groups = (num_tokens + outrider::kRaceTokens - 1) / outrider::kRaceTokens;
+  std::vector<outrider::RaceBounds> groups(num_rows * num_groups);
+  const auto race_of = [&](int64_t row, int64_t group, float* bounds) {
+    const outrider::RaceRow race{given.row(row, true), top[row], scales[row], counter_of(numbers + row * 5)};
+    const int64_t begin = group * outrider::kRaceTokens;
+    return kRaces[variant](race, begin, std::min(begin + outrider::kRaceTokens, num_tokens), bounds);
+  };
+  constexpr int64_t kGroups = kLeastTokens / outrider::kRaceTokens;
+  torch::stable::parallel_for(0, num_rows * num_groups, kGroups, [&](int64_t first, int64_t last) {
+    for (int64_t group = first; group < last; ++group) {
+      if (std::isfinite(top[group / num_groups])) {
+        groups[group] = race_of(group / num_groups, group % num_groups, nullptr);
+      }
+    }
+  });
+  // The few groups with a token that can win are looked at once more, in place of keeping the bounds of all tokens.
+  std::vector<int64_t> rows, tokens;
+  float bounds[outrider::kRaceTokens];
+  for (int64_t row = 0; row < num_rows; ++row) {
+    if (!std::isfinite(top[row])) {
+      rows.push_back(row);
+      tokens.push_back(0);
+      continue;
+    }
+    const outrider::RaceBounds* own = groups.data() + row * num_groups;
+    float least = 0.0f;
+    for (int64_t group = 0; group < num_groups; ++group) least = std::max(least, own[group].below);
+    least *= 1.0f - kSlack;
+    for (int64_t group = 0; group < num_groups; ++group) {
+      if (own[group].above < least) continue;
+      race_of(row, group, bounds);
+      const int64_t begin = group * outrider::kRaceTokens;
+      const int64_t num = std::min(outrider::kRaceTokens, num_tokens - begin);
+      for (int64_t token = 0; token < num; ++token) {
+        if (bounds[token] < least) continue;
+        rows.push_back(row);
+        tokens.push_back(begin + token);
+      }
+    }
+  }
+  Tensor output = torch::stable::new_empty(counters, {2, static_cast<int64_t>(rows.size())});
+  auto* found = static_cast<int64_t*>(output.mutable_data_ptr());
+  std::copy(tokens.begin(), tokens.end(), std::copy(rows.begin(), rows.end(), found));
+  return {output, tops};
+}
 
 // scores: bfloat16 or float32 [R, V], contiguous, no NaN; at least 0 unless `is_softmax`. Returns of each row the places
 // of its `num` largest, int64 [R, num], and their shares, float32 [R, num]; see `outrider::LargestKernel`.
@@ -520,7 +526,7 @@ STABLE_TORCH_LIBRARY_FRAGMENT(outrider, library) {
   library.def(
       "packed_product(Tensor rows, Tensor weight, Tensor? bias, int out_features, int variant) -> Tensor");
   library.def(
-      "race_candidates(Tensor scores, Tensor tops, Tensor inverse_temperatures, Tensor counters, int variant) -> Tensor");
+      "race_candidates(Tensor scores, Tensor inverse_temperatures, Tensor counters, int variant) -> (Tensor, Tensor)");
   library.def(
       "paged_attention(Tensor query, Tensor new_keys, Tensor new_values, Tensor(a!) keys, Tensor(b!) values, "
       "Tensor layout, float scaling, int window, float softcap, int variant) -> Tensor");

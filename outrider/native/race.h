@@ -4,6 +4,8 @@
 
 #include <cstdint>
 
+#include "largest.h"
+
 namespace outrider {
 
 // The upper words of a row's Philox counters, and its key. The lowest word is v / 2 for tokens v (even) and v + 1.
@@ -21,7 +23,7 @@ void uniforms_avx512(const Counter& counter, const int64_t* token_ids, int64_t n
 // A row of the race: token v has weight exp((scores[v] - top) / temperature) and noise -log(u), u being its uniform
 // random number; the largest weight / noise wins.
 struct RaceRow {
-  const float* scores;
+  ScoreRow scores;
   float top;
   float inverse_temperature;
   Counter counter;

@@ -130,6 +130,18 @@ inline void uniforms(const Counter& counter, const int64_t* token_ids, int64_t n
   }
 }
 
+// Writes scores [begin, end), and minus infinity behind them.
+inline void write_scores(const ScoreRow& row, int64_t begin, int64_t end, float* scores) {
+  const int64_t num = end - begin;
+  std::fill(scores + num, scores + kRaceTokens, -HUGE_VALF);
+  if (row.is_float32) {
+    std::memcpy(scores, static_cast<const float*>(row.scores) + begin, num * sizeof(float));
+  } else {
+    const auto* given = static_cast<const uint16_t*>(row.scores) + begin;
+    for (int64_t v = 0; v < num; ++v) scores[v] = std::bit_cast<float>(static_cast<uint32_t>(given[v]) << 16);
+  }
+}
+
 inline RaceBounds race(const RaceRow& row, int64_t begin, int64_t end, float* bounds) {
   static_assert(kRaceTokens == 2 * kBlocks);
   const float scale = row.inverse_temperature * kLog2OfE;
@@ -141,10 +153,8 @@ inline RaceBounds race(const RaceRow& row, int64_t begin, int64_t end, float* bo
     complements[2 * b] = static_cast<float>(~blocks.x0[b]);
     complements[2 * b + 1] = static_cast<float>(~blocks.x2[b]);
   }
-  const int64_t num = end - begin;
   float scores[kRaceTokens], above[kRaceTokens];
-  std::fill(scores + num, scores + kRaceTokens, -HUGE_VALF);
-  std::memcpy(scores, row.scores + begin, num * sizeof(float));
+  write_scores(row.scores, begin, end, scores);
   // Floats that are not negative are ordered as their bits are, and a largest integer is found in vectors.
   int32_t largest_below = 0, largest_above = 0;
   for (int v = 0; v < kRaceTokens; ++v) {
@@ -158,7 +168,7 @@ inline RaceBounds race(const RaceRow& row, int64_t begin, int64_t end, float* bo
     const int32_t upper = std::bit_cast<int32_t>(above[v]);
     largest_above = upper > largest_above ? upper : largest_above;
   }
-  if (bounds != nullptr) std::memcpy(bounds, above, num * sizeof(float));
+  if (bounds != nullptr) std::memcpy(bounds, above, (end - begin) * sizeof(float));
   return {std::bit_cast<float>(largest_below), std::bit_cast<float>(largest_above)};
 }
 

@@ -108,19 +108,15 @@ def _drawn(logits: Tensor, draws: Sequence[Draw]) -> Tensor:
     rows = _rows(logits, [draw.row for draw in draws])
     if metadata[0].parameters.is_greedy:
         return _largest(rows, metadata)
-    scores = changed_logits(rows, metadata)
-    tops = scores.amax(-1)
-    are_finite = tops.isfinite()
-    if scores.device.type != "cpu" or not are_finite.all():
-        # The caller raises for such a row; until then it must not affect the others.
-        scores, tops = scores.masked_fill(~are_finite.unsqueeze(1), 0.0), tops.masked_fill(~are_finite, 0.0)
-    contenders = _contenders(scores, tops, draws)
-    if contenders is None:
-        winners = _race(target_weights(tempered(scores, metadata), metadata), draws)
-    else:
-        rows, token_ids = contenders
-        # Most rows have one contender, and a row without another needs no race.
-        winners = token_ids if len(rows) == len(draws) else _race(_weighed(scores, tops, rows, token_ids, draws), draws)
+    if any(row.changes_logits or row.allowed is not None for row in metadata):
+        rows = changed_logits(rows, metadata)
+    if (variant := _race_variant(rows, metadata)) is not None:
+        return _raced(rows, draws, variant)
+    scores = rows.float() if rows.element_size() < 4 else rows
+    are_finite = scores.amax(-1).isfinite()
+    # The caller raises for a row that is not; until then it must not affect the others.
+    scores = scores.masked_fill(~are_finite.unsqueeze(1), 0.0)
+    winners = _race(target_weights(tempered(scores, metadata), metadata), draws)
     return torch.stack((winners, are_finite.long()))
 
 
@@ -150,36 +146,35 @@ def _places_of_largest(scores: Tensor) -> Tensor:
     return block * _BLOCK_LEN + blocks[torch.arange(num_rows), block].argmax(-1)
 
 
-def _contenders(scores: Tensor, tops: Tensor, draws: Sequence[Draw]) -> Tensor | None:
-    """Return the tokens that can win their row's race: their rows, ascending, and their ids, int64 [2, M].
-
-    Args:
-        scores: [R, V].
-        tops: the largest of each row, finite: [R].
-        draws: of the rows.
-
-    Returns:
-        None where a row is truncated, or the native operator not at hand: then all tokens race.
-    """
-    parameters = [draw.metadata.parameters for draw in draws]
-    variant = native.loaded_variant()
-    if variant is None or scores.device.type != "cpu" or scores.dtype != torch.float32:
+def _race_variant(scores: Tensor, metadata: Sequence[SamplingMetadata]) -> int | None:
+    """Return the variant of the native operator for a race; None where there is none for it, or rows are truncated."""
+    if scores.device.type != "cpu" or scores.dtype not in native.SCORE_TYPES:
         return None
+    parameters = [row.parameters for row in metadata]
     if any(item.min_p or Truncation.of(item, scores.shape[-1]) is not Truncation.NONE for item in parameters):
         return None
-    temperatures = torch.tensor([item.temperature for item in parameters], dtype=torch.float64)
+    return native.loaded_variant()
+
+
+def _raced(scores: Tensor, draws: Sequence[Draw], variant: int) -> Tensor:
+    """Return what `_drawn` does: only the tokens that can win race, which are few.
+
+    Args:
+        scores: of the draws, bfloat16 or float32 [R, V].
+        draws: without truncation.
+        variant: of the native operator.
+    """
+    temperatures = torch.tensor([draw.metadata.parameters.temperature for draw in draws], dtype=torch.float64)
     _, base_len, purpose = Counter(Purpose.TARGET, 0).words
     counters = torch.tensor([(draw.position, base_len, purpose, *draw.key) for draw in draws])
     find = torch.ops.outrider.race_candidates.default
-    found: Tensor = find(scores.contiguous(), tops, temperatures.reciprocal().float(), counters, int(variant))
-    return found
-
-
-def _weighed(scores: Tensor, tops: Tensor, rows: Tensor, token_ids: Tensor, draws: Sequence[Draw]) -> Support:
-    """Return tokens with the weights of `target_weights`."""
-    temperatures = torch.tensor([draw.metadata.parameters.temperature for draw in draws], dtype=torch.float64)
-    values = (scores[rows, token_ids].double() - tops.double()[rows]).div_(temperatures[rows]).exp_()
-    return Support(rows, token_ids, values, len(scores))
+    (rows, token_ids), tops = find(scores.contiguous(), temperatures.reciprocal().float(), counters, int(variant))
+    winners = token_ids
+    # Most rows have one contender, and a row without another needs no race.
+    if len(rows) > len(draws):
+        weights = (scores[rows, token_ids].double() - tops.double()[rows]).div_(temperatures[rows]).exp_()
+        winners = _race(Support(rows, token_ids, weights, len(draws)), draws)
+    return torch.stack((winners, tops.isfinite().long()))
 
 
 def _rows(logits: Tensor, rows: list[int]) -> Tensor:

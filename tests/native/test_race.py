@@ -68,20 +68,33 @@ def test_few_tokens_are_left(variant: Variant) -> None:
     scores = 3 * torch.randn(64, 49152)
     counters = torch.randint(2**32, (64, 5))
     find = torch.ops.outrider.race_candidates.default
-    found = find(scores, scores.amax(-1), torch.ones(64), counters, int(variant))
+    found, tops = find(scores, torch.ones(64), counters, int(variant))
+    assert torch.equal(tops, scores.amax(-1))
     assert found[0].unique().tolist() == list(range(64))
     assert found.shape[1] < 3 * 64
-    assert torch.equal(found, find(scores, scores.amax(-1), torch.ones(64), counters, int(Variant.AVX2)))
+    assert torch.equal(found, find(scores, torch.ones(64), counters, int(Variant.AVX2))[0])
+    rounded, _ = find(scores.bfloat16(), torch.ones(64), counters, int(variant))
+    assert torch.equal(rounded, find(scores.bfloat16().float(), torch.ones(64), counters, int(variant))[0])
+
+
+def test_a_row_whose_largest_score_is_not_finite_has_token_0_alone(variant: Variant) -> None:
+    scores = torch.randn(4, 700)
+    scores[1, 650], scores[2, :], scores[3, 3] = torch.nan, -torch.inf, torch.inf
+    counters = torch.randint(2**32, (4, 5))
+    (rows, token_ids), tops = torch.ops.outrider.race_candidates.default(scores, torch.ones(4), counters, int(variant))
+    assert tops.isfinite().tolist() == [True, False, False, False]
+    assert rows[rows > 0].tolist() == [1, 2, 3]
+    assert token_ids[rows > 0].tolist() == [0, 0, 0]
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
         ({"scores": torch.zeros(2, 8).double()}, "float32"),
-        ({"scores": torch.zeros(8)}, "no row"),
+        ({"scores": torch.zeros(8)}, "rows"),
         ({"scores": torch.zeros(8, 2).T}, "contiguous"),
-        ({"tops": torch.zeros(3)}, "as many rows"),
-        ({"counters": torch.zeros(2, 4, dtype=torch.int64)}, "no row"),
+        ({"inverse_temperatures": torch.ones(3)}, "as many rows"),
+        ({"counters": torch.zeros(2, 4, dtype=torch.int64)}, "as many rows"),
         ({"counters": torch.zeros(1, 5, dtype=torch.int64)}, "as many rows"),
         ({"variant": 7}, "variant 7"),
     ],
@@ -89,7 +102,6 @@ def test_few_tokens_are_left(variant: Variant) -> None:
 def test_what_does_not_fit_is_an_error(change: dict[str, object], message: str) -> None:
     arguments = {
         "scores": torch.zeros(2, 8),
-        "tops": torch.zeros(2),
         "inverse_temperatures": torch.ones(2),
         "counters": torch.zeros(2, 5, dtype=torch.int64),
         "variant": 0,
