@@ -89,10 +89,10 @@ class BlockDrafter(Eagle3Drafter):
         rows = [first + node.depth for _, first, nodes in edges for node in nodes]
         before = [_token_before(item, node) for item, _, nodes in edges for node in nodes]
         found = self._transition.logits(logits, states, rows, before)
-        for (item, _, nodes), part in zip(
-            edges, torch.split(found, [len(nodes) for _, _, nodes in edges]), strict=True
-        ):
-            item.tree.expand(nodes, part)
+        first = 0
+        for item, _, nodes in edges:
+            item.tree.expand(nodes, found[first : first + len(nodes)])
+            first += len(nodes)
 
 
 def _token_before(item: OpenTree, node: Node) -> int:

@@ -123,17 +123,16 @@ class RankedChoices:
         """
         scores, are_possible = self._scores(logits, [place.path for place in places])
         columns, likelihoods = largest_shares(scores, min(num, scores.shape[-1]), is_softmax=not self._truncates)
-        if num == 1 and not self._least:
-            # An only choice is compared with nothing.
-            likelihoods = (likelihoods > 0).float()
-        token_ids = self._vocabulary.token_ids.to(columns.device)[columns]
+        # An only choice is compared with nothing.
+        is_compared = num > 1 or self._least > 0
+        token_ids, least = self._vocabulary.listed_ids, self._least
         return [
             [
-                Choice(token_id, likelihood)
-                for token_id, likelihood in zip(tokens, row, strict=True)
-                if is_possible and likelihood >= self._least and likelihood > 0
+                Choice(token_ids[column], likelihood if is_compared else 1.0)
+                for column, likelihood in zip(row, shares, strict=True)
+                if is_possible and likelihood >= least and likelihood > 0
             ]
-            for tokens, row, is_possible in zip(token_ids.tolist(), likelihoods.tolist(), are_possible, strict=True)
+            for row, shares, is_possible in zip(columns.tolist(), likelihoods.tolist(), are_possible, strict=True)
         ]
 
     def _scores(self, logits: Tensor, paths: Sequence[tuple[int, ...]]) -> tuple[Tensor, Sequence[bool]]:

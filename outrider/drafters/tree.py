@@ -187,14 +187,15 @@ class DraftTree:
             return 0.0 if self._compares else math.inf
         return 0.0 if self.is_chain else self._order.least_value(self.root.depth, self._bound)
 
-    def _has_room_below(self, node: Node) -> bool:
-        """Whether a choice after a node may become one."""
-        is_deepest = self.waits and node.depth - self.root.depth >= self.proposal.num_speculative_tokens
-        return not is_deepest and self.position(node) + 1 < self._end_len
+    @property
+    def _end_depth(self) -> int:
+        """Depth of nodes after which no choice may become one."""
+        end = self._end_len - self.proposal.root_len
+        return min(end, self.root.depth + self.proposal.num_speculative_tokens) if self.waits else end
 
-    def _may_run(self, node: Node) -> bool:
+    def _may_run(self, node: Node, end_depth: int) -> bool:
         is_end = node.token_id in self.proposal.terms.stop_token_ids
-        return node.children is None and node not in self._unaffordable and not is_end and self._has_room_below(node)
+        return node.children is None and node not in self._unaffordable and not is_end and node.depth < end_depth
 
     def _decide(self) -> None:
         """Decide which choices are sent, and which nodes are run next."""
@@ -214,7 +215,7 @@ class DraftTree:
         """Return the nodes that were sent, and the best choices for which there is room beside them."""
         room, num_sent = self._bound - self._num_live, self._num_live
         best: list[tuple[float, Node]] = []
-        for value, node in self._order.best_first(self.root, self._has_room_below):
+        for value, node in self._order.best_first(self.root, self._end_depth):
             if node.number:
                 num_sent -= 1
             elif room > 0 and value >= least:
@@ -235,10 +236,11 @@ class DraftTree:
         least = 0.0 if self.waits else self._least
         if self._compares and len(best) >= self._bound:
             least = best[-1][0]
+        end_depth = self._end_depth
         found = [
             (value, node)
             for value, node in best
-            if self._may_run(node) and self._order.first_below(node, value) >= least
+            if self._may_run(node, end_depth) and self._order.first_below(node, value) >= least
         ]
         return found[: max(0, room)]
 

@@ -5,7 +5,7 @@ ahead of verdicts. It is never worth more than its parent, so the best nodes are
 """
 
 import heapq
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from itertools import count
 from typing import Final
 
@@ -78,20 +78,22 @@ class NodeOrder:
         """Return the value of the least of the best `num_nodes` nodes of an endless tree below a depth."""
         return least_value(self._ranks, depth, num_nodes)
 
-    def best_first(self, root: Node, has_room_below: Callable[[Node], bool]) -> Iterator[tuple[float, Node]]:
+    def best_first(self, root: Node, end_depth: int) -> Iterator[tuple[float, Node]]:
         """Yield the known choices below a root with their values: parents before children, siblings by rank.
 
         Args:
             root: the root.
-            has_room_below: returns whether a node may have children.
+            end_depth: depth of nodes whose children are left out.
         """
         ties = count()
         heap: list[tuple[float, int, Node, float]] = []
+        value_of, likelihood_of, urgency = self._values.value, self.likelihood, self._urgency
 
         def offer(parent: Node, place: int, value: float) -> None:
-            if parent.children and place < len(parent.children) and has_room_below(parent):
-                child = parent.children[place]
-                step = self._urgency * self._values.value(child.depth, child.rank, self.likelihood(child))
+            children = parent.children
+            if children and place < len(children) and parent.depth < end_depth:
+                child = children[place]
+                step = urgency * value_of(child.depth, child.rank, likelihood_of(child))
                 heapq.heappush(heap, (-value * step, next(ties), child, value))
 
         offer(root, 0, 1.0)

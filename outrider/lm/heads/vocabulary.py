@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -59,6 +60,12 @@ class DraftVocabulary:
         if not torch.equal(t2d.bool().nonzero().squeeze(1), token_ids):
             raise InvalidArgument("the maps d2t and t2d contradict each other", "vocabulary")
         return cls(token_ids, len(t2d))
+
+    @cached_property
+    def listed_ids(self) -> list[int]:
+        """`token_ids` as numbers, for looking up few."""
+        ids: list[int] = self.token_ids.tolist()
+        return ids
 
     @property
     def d2t(self) -> Tensor:
