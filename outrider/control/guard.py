@@ -29,6 +29,8 @@ _INHERITED: Final = 1024
 same cores and drafts, and all drafts have their texts to read for a trial."""
 _TRIAL_SHARE: Final = 0.01
 """Share of the time that trials may take from then on: one that was found to cost much is long not repeated."""
+_FINDINGS: Final = 2
+"""Trials in a row that find speculation faster before they become rarer: one may have met a busy machine."""
 _MOST_FASTER: Final = 4
 _LEAST_SHARE: Final = 0.5
 """Of a pass's time, what prompts do not take: where they take more, what is left of it is known too badly to count."""
@@ -71,6 +73,7 @@ class _Case:
         is_trial: whether the other is being tried.
         num_passes: since that changed.
         interval: passes until the next trial.
+        num_findings: trials in a row that found what goes on now.
         rates: with speculation (True) and without.
     """
 
@@ -79,6 +82,7 @@ class _Case:
     is_trial: bool = False
     num_passes: int = 0
     interval: int = 0
+    num_findings: int = 0
     rates: dict[bool, _Rate] = field(default_factory=lambda: {True: _Rate(), False: _Rate()})
 
     def __post_init__(self) -> None:
@@ -109,8 +113,13 @@ class _Case:
     def _decide(self) -> None:
         before = self.speculates
         self.speculates = self.rates[True].value >= _WORTH * self.rates[False].value
-        interval = 2 * self.interval if self.speculates is before else self.first_interval
-        self.interval = min(max(interval, self._least_interval()), _MOST[self.speculates])
+        is_same = self.speculates is before
+        self.num_findings = self.num_findings + 1 if is_same else 1
+        if self.speculates and self.num_findings < _FINDINGS:
+            self.interval = self.first_interval
+        else:
+            interval = 2 * self.interval if is_same else self.first_interval
+            self.interval = min(max(interval, self._least_interval()), _MOST[self.speculates])
         self.is_trial, self.num_passes = False, 0
 
     def _least_interval(self) -> int:

@@ -107,6 +107,17 @@ def test_a_stall_of_the_machine_decides_nothing() -> None:
     assert worker.run(500, slowdown=1.1, accepted=0.6)[1] > 0.9
 
 
+def test_a_trial_that_met_a_busy_machine_is_soon_repeated() -> None:
+    guard, now, num_trials, did_allow = SpeculationGuard(), 0.0, 0, True
+    for _ in range(60):
+        allows = guard.allows
+        num_trials, did_allow = num_trials + (did_allow and not allows), allows
+        # Plain decoding is faster, but not while it is tried for the first time.
+        now += 0.03 if allows else 0.05 if num_trials == 1 else 0.02
+        guard.observe(now, 16, 16, counts=True)
+    assert num_trials == 2 and not guard.allows_at(16)
+
+
 def test_passes_with_prompts_and_pauses_between_requests_show_no_rate() -> None:
     worker = Worker(1)
     for _ in range(2000):
