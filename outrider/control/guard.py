@@ -6,6 +6,7 @@ and then all sessions of a target decode without drafts for a few passes, or, wh
 output tokens a second decide which of both goes on. It is asked again the less often the more often it was confirmed.
 
 The rates depend on how many sessions decode: each power of two has its own, and begins as the one below has ended up.
+They depend on where drafts are: one within the target's process is compared by a guard of its own.
 """
 
 import math
@@ -133,7 +134,7 @@ class _Case:
 
 
 class SpeculationGuard:
-    """Decides for all sessions of a target whether they speculate; see the module."""
+    """Decides whether the sessions of a target speculate, all that are drafted for in one place; see the module."""
 
     def __init__(self) -> None:
         self._cases: dict[int, _Case] = {}

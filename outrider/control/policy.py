@@ -87,7 +87,8 @@ class WorkerStatistics:
         own_answers: those of the draft within the target's process.
         prediction_ratio: accepted tokens for each that a main line was expected to yield.
         plain_rounds: since any session has waited.
-        guard: whether sessions speculate at all.
+        guard: whether sessions speculate at all by drafts elsewhere.
+        own_guard: whether they do by the draft within the target's process.
     """
 
     times: PassTimes = field(default_factory=PassTimes)
@@ -97,6 +98,15 @@ class WorkerStatistics:
     prediction_ratio: DecayingMean = field(default_factory=lambda: DecayingMean(0.02, 1.0, 20))
     plain_rounds: _PlainRounds = field(default_factory=_PlainRounds)
     guard: SpeculationGuard = field(default_factory=SpeculationGuard)
+    own_guard: SpeculationGuard = field(default_factory=SpeculationGuard)
+
+    def answers_of(self, *, own_draft: bool) -> AnswerTimes:
+        """Return the times of answers: of the draft within the target's process, or of others."""
+        return self.own_answers if own_draft else self.answers
+
+    def guard_of(self, *, own_draft: bool) -> SpeculationGuard:
+        """Return the guard of sessions that the draft within the target's process, or others, draft for."""
+        return self.own_guard if own_draft else self.guard
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,7 +174,7 @@ class SpeculationPolicy:
     ) -> None:
         self.max_wait_s = max_wait_s
         self._drafts_here = drafts_here
-        self.draft = DraftTimes(statistics.own_answers if drafts_here else statistics.answers)
+        self.draft = DraftTimes(statistics.answers_of(own_draft=drafts_here))
         self.rates = AcceptanceRates(statistics.rates)
         self._statistics = statistics
         self._times = statistics.times
@@ -206,7 +216,7 @@ class SpeculationPolicy:
             waits = depth < max_depth
             expects = self._waiting(max_depth, depth, is_running=is_running) if waits else self._now(stock)
             return RoundPlan(self.max_wait_s if waits else 0.0, max_depth, max_depth, expects=expects)
-        if not self._statistics.guard.allows:
+        if not self._statistics.guard_of(own_draft=self._drafts_here).allows:
             return RoundPlan(expects=self._now(stock))
         shortest = min(max(depth + 1, min_depth), max_depth)
         # While the draft runs whether or not the round waits, a change of plan costs nothing.
@@ -234,7 +244,7 @@ class SpeculationPolicy:
         """Have proposals from elsewhere from now on, whose answers take other times."""
         if drafts_here is not self._drafts_here:
             self._drafts_here = drafts_here
-            self.draft = DraftTimes(self._statistics.own_answers if drafts_here else self._statistics.answers)
+            self.draft = DraftTimes(self._statistics.answers_of(own_draft=drafts_here))
 
     def expect_whole(self, max_depth: int) -> Expectation:
         """Return the expectation of a round once a main line of the greatest length has arrived."""

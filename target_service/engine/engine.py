@@ -105,8 +105,7 @@ class Engine:
         self._passes = Passes(
             model,
             self._scheduler,
-            self._times,
-            statistics.guard,
+            statistics,
             self.requests,
             features,
             self._restoring,

@@ -11,8 +11,8 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from outrider.control.guard import SpeculationGuard
 from outrider.control.pass_times import PassTimes
+from outrider.control.policy import WorkerStatistics
 from outrider.lm.model import LanguageModel, joined
 from outrider.serving.unexpected import UnexpectedErrors
 from target_service.engine.conclusion import RoundTimes, conclude
@@ -33,8 +33,7 @@ class Passes:
     Args:
         model: the target.
         scheduler: makes their shares.
-        times: of the passes; each is observed.
-        guard: compares the rates with speculation and without.
+        statistics: of speculation; its times and guards observe each pass.
         requests: those that are open.
         features: sends the features that drafts request.
         restoring: writes the pages that passes complete; None where nothing is written.
@@ -53,8 +52,7 @@ class Passes:
         self,
         model: LanguageModel,
         scheduler: Scheduler,
-        times: PassTimes,
-        guard: SpeculationGuard,
+        statistics: WorkerStatistics,
         requests: Requests,
         features: FeatureSender,
         restoring: Restoring | None,
@@ -63,8 +61,8 @@ class Passes:
     ) -> None:
         self._model = model
         self._scheduler = scheduler
-        self._times = times
-        self._guard = guard
+        self._times: PassTimes = statistics.times
+        self._statistics = statistics
         self._requests = requests
         self._features = features
         self._restoring = restoring
@@ -108,12 +106,15 @@ class Passes:
         self._write_behind()
 
     def _observe_rate(self, shares: Sequence[Share], num_tokens: int) -> None:
-        can_speculate = any(share.request.speculation.terms.num_speculative_tokens for share in shares)
         prompts = [(share.step.num_rows, share.step.span.start) for share in shares if share.is_prefill]
         prompts_s = sum(self._times.prefill_s(*prompt) for prompt in prompts)
-        counts = can_speculate and len(prompts) < len(shares) and math.isfinite(prompts_s)
-        num_sessions = self._times.num_sessions
-        self._guard.observe(time.monotonic(), num_sessions, num_tokens, counts=counts, prompts_s=prompts_s)
+        shows_rate = len(prompts) < len(shares) and math.isfinite(prompts_s)
+        now, num_sessions = time.monotonic(), self._times.num_sessions
+        terms = [share.request.speculation.terms for share in shares]
+        for own_draft in (False, True):
+            can_speculate = any(item.num_speculative_tokens and item.own_draft is own_draft for item in terms)
+            guard = self._statistics.guard_of(own_draft=own_draft)
+            guard.observe(now, num_sessions, num_tokens, counts=can_speculate and shows_rate, prompts_s=prompts_s)
 
     def _divide(self, shares: list[Share], error: Exception) -> None:
         """Run the halves of a pass that failed; the session that fails alone ends alone."""

@@ -192,6 +192,20 @@ async def test_a_target_that_drafts_for_itself_gives_the_same_text_in_fewer_pass
                 assert (len(verdicts) < 20) is own_draft
 
 
+async def test_passes_count_for_the_comparison_of_where_their_drafts_are() -> None:
+    drafter = load_drafter(DrafterOptions(drafter=DrafterKind.MODEL, model=MODEL))
+    async with target(draft=ColocatedDraft(drafter)) as (engine, caller):
+        statistics = engine._passes._statistics
+        for handle, own_draft in ((2, True), (3, False)):
+            wait_s = 0.5 if own_draft else 0.0
+            options = {"num_speculative_tokens": 4, "max_wait_s": wait_s, "stop_token_ids": (), "own_draft": own_draft}
+            await caller.open(handle, PROMPT, GREEDY, session=f"s{handle}", **options)
+            await caller.span(handle, 0, PROMPT)
+            assert [verdict async for verdict in caller.verdicts(handle)]
+            counted = [statistics.guard_of(own_draft=own)._case.num_passes > 0 for own in (True, False)]
+            assert counted == [True, not own_draft]
+
+
 async def test_a_session_that_is_deleted_is_forgotten_by_a_colocated_draft_once_nothing_runs_on_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -382,6 +396,22 @@ def test_a_draft_that_was_not_needed_for_long_is_not_asked_for_the_last_few_toke
     statistics.guard._case.speculates = True
     speculation.begin(num_left, 50.0)
     assert speculation.wants_draft is wants
+
+
+@pytest.mark.parametrize("own_draft", [False, True])
+def test_drafts_that_do_not_pay_in_one_place_may_in_the_other(own_draft: bool) -> None:
+    statistics = WorkerStatistics()
+    terms = SpeculationTerms(num_speculative_tokens=4, max_wait_s=1.0, own_draft=own_draft)
+    speculation = Speculation(terms, AcceptanceRule.COUPLED, statistics, adapts=True)
+    speculation.restart(len(PROMPT))
+    for place, wants in ((not own_draft, True), (own_draft, False)):
+        statistics.guard_of(own_draft=place)._case.speculates = False
+        speculation.begin(100, 0.0)
+        assert speculation.wants_draft is wants
+    statistics.guard_of(own_draft=not own_draft)._case.speculates = True
+    speculation.change(replace(terms, own_draft=not own_draft))
+    speculation.begin(100, 1.0)
+    assert speculation.wants_draft
 
 
 def test_a_draft_that_each_round_needs_is_asked_for_the_last_few_tokens() -> None:
