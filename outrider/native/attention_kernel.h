@@ -473,7 +473,8 @@ inline void begin_queries(
       const uint32_t* query =
           attention.query + (key_head * group + g) * attention.head_step + tile[row].row * attention.row_step;
       auto* kept = reinterpret_cast<typename Cells::Cell*>(space.queries) + (row * group + g) * attention.key_cells;
-      std::transform(query, query + attention.key_cells, kept, Cells::kept);
+      // Not by std::transform, which files for other instruction sets would share.
+      for (int64_t cell = 0; cell < attention.key_cells; ++cell) kept[cell] = Cells::kept(query[cell]);
     }
   }
   std::fill_n(space.outputs, num_rows * group * space.value_lanes, 0.0f);

@@ -1,10 +1,11 @@
-// Divides the attention of a pass into units: few enough that pages are seldom read twice, and such that no thread waits
-// long for another at the end.
+// Divides the attention of a pass into units: few enough that pages are seldom read twice, and such that no thread
+// waits long for another at the end.
 
 #pragma once
 
 #include <algorithm>
 #include <cstdint>
+#include <utility>
 #include <vector>
 
 #include "attention.h"
@@ -54,7 +55,8 @@ inline std::vector<Unit> cut_tiles(
 }
 
 inline void sort_by_work(std::vector<Unit>& units) {
-  std::stable_sort(units.begin(), units.end(), [](const Unit& one, const Unit& other) { return one.work > other.work; });
+  const auto has_more = [](const Unit& one, const Unit& other) { return one.work > other.work; };
+  std::stable_sort(units.begin(), units.end(), has_more);
 }
 
 // Cuts units by rows where some threads would have nothing to do while the others still have much. Threads are taken to

@@ -54,7 +54,7 @@ inline const WidePair* widened_rows(const Product& product) {
   thread_local std::vector<WidePair> memory;
   const size_t num = product.num_rows * product.num_pairs;
   if (memory.size() < num) memory.resize(num);
-  std::transform(product.rows, product.rows + num, memory.begin(), widened);
+  for (size_t at = 0; at < num; ++at) memory[at] = widened(product.rows[at]);
   return memory.data();
 }
 

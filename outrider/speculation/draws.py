@@ -114,8 +114,9 @@ def _drawn(logits: Tensor, draws: Sequence[Draw]) -> Tensor:
         return _raced(rows, draws, variant)
     scores = rows.float() if rows.element_size() < 4 else rows
     are_finite = scores.amax(-1).isfinite()
-    # The caller raises for a row that is not; until then it must not affect the others.
-    scores = scores.masked_fill(~are_finite.unsqueeze(1), 0.0)
+    if scores.device.type != "cpu" or not are_finite.all():
+        # The caller raises for such a row; until then it must not affect the others.
+        scores = scores.masked_fill(~are_finite.unsqueeze(1), 0.0)
     winners = _race(target_weights(tempered(scores, metadata), metadata), draws)
     return torch.stack((winners, are_finite.long()))
 
