@@ -28,8 +28,11 @@ _AVX512: Final = ("-mfma", "-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl"
 _OPERATORS: Final = ("-DTORCH_TARGET_VERSION=0x020a000000000000",)
 _FLAGS: Final = {
     "library.cpp": _OPERATORS,
-    "head.cpp": _OPERATORS,
+    "packed_product.cpp": _OPERATORS,
     "pack.cpp": _OPERATORS,
+    "paged_attention.cpp": _OPERATORS,
+    "scores.cpp": _OPERATORS,
+    "head.cpp": _OPERATORS,
     "avx2.cpp": ("-mfma", "-mavx2"),
     "avx512.cpp": _AVX512,
     "avx512_bf16.cpp": (*_AVX512, "-mavx512bf16"),

@@ -8,6 +8,7 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <memory>
 #include <vector>
 
 namespace outrider {
@@ -44,6 +45,19 @@ inline torch::stable::Tensor empty(const std::vector<int64_t>& sizes, torch::hea
 // The tensor, copied where it is not dense.
 inline torch::stable::Tensor dense(const torch::stable::Tensor& tensor) {
   return tensor.is_contiguous() ? tensor : torch::stable::contiguous(tensor);
+}
+
+// Memory of this thread, at a multiple of 64 bytes, which is kept for the next call.
+inline float* thread_scratch(int64_t num_floats) {
+  constexpr uintptr_t kAlignment = 64;
+  thread_local std::unique_ptr<float[]> memory;
+  thread_local int64_t size = 0;
+  if (size < num_floats) {
+    memory = std::make_unique_for_overwrite<float[]>(num_floats + kAlignment / sizeof(float));
+    size = num_floats;
+  }
+  const uintptr_t address = reinterpret_cast<uintptr_t>(memory.get());
+  return memory.get() + (kAlignment - address % kAlignment) % kAlignment / sizeof(float);
 }
 
 }  // namespace outrider
