@@ -6,15 +6,16 @@ session's block gives the logits after each of its nodes of that depth, with the
 """
 
 from collections.abc import Sequence
+from dataclasses import replace as with_changes
 
 import torch
 from torch import Tensor
 
 from outrider.drafters.drafter import DrafterInfo, OpenProposal, StepRows
-from outrider.drafters.eagle3 import Eagle3Drafter, HeadOptions, OpenTree, Rows
+from outrider.drafters.eagle3 import Eagle3Drafter, HeadOptions, OpenTree
 from outrider.drafters.tree_order import Node
 from outrider.lm.heads.block import BlockHead
-from outrider.lm.heads.passes import TransitionPass
+from outrider.lm.heads.passes import Columns, TransitionPass
 from outrider.lm.heads.vocabulary import DraftVocabulary
 
 _WIDTH = 12
@@ -37,7 +38,6 @@ class BlockDrafter(Eagle3Drafter):
     ) -> None:
         super().__init__(head, vocabulary, embedding, info, options)
         self._block_size = head.block.block_size
-        self._mask_embeddings, self._mask_features = head.mask_embeddings, head.mask_features
         self._transition = TransitionPass(head.transition, embedding)
 
     @property
@@ -51,18 +51,11 @@ class BlockDrafter(Eagle3Drafter):
             item.num_speculative_tokens = min(item.num_speculative_tokens, self._block_size)
         return super().step(proposals)
 
-    def _columns(self, proposal: OpenProposal, num: int) -> Rows:
-        """Return the rows of columns, and those of the block where they end the text."""
+    def _columns(self, proposal: OpenProposal, num: int) -> Columns:
+        """Return new columns, and the mask rows of a block where they end the text."""
         columns = super()._columns(proposal, num)
-        size = self._size(proposal)
-        if columns.first + num < len(proposal.token_ids) - 1 or size == 1:
-            return columns
-        return Rows(
-            torch.cat([columns.hidden, columns.hidden[-1:] + self._mask_features[: size - 1]]),
-            torch.cat([columns.embeddings, self._mask_embeddings[: size - 1]]),
-            range(columns.first, columns.first + num + size - 1),
-            columns.first,
-        )
+        ends_text = columns.end == len(proposal.token_ids) - 1
+        return with_changes(columns, num_masks=self._size(proposal) - 1) if ends_text else columns
 
     def _size(self, proposal: OpenProposal) -> int:
         """Return the rows of a block: one for each token of a path."""

@@ -25,7 +25,7 @@ from outrider.drafters.tree import DraftTree, root_tree
 from outrider.drafters.tree_order import Node
 from outrider.errors import Overloaded
 from outrider.lm.heads.eagle3 import Eagle3Head
-from outrider.lm.heads.passes import HeadPasses
+from outrider.lm.heads.passes import Columns, HeadPasses, Rows
 from outrider.lm.heads.vocabulary import DraftVocabulary
 
 _WIDTH: Final = 12
@@ -62,25 +62,6 @@ class OpenTree:
 
 
 @dataclass(frozen=True, slots=True)
-class Rows:
-    """One session's rows of a pass.
-
-    Attributes:
-        hidden: [T, H].
-        embeddings: that are concatenated with it: [T, H].
-        positions: of the rows.
-        first: slot of the first row.
-        mask: the slots to which each row attends: bool [T, first + T]; None for all up to its own.
-    """
-
-    hidden: Tensor
-    embeddings: Tensor
-    positions: Sequence[int]
-    first: int
-    mask: Tensor | None = None
-
-
-@dataclass(frozen=True, slots=True)
 class HeadOptions:
     """Limits of a drafter over a target's features.
 
@@ -110,9 +91,8 @@ class Eagle3Drafter(Drafter):
         self, head: Eagle3Head, vocabulary: DraftVocabulary, embedding: Tensor, info: DrafterInfo, options: HeadOptions
     ) -> None:
         self.times = PassTimes()
-        self._passes = HeadPasses(head)
+        self._passes = HeadPasses(head, embedding)
         self._vocabulary = vocabulary
-        self._embedding = embedding
         self._info = info
         self._options = options
         self._device = embedding.device
@@ -183,8 +163,8 @@ class Eagle3Drafter(Drafter):
             for item, output in zip(ready, outputs, strict=True):
                 self._store(item, output, shares.get(item, 0))
             self._grow(ready)
-        columns = [(len(row.positions), row.first) for item, row in zip(ready, rows, strict=True) if item in shares]
-        num_nodes = sum(len(row.positions) for item, row in zip(ready, rows, strict=True) if item not in shares)
+        columns = [(row.num_rows, row.first) for row in rows if isinstance(row, Columns)]
+        num_nodes = sum(row.num_rows for row in rows if isinstance(row, Rows))
         return StepRows.of(num_nodes, columns)
 
     def _forget_trees(self, active: set[OpenProposal]) -> None:
@@ -238,15 +218,11 @@ class Eagle3Drafter(Drafter):
         """Return the rows of a pass that predict what follows the text: that of the last column."""
         return 1
 
-    def _columns(self, proposal: OpenProposal, num: int) -> Rows:
+    def _columns(self, proposal: OpenProposal, num: int) -> Columns:
         state = self._state(proposal)
         first = state.num_columns
         features = state.features.take(num).to(self._device)
-        token_ids = proposal.token_ids[first + 1 : first + 1 + num]
-        return Rows(self._passes.fuse(features), self._embed(token_ids), range(first, first + num), first)
-
-    def _embed(self, token_ids: Sequence[int]) -> Tensor:
-        return functional.embedding(torch.tensor(token_ids, device=self._device), self._embedding)
+        return Columns(features, proposal.token_ids[first + 1 : first + 1 + num], first)
 
     def _edge(self, proposal: OpenProposal) -> Rows:
         item, num_columns = self._trees[proposal], self._state(proposal).num_columns
@@ -259,19 +235,30 @@ class Eagle3Drafter(Drafter):
         token_ids = [node.token_id for node in item.edge]
         # A drafted token is one column after its parent.
         positions = [num_columns - 1 + node.depth for node in item.edge]
-        return Rows(hidden, self._embed(token_ids), positions, num_columns + num_before, mask)
+        return Rows(hidden, self._passes.embed(token_ids), positions, num_columns + num_before, mask)
 
-    def _run(self, proposals: Sequence[OpenProposal], rows: Sequence[Rows]) -> tuple[Tensor, ...]:
+    def _run(self, proposals: Sequence[OpenProposal], rows: Sequence[Columns | Rows]) -> tuple[Tensor, ...]:
         """Run the rows of all sessions together; return each one's outputs, [T, H]."""
-        lens = [len(item.positions) for item in rows]
-        states = [self._state(item) for item in proposals]
-        positions = torch.tensor([position for item in rows for position in item.positions], device=self._device)
-        hidden = _joined([item.hidden for item in rows])
-        embeddings = _joined([item.embeddings for item in rows])
+        states, lens = [self._state(item) for item in proposals], [item.num_rows for item in rows]
+        columns = [item for item in rows if isinstance(item, Columns)]
+        if len(columns) < len(rows) or not self._passes.has_columns:
+            return torch.split(self._run_parts(states, rows), lens)
+        for state, item in zip(states, columns, strict=True):
+            state.reserve(item.end)
+        outputs = self._passes.columns(columns, [item.keys for item in states], [item.values for item in states])
+        return torch.split(outputs, lens)
+
+    def _run_parts(self, states: Sequence[HeadState], rows: Sequence[Columns | Rows]) -> Tensor:
+        """Run rows of which some attend to other slots than all those up to their own."""
+        given = [self._passes.rows(item) if isinstance(item, Columns) else item for item in rows]
+        lens = [item.num_rows for item in given]
+        positions = torch.tensor([position for item in given for position in item.positions], device=self._device)
+        hidden = _joined([item.hidden for item in given])
+        embeddings = _joined([item.embeddings for item in given])
         query, key, value, residual = self._passes.project(embeddings, hidden, positions)
-        parts = zip(states, rows, *(torch.split(item, lens, 1) for item in (query, key, value)), strict=True)
+        parts = zip(states, given, *(torch.split(item, lens, 1) for item in (query, key, value)), strict=True)
         attended = _joined([state.attend(q, k, v, item.first, item.mask) for state, item, q, k, v in parts])
-        return torch.split(self._passes.finish(attended, residual), lens)
+        return self._passes.finish(attended, residual)
 
     def _store(self, proposal: OpenProposal, output: Tensor, num_columns: int) -> None:
         """Store the outputs of a pass for a session."""

@@ -33,6 +33,7 @@ _FLAGS: Final = {
     "paged_attention.cpp": _OPERATORS,
     "scores.cpp": _OPERATORS,
     "head.cpp": _OPERATORS,
+    "head_columns.cpp": _OPERATORS,
     "avx2.cpp": ("-mfma", "-mavx2"),
     "avx512.cpp": _AVX512,
     "avx512_bf16.cpp": (*_AVX512, "-mavx512bf16"),

@@ -8,6 +8,7 @@
 #include <cstring>
 #include <vector>
 
+#include "attend.h"
 #include "attention.h"
 #include "attention_units.h"
 #include "operators.h"
@@ -25,6 +26,38 @@ constexpr outrider::AttentionKernel kAttentions[] = {
     outrider::attention_avx512_bf16,
     outrider::attention_amx,
 };
+
+}  // namespace
+
+void outrider::attend(Attention attention, const std::vector<AttentionRow>& rows, int64_t variant) {
+  int64_t num_pages = 0;
+  for (const AttentionRow& row : rows) num_pages += row.position / kPageLen + 1;
+  const int64_t num_heads = attention.num_key_heads * attention.group, cell = attention.is_bfloat16 ? 2 : 1;
+  const int64_t work = num_pages * num_heads * kPageLen * (attention.key_cells * cell + attention.value_dim);
+  const int64_t most_threads = std::min<int64_t>(torch::stable::get_num_threads(), work / kLeastWork + 1);
+  const std::vector<Unit> units = divide(rows, attention, most_threads);
+  const int64_t num_units = units.size(), num_threads = std::min(num_units, most_threads);
+  // Each thread takes the next unit. To fetch its pages early it takes it before it is done with the last one, but for
+  // the last units, which are for the thread that is done first.
+  const int64_t num_early = num_units - 2 * num_threads;
+  std::atomic<int64_t> next{0};
+  torch::stable::parallel_for(0, num_threads, 1, [&](int64_t, int64_t) {
+    float* scratch = thread_scratch(attention_scratch(attention));
+    for (int64_t number = next++, following; number < num_units; number = following) {
+      const bool is_early = number < num_early;
+      if (is_early) following = next++;
+      const Unit& unit = units[number];
+      const Unit* after = is_early && following < num_units ? &units[following] : nullptr;
+      kAttentions[variant](
+          attention,
+          {unit.first, unit.last, unit.key_head, after ? after->first->pages : nullptr, after ? after->key_head : 0},
+          scratch);
+      if (!is_early) following = next++;
+    }
+  });
+}
+
+namespace {
 
 // The numbers of a layout, in order.
 class Numbers {
@@ -115,7 +148,6 @@ Tensor paged_attention(
   std::vector<outrider::AttentionRow> rows;
   rows.reserve(num_rows);
   std::vector<bool> has_row(num_rows);
-  int64_t num_pages = 0;
   const int32_t num_branches = *numbers.take(1);
   STD_TORCH_CHECK(num_branches >= 0, "the layout has ", num_branches, " branches");
   for (int32_t branch = 0; branch < num_branches; ++branch) {
@@ -127,7 +159,6 @@ Tensor paged_attention(
       STD_TORCH_CHECK(!has_row[indices[index]], "the layout has row ", indices[index], " twice");
       has_row[indices[index]] = true;
       rows.push_back({indices[index], positions[index], pages});
-      num_pages += positions[index] / outrider::kPageLen + 1;
     }
   }
 
@@ -156,28 +187,7 @@ Tensor paged_attention(
       window,
       is_bfloat16,
       1};
-  const int64_t work = num_pages * num_heads * outrider::kPageLen * (key_dim + value_dim);
-  const int64_t most_threads = std::min<int64_t>(torch::stable::get_num_threads(), work / kLeastWork + 1);
-  const std::vector<outrider::Unit> units = outrider::divide(rows, attention, most_threads);
-  const int64_t num_units = units.size(), num_threads = std::min(num_units, most_threads);
-  // Each thread takes the next unit. To fetch its pages early it takes it before it is done with the last one, but for
-  // the last units, which are for the thread that is done first.
-  const int64_t num_early = num_units - 2 * num_threads;
-  std::atomic<int64_t> next{0};
-  torch::stable::parallel_for(0, num_threads, 1, [&](int64_t, int64_t) {
-    float* scratch = outrider::thread_scratch(outrider::attention_scratch(attention));
-    for (int64_t number = next++, following; number < num_units; number = following) {
-      const bool is_early = number < num_early;
-      if (is_early) following = next++;
-      const outrider::Unit& unit = units[number];
-      const outrider::Unit* after = is_early && following < num_units ? &units[following] : nullptr;
-      kAttentions[variant](
-          attention,
-          {unit.first, unit.last, unit.key_head, after ? after->first->pages : nullptr, after ? after->key_head : 0},
-          scratch);
-      if (!is_early) following = next++;
-    }
-  });
+  outrider::attend(attention, rows, variant);
   return output;
 }
 

@@ -209,3 +209,58 @@ def test_nodes_that_do_not_exist_are_an_error(change: dict[str, object], message
     }
     with pytest.raises(RuntimeError, match=message):
         OPERATORS.transition_logits.default(**arguments | change)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"features": numbers(2, 6)}, "features must be bfloat16"),
+        ({"token_ids": [1, 2]}, "each column has a token"),
+        ({"token_ids": [1, 2, VOCABULARY]}, "no token 30"),
+        ({"token_ids": [1, 2, -1]}, "no token -1"),
+        ({"num_columns": [3]}, "differ in number"),
+        ({"num_columns": [3, 0]}, "a session has a column"),
+        ({"num_masks": [0, 4]}, "more mask rows than there are"),
+        ({"num_masks": [-1, 0]}, "no less than 0 mask rows"),
+        ({"firsts": [-1, 0]}, "slots from 0 on"),
+        ({"firsts": [0, 30]}, "there is no slot 32"),
+        ({"keys": [torch.zeros(32, KV_HEADS, DIM).bfloat16()]}, "each session has keys and values"),
+        ({"values": [torch.zeros(32, KV_HEADS, DIM)] * 2}, "keys and values must be bfloat16"),
+        ({"values": [torch.zeros(33, KV_HEADS, DIM).bfloat16()] * 2}, "whole pages"),
+        ({"keys": [torch.zeros(32, KV_HEADS, DIM).bfloat16(), torch.zeros(32, 1, DIM).bfloat16()]}, "whole pages"),
+        ({"masks": numbers(2, 3, H + 2)}, "masks must be bfloat16"),
+        ({"norms": numbers(2, H)}, "norms must be bfloat16"),
+        ({"cosines": numbers(2, DIM), "sines": numbers(2, DIM)}, "position 4 has no rotation"),
+        ({"num_heads": 5}, "the heads do not fit"),
+        ({"num_heads": 4}, "not packed for so many outputs"),
+        ({"variant": 4}, "variant 4"),
+    ],
+)
+def test_columns_that_do_not_fit_are_an_error(change: dict[str, object], message: str) -> None:
+    arguments = {
+        "features": numbers(3, 6),
+        "token_ids": [1, 2, 0],
+        "num_columns": [2, 1],
+        "num_masks": [0, 2],
+        "firsts": [3, 0],
+        "keys": [torch.zeros(32, KV_HEADS, DIM).bfloat16() for _ in range(2)],
+        "values": [torch.zeros(32, KV_HEADS, DIM).bfloat16() for _ in range(2)],
+        "embedding": numbers(VOCABULARY, H),
+        "masks": numbers(2, 3, H),
+        "fc": packed(numbers(H, 6)),
+        "norms": numbers(3, H),
+        "epsilon": EPSILON,
+        "starts_normed": False,
+        "qkv": packed(numbers((HEADS + 2 * KV_HEADS) * DIM, 2 * H)),
+        "cosines": numbers(64, DIM),
+        "sines": numbers(64, DIM),
+        "num_heads": HEADS,
+        "o": packed(numbers(H, HEADS * DIM)),
+        "gate_up": packed(numbers(2 * INNER, H)),
+        "down": packed(numbers(H, INNER)),
+        "num_inner": INNER,
+        "variant": 0,
+    }
+    assert OPERATORS.head_columns.default(**arguments).shape == (5, H)
+    with pytest.raises(RuntimeError, match=message):
+        OPERATORS.head_columns.default(**arguments | change)

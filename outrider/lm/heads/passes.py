@@ -1,11 +1,12 @@
-"""A pass of an EAGLE-3 head in parts, between which sessions attend and trees grow.
+"""A pass of an EAGLE-3 head: over new columns of sessions at once, or in parts, between which drafted tokens attend.
 
-A head is so small that what lies between its products takes longer than they do. So each part is one native operator
-where there are any (`outrider.native`). Else products of one input are one, norms are one operator each, and rotations
-are looked up.
+A head is so small that what lies between its products takes longer than they do. So the layer over columns is one
+native operator, and each part is one, where there are any (`outrider.native`). Else products of one input are one,
+norms are one operator each, and rotations are looked up.
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -14,7 +15,7 @@ from transformers.activations import SiLUActivation
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from outrider import native
-from outrider.lm.heads.block import Transition
+from outrider.lm.heads.block import BlockHead, Transition
 from outrider.lm.heads.eagle3 import Eagle3Head
 from outrider.lm.packed_linear import ByteLinear, NativeLinear, packed_kind
 
@@ -23,20 +24,80 @@ _VARYING_ROPE = ("dynamic", "longrope")
 _FIRST_POSITIONS = 2048
 
 
+@dataclass(frozen=True, slots=True)
+class Columns:
+    """New columns of a session, and the mask rows of a block behind them.
+
+    Attributes:
+        features: of the columns: [T, 3 * target_hidden_size].
+        token_ids: beside them: T.
+        first: slot and position of the first one.
+        num_masks: mask rows; 0 but for the columns that end the text of a block head's session.
+    """
+
+    features: Tensor
+    token_ids: Sequence[int]
+    first: int
+    num_masks: int = 0
+
+    @property
+    def num_rows(self) -> int:
+        """Columns and mask rows."""
+        return len(self.token_ids) + self.num_masks
+
+    @property
+    def end(self) -> int:
+        """Slot and position behind the last row."""
+        return self.first + self.num_rows
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """One session's rows of a pass in parts.
+
+    Attributes:
+        hidden: [T, H].
+        embeddings: that are concatenated with it: [T, H].
+        positions: of the rows.
+        first: slot of the first row.
+        mask: the slots to which each row attends: bool [T, first + T]; None for all up to its own.
+    """
+
+    hidden: Tensor
+    embeddings: Tensor
+    positions: Sequence[int]
+    first: int
+    mask: Tensor | None = None
+
+    @property
+    def num_rows(self) -> int:
+        """Their number."""
+        return len(self.positions)
+
+
 class HeadPasses:
-    """The parts of a head's pass; rows are [N, ...]. See the module.
+    """The passes of a head; rows are [N, ...]. See the module.
 
     Args:
         head: in bfloat16, on its device.
+        embedding: the target's input embeddings: [V, H].
     """
 
-    def __init__(self, head: Eagle3Head) -> None:
+    def __init__(self, head: Eagle3Head, embedding: Tensor) -> None:
         layer, attention, mlp = head.midlayer, head.midlayer.self_attn, head.midlayer.mlp
         config = head.config.layer
+        self._embedding = embedding
+        # Embeddings and features of mask rows: [2, K - 1, H].
+        if isinstance(head, BlockHead):
+            self._masks = torch.stack([head.mask_embeddings, head.mask_features]).detach()
+        else:
+            self._masks = embedding.new_empty(2, 0, config.hidden_size)
         # Only what is used is kept, so that the head's own layers are freed with it.
         self._norms = layer.post_attention_layernorm, head.norm
-        # Of a token's embedding and of the feature beside it: [2, H].
-        self._input_norms = torch.stack([layer.input_layernorm.weight, layer.hidden_norm.weight]).detach()
+        # Of a token's embedding, of the feature beside it, and after attention: [3, H].
+        norms = layer.input_layernorm, layer.hidden_norm, layer.post_attention_layernorm
+        self._layer_norms = torch.stack([item.weight for item in norms]).detach()
+        self._input_norms = self._layer_norms[:2]
         self._epsilon = layer.hidden_norm.variance_epsilon
         self._starts_normed = layer.norm_before_residual
         self._rotary = head.rotary
@@ -56,21 +117,72 @@ class HeadPasses:
         self._rotations: tuple[Tensor, Tensor] | None = None
         products = (self._qkv, self._o, self._gate_up, self._down, self._output)
         self._variant = _variant_of(products) if isinstance(self._act, SiLUActivation | nn.SiLU) else None
+        can_pair = self._head_dim % 2 == 0 and embedding.is_contiguous()
+        self._column_variant = self._variant if can_pair and _variant_of([self._fc]) is not None else None
 
-    def fuse(self, features: Tensor) -> Tensor:
-        """Return the fused features of positions: [N, H]; `features` are [N, 3 * target_hidden_size]."""
-        fused: Tensor = self._fc(features)
-        return fused
+    @property
+    def has_columns(self) -> bool:
+        """Whether there is `columns`: one operator for all that is done with new columns."""
+        return self._column_variant is not None
+
+    def columns(self, sessions: Sequence[Columns], keys: Sequence[Tensor], values: Sequence[Tensor]) -> Tensor:
+        """Return the outputs of new columns and of the mask rows behind them, session by session: [N, H].
+
+        Args:
+            sessions: each one's columns.
+            keys: of each session, [slots, kv_heads, dim], with room for the rows, whose keys are stored.
+            values: likewise.
+        """
+        assert self._column_variant is not None
+        cosine, sine = self._rotations_to(max(item.end for item in sessions))
+        features = [item.features for item in sessions]
+        found: Tensor = torch.ops.outrider.head_columns.default(
+            features[0] if len(features) == 1 else torch.cat(features),
+            [token_id for item in sessions for token_id in item.token_ids],
+            [len(item.token_ids) for item in sessions],
+            [item.num_masks for item in sessions],
+            [item.first for item in sessions],
+            keys,
+            values,
+            self._embedding,
+            self._masks,
+            self._fc.tensors,
+            self._layer_norms,
+            self._epsilon,
+            self._starts_normed,
+            self._qkv.tensors,
+            cosine,
+            sine,
+            self._num_heads,
+            self._o.tensors,
+            self._gate_up.tensors,
+            self._down.tensors,
+            self._num_inner,
+            self._column_variant,
+        )
+        return found
+
+    def rows(self, columns: Columns) -> Rows:
+        """Return new columns of a session, and the mask rows behind them, as rows of a pass in parts."""
+        hidden, embeddings = self._fc(columns.features), self.embed(columns.token_ids)
+        if num := columns.num_masks:
+            hidden = torch.cat([hidden, hidden[-1:] + self._masks[1, :num]])
+            embeddings = torch.cat([embeddings, self._masks[0, :num]])
+        return Rows(hidden, embeddings, range(columns.first, columns.end), columns.first)
+
+    def embed(self, token_ids: Sequence[int]) -> Tensor:
+        """Return the embeddings of tokens: [N, H]."""
+        return functional.embedding(torch.tensor(token_ids, device=self._embedding.device), self._embedding)
 
     def project(self, embeddings: Tensor, hidden: Tensor, positions: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Return rotated queries [heads, N, dim], rotated keys and values [kv_heads, N, dim], and the residual [N, H].
 
         Args:
             embeddings: of the rows' tokens: [N, H].
-            hidden: the output of `fuse` for a column, the output of the parent for a drafted token: [N, H].
+            hidden: the fused features of a column, the output of the parent for a drafted token: [N, H].
             positions: for the rotary embedding, int64 [N].
         """
-        cosine, sine = self._rotations_of(hidden, positions)
+        cosine, sine = self._rotations_to(int(positions.max()) + 1)
         num_rotated = self._num_heads + self._num_kv_heads
         if self._variant is not None:
             heads, normed = torch.ops.outrider.head_project.default(
@@ -129,15 +241,15 @@ class HeadPasses:
         states = _norm(self._norms[1], outputs)
         return states, self._output(states)
 
-    def _rotations_of(self, hidden: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """Return cosines and sines: [P, dim], of which those at `positions` are asked for."""
-        end = int(positions.max()) + 1
+    def _rotations_to(self, end: int) -> tuple[Tensor, Tensor]:
+        """Return cosines and sines of positions: [P, dim], at least of those before `end`."""
+        device, like = self._embedding.device, self._layer_norms[None]
         if self._varies:
-            cosine, sine = self._rotary(hidden[None], torch.arange(end, device=positions.device)[None])
+            cosine, sine = self._rotary(like, torch.arange(end, device=device)[None])
             return cosine[0], sine[0]
         if self._rotations is None or len(self._rotations[0]) < end:
-            every = torch.arange(max(_FIRST_POSITIONS, 2 * end), device=positions.device)
-            cosine, sine = self._rotary(hidden[None], every[None])
+            every = torch.arange(max(_FIRST_POSITIONS, 2 * end), device=device)
+            cosine, sine = self._rotary(like, every[None])
             self._rotations = cosine[0], sine[0]
         return self._rotations
 
