@@ -7,11 +7,12 @@ others are guesses, which are followed where the target's own token equals one o
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import Final, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
+from outrider import native
 from outrider.drafters.allowed import AllowedTokens
 from outrider.drafters.drafter import DraftTerms, OpenProposal
 from outrider.drafters.largest import largest_shares
@@ -30,6 +31,9 @@ from outrider.speculation.sampling import (
 from outrider.speculation.truncation import Support
 from outrider.speculation.verification import DecisionSource, draft_rejection
 from outrider.tokens import SparseDistribution
+
+_MOST_INVERSE: Final = 1e30
+"""Of a temperature, which may be as small as a number can be."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,16 +170,36 @@ class RankedChoices:
         """Return logits as they are under greedy, else the logarithms of weight / noise, if nothing is truncated."""
         if self._is_greedy:
             return logits
+        temperature = self._proposal.terms.parameters.temperature
+        variant = (
+            native.loaded_variant() if logits.device.type == "cpu" and logits.dtype in native.SCORE_TYPES else None
+        )
+        if variant is not None:
+            positions = self._positions(paths)
+            # Rows at one position share its noise.
+            rows = {at: row for row, at in enumerate(dict.fromkeys(positions))}
+            drawn: Tensor = torch.ops.outrider.drawn_scores.default(
+                logits.contiguous(),
+                self._vocabulary.token_ids,
+                torch.tensor([(*Counter(Purpose.TARGET, at).words, *self._source.key) for at in rows]),
+                [rows[at] for at in positions],
+                min(1 / temperature, _MOST_INVERSE),
+                int(variant),
+            )
+            return drawn
         # The largest is subtracted first, because a small temperature would make it infinite.
         scores = logits.float()
-        scores = (scores - scores.amax(-1, keepdim=True)).div_(self._proposal.terms.parameters.temperature)
+        scores = (scores - scores.amax(-1, keepdim=True)).div_(temperature)
         return scores.sub_(self._noise(paths, scores.device).float().log_())
+
+    def _positions(self, paths: Sequence[tuple[int, ...]]) -> list[int]:
+        """Return the position of the token after each path."""
+        return [len(self._proposal.token_ids) + len(path) for path in paths]
 
     def _noise(self, paths: Sequence[tuple[int, ...]], device: torch.device) -> Tensor:
         """Return the noise of the draft's tokens after each path, float64 [F, D], or [1, D] where all have the same."""
         token_ids = self._vocabulary.token_ids.to(device)
-        positions = [len(self._proposal.token_ids) + len(path) for path in paths]
-        # Rows at one position share its noise.
+        positions = self._positions(paths)
         noise = {at: self._source.exponential(token_ids, Counter(Purpose.TARGET, at)) for at in set(positions)}
         return torch.stack([noise[at] for at in positions]) if len(noise) > 1 else noise[positions[0]][None]
 

@@ -16,10 +16,10 @@ of their weight and noise; the winner is then found among them exactly, with the
 `uniform_noise` makes the keyed random numbers of many tokens (`outrider.speculation.randomness`), with the same bits.
 
 The others are for drafts, which need not be exact. `largest_scores` finds the largest scores of rows, and about what
-share each has of the sum. `byte_product` multiplies rows with packed weights, both in 8 bits, in exact sums.
-`head_columns` runs a head's layer over new columns of sessions; `head_project`, `head_finish`, `head_logits` and
-`transition_logits` are the other parts of its pass (`outrider.lm.heads.passes`): a head is so small that the way into
-an operator takes as long as a product.
+share each has of the sum; `drawn_scores` scores the tokens of a race by approximate noise. `byte_product` multiplies
+rows with packed weights, both in 8 bits, in exact sums. `head_columns` runs a head's layer over new columns of
+sessions; `head_project`, `head_finish`, `head_logits` and `transition_logits` are the other parts of its pass
+(`outrider.lm.heads.passes`): a head is so small that the way into an operator takes as long as a product.
 
 Which variant runs follows from the CPU's features (`Variant`). All have equal results, but for AMX: its instruction
 adds up 32 inputs by itself, so that `packed_product`, and attention in bfloat16, have another order of additions.

@@ -48,6 +48,10 @@ void uniforms_avx512(const Counter& counter, const int64_t* token_ids, int64_t n
   uniforms(counter, token_ids, num, output);
 }
 
+void log_noise_avx512(const Counter& counter, const int64_t* token_ids, int64_t num, float* output) {
+  log_noise(counter, token_ids, num, output);
+}
+
 void largest_avx512(const ScoreRow& row, int64_t num, float* scratch, int64_t* places, float* shares) {
   largest(row, num, scratch, places, shares);
 }

@@ -20,6 +20,12 @@ using UniformKernel = void (*)(const Counter& counter, const int64_t* token_ids,
 void uniforms_avx2(const Counter& counter, const int64_t* token_ids, int64_t num, double* output);
 void uniforms_avx512(const Counter& counter, const int64_t* token_ids, int64_t num, double* output);
 
+// Writes log(-log(u)) of each token's uniform random number u, within 1e-4.
+using LogNoiseKernel = void (*)(const Counter& counter, const int64_t* token_ids, int64_t num, float* output);
+
+void log_noise_avx2(const Counter& counter, const int64_t* token_ids, int64_t num, float* output);
+void log_noise_avx512(const Counter& counter, const int64_t* token_ids, int64_t num, float* output);
+
 // A row of the race: token v has weight exp((scores[v] - top) / temperature) and noise -log(u), u being its uniform
 // random number; the largest weight / noise wins.
 struct RaceRow {

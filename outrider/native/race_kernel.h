@@ -114,19 +114,58 @@ struct Blocks {
   }
 };
 
+// The blocks of so many tokens, at most kBlocks.
+inline Blocks blocks_of(const Counter& counter, const int64_t* token_ids, int num) {
+  Blocks blocks;
+  for (int b = 0; b < kBlocks; ++b) blocks.x0[b] = b < num ? static_cast<uint32_t>(token_ids[b] >> 1) : 0;
+  blocks.mix(counter);
+  return blocks;
+}
+
 inline void uniforms(const Counter& counter, const int64_t* token_ids, int64_t num, double* output) {
   for (int64_t first = 0; first < num; first += kBlocks) {
     const int now = static_cast<int>(std::min<int64_t>(kBlocks, num - first));
     const int64_t* given = token_ids + first;
-    Blocks blocks;
-    for (int b = 0; b < kBlocks; ++b) blocks.x0[b] = b < now ? static_cast<uint32_t>(given[b] >> 1) : 0;
-    blocks.mix(counter);
+    const Blocks blocks = blocks_of(counter, given, now);
     for (int b = 0; b < now; ++b) {
       const bool is_odd = given[b] & 1;
       const uint64_t high = is_odd ? blocks.x2[b] : blocks.x0[b];
       const uint64_t low = is_odd ? blocks.x3[b] : blocks.x1[b];
       output[first + b] = (static_cast<double>(static_cast<int64_t>(high << 20 | low >> 12)) + 0.5) * 0x1p-52;
     }
+  }
+}
+
+// -log(x) for x from 1/2 to 1, given 1 - x: 2 artanh(y), with y = (1 - x) / (1 + x) of at most 1/3.
+inline float minus_log_of_complement(float complement) {
+  const float y = complement / (2.0f - complement), square = y * y;
+  return 2.0f * y * (1.0f + square * (1.0f / 3.0f + square * (1.0f / 5.0f + square * (1.0f / 7.0f))));
+}
+
+// -log(x) for a normal x.
+inline float minus_log(float x) {
+  constexpr float kLogOf2 = 0.69314718f;
+  const int32_t bits = std::bit_cast<int32_t>(x);
+  const float half_to_one = std::bit_cast<float>((bits & 0x7fffff) | 0x3f000000);
+  return minus_log_of_complement(1.0f - half_to_one) - kLogOf2 * static_cast<float>((bits >> 23) - 126);
+}
+
+// Of u and of 1 - u the first 32 bits are enough: the noise of the largest vocabularies' winners is far above 2^-32.
+inline void log_noise(const Counter& counter, const int64_t* token_ids, int64_t num, float* output) {
+  for (int64_t first = 0; first < num; first += kBlocks) {
+    const int now = static_cast<int>(std::min<int64_t>(kBlocks, num - first));
+    const int64_t* given = token_ids + first;
+    const Blocks blocks = blocks_of(counter, given, now);
+    uint32_t words[kBlocks] = {};
+    for (int b = 0; b < now; ++b) words[b] = given[b] & 1 ? blocks.x2[b] : blocks.x0[b];
+    float values[kBlocks];
+    for (int b = 0; b < kBlocks; ++b) {
+      const float uniform = (static_cast<float>(words[b]) + 0.5f) * 0x1p-32f;
+      const float complement = (static_cast<float>(~words[b]) + 0.5f) * 0x1p-32f;
+      const float small = minus_log(uniform), large = minus_log_of_complement(complement);
+      values[b] = -minus_log(uniform < 0.5f ? small : large);
+    }
+    std::memcpy(output + first, values, now * sizeof(float));
   }
 }
 

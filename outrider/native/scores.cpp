@@ -27,6 +27,13 @@ constexpr outrider::UniformKernel kUniforms[] = {
     outrider::uniforms_avx512,
 };
 
+constexpr outrider::LogNoiseKernel kLogNoises[] = {
+    outrider::log_noise_avx2,
+    outrider::log_noise_avx512,
+    outrider::log_noise_avx512,
+    outrider::log_noise_avx512,
+};
+
 constexpr outrider::RaceKernel kRaces[] = {
     outrider::race_avx2,
     outrider::race_avx512,
@@ -234,12 +241,57 @@ Tensor places_of_largest(const Tensor& scores, int64_t variant) {
   return output;
 }
 
+// scores: bfloat16 or float32 [F, D], contiguous. token_ids: int64 [D], from 0 to 2^33 - 1. counters: int64 [R, 5], as for
+// `uniform_noise`. noise_rows: the counter of each row. Returns about log(weight / noise) as in a race of these tokens,
+// float32 [F, D]: (score - the row's largest) * inverse_temperature - log(-log(u)).
+Tensor drawn_scores(
+    const Tensor& scores, const Tensor& token_ids, const Tensor& counters, const std::vector<int64_t>& noise_rows,
+    double inverse_temperature, int64_t variant) {
+  const Scores given(scores);
+  const int64_t num_rows = given.num_rows(), num_tokens = given.num_scores();
+  STD_TORCH_CHECK(
+      token_ids.scalar_type() == ScalarType::Long && token_ids.is_contiguous() && token_ids.dim() == 1 &&
+          token_ids.numel() == num_tokens && num_tokens > 0,
+      "token ids must be int64, one for each score");
+  STD_TORCH_CHECK(
+      counters.scalar_type() == ScalarType::Long && counters.is_contiguous() && counters.dim() == 2 &&
+          counters.size(1) == 5,
+      "counters must be int64 [R, 5]");
+  STD_TORCH_CHECK(static_cast<int64_t>(noise_rows.size()) == num_rows, "each row has a counter");
+  for (const int64_t row : noise_rows) STD_TORCH_CHECK(row >= 0 && row < counters.size(0), "there is no counter ", row);
+  outrider::check_variant(variant);
+
+  const auto* tokens = static_cast<const int64_t*>(token_ids.const_data_ptr());
+  const auto* numbers = static_cast<const int64_t*>(counters.const_data_ptr());
+  std::vector<float> noise(counters.size(0) * num_tokens);
+  torch::stable::parallel_for(0, counters.size(0), 1, [&](int64_t first, int64_t last) {
+    for (int64_t row = first; row < last; ++row) {
+      kLogNoises[variant](counter_of(numbers + row * 5), tokens, num_tokens, noise.data() + row * num_tokens);
+    }
+  });
+  Tensor output = outrider::empty({num_rows, num_tokens}, ScalarType::Float);
+  auto* drawn = static_cast<float*>(output.mutable_data_ptr());
+  const auto scale = static_cast<float>(inverse_temperature);
+  given.for_each([&](int64_t row) {
+    const float top = given.score(row, kPlaces[variant](given.row(row, true)));
+    const float* own_noise = noise.data() + noise_rows[row] * num_tokens;
+    float* to = drawn + row * num_tokens;
+    for (int64_t token = 0; token < num_tokens; ++token) {
+      to[token] = (given.score(row, token) - top) * scale - own_noise[token];
+    }
+  });
+  return output;
+}
+
 }  // namespace
 
 STABLE_TORCH_LIBRARY_FRAGMENT(outrider, library) {
   library.def(
       "race_candidates(Tensor scores, Tensor inverse_temperatures, Tensor counters, int variant) -> (Tensor, Tensor)");
   library.def("uniform_noise(Tensor token_ids, Tensor counters, int variant) -> Tensor");
+  library.def(
+      "drawn_scores(Tensor scores, Tensor token_ids, Tensor counters, int[] noise_rows, float inverse_temperature, "
+      "int variant) -> Tensor");
   library.def("largest_scores(Tensor scores, int num, bool is_softmax, int variant) -> (Tensor, Tensor)");
   library.def("places_of_largest(Tensor scores, int variant) -> Tensor");
 }
@@ -247,6 +299,7 @@ STABLE_TORCH_LIBRARY_FRAGMENT(outrider, library) {
 STABLE_TORCH_LIBRARY_IMPL(outrider, CPU, library) {
   library.impl("race_candidates", TORCH_BOX(&race_candidates));
   library.impl("uniform_noise", TORCH_BOX(&uniform_noise));
+  library.impl("drawn_scores", TORCH_BOX(&drawn_scores));
   library.impl("largest_scores", TORCH_BOX(&largest_scores));
   library.impl("places_of_largest", TORCH_BOX(&places_of_largest));
 }

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from outrider import native
 from outrider.drafters.choices import Place, RankedChoices, SampledChoices, TreeOptions, keep_top
 from outrider.drafters.drafter import OpenProposal
 from outrider.lm.heads.vocabulary import DraftVocabulary
@@ -34,7 +35,12 @@ def _logits(num_levels: int, num_rows: int) -> torch.Tensor:
     ids=["greedy", "biased", "sampled", "truncated"],
 )
 @pytest.mark.parametrize("num_levels", [1, 2, 40, 2000])
-def test_the_first_choice_is_the_targets(num_levels: int, parameters: SamplingParameters, num: int) -> None:
+@pytest.mark.parametrize("is_native", [True, False], ids=["native", "torch"])
+def test_the_first_choice_is_the_targets(
+    num_levels: int, parameters: SamplingParameters, num: int, monkeypatch: pytest.MonkeyPatch, *, is_native: bool
+) -> None:
+    variant = native.best_variant() if is_native else None
+    monkeypatch.setattr(native, "loaded_variant", lambda: variant)
     logits, proposal = _logits(num_levels, 6), OpenProposal("s", list(TEXT), terms(parameters), 4)
     paths: list[tuple[int, ...]] = [(), (4,), (5,), (4, 4), (4, 6), (4, 6, 7)]
     ranked = RankedChoices(proposal, TreeOptions(), DraftVocabulary(torch.arange(V), V))
