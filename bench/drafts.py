@@ -58,7 +58,7 @@ class Options:
         assisted: 1 to measure transformers' assisted generation too, for a `model` draft in a folder; 0 not to.
     """
 
-    drafter: str = "block"
+    drafter: str = "block+suffix"
     draft: str = ""
     num_layers: int = 4
     at: str = "service"

@@ -6,6 +6,8 @@ and then all sessions of a target decode without drafts for a few passes, or, wh
 output tokens a second decide which of both goes on. It is asked again the less often the more often it was confirmed.
 
 The rates depend on how many sessions decode: each power of two has its own, and begins as the one below has ended up.
+One of several sessions also begins without speculation where more sessions were found to be slower with it: a target
+that has just started finds out once under a full load, not again and again as that load ends.
 They depend on where drafts are: one within the target's process is compared by a guard of its own.
 """
 
@@ -28,6 +30,8 @@ sessions fewer passes of the first kind show as much, down to a quarter."""
 _INHERITED: Final = 1024
 """Passes without speculation until the first trial, where that is known from fewer sessions: more of them share the
 same cores and drafts, and all drafts have their texts to read for a trial."""
+_SEVERAL: Final = 3
+"""The level, of four sessions and more, from which on more sessions say something about fewer."""
 _TRIAL_SHARE: Final = 0.01
 """Share of the time that trials may take from then on: one that was found to cost much is long not repeated."""
 _FINDINGS: Final = 2
@@ -101,7 +105,17 @@ class _Case:
     def allows(self) -> bool:
         return self.speculates is not self.is_trial
 
+    @property
+    def is_decided(self) -> bool:
+        """Whether a trial has decided what goes on."""
+        return self.num_findings > 0
+
+    def begin_without(self, interval: int) -> None:
+        """Go on without speculation, and try it after so many passes."""
+        self.speculates, self.is_trial, self.num_passes, self.interval = False, False, 0, interval
+
     def observe(self, num_tokens: int, seconds: float) -> None:
+        """Observe a pass; decide at the end of a trial."""
         self.num_passes += 1
         if self.num_passes > _SETTLE:
             self.rates[self.allows].add(num_tokens, seconds)
@@ -171,11 +185,19 @@ class SpeculationGuard:
         self._case = case
 
     def _found(self, level: int) -> _Case:
-        if level not in self._cases:
-            case = self._cases[level] = _Case(level, self._below(level).speculates)
-            if not case.speculates:
-                case.interval = _INHERITED
-        return self._cases[level]
+        case = self._cases.setdefault(level, _Case(level))
+        # What no trial has decided begins anew: more may be known now about other numbers of sessions.
+        if case is not self._case and case.speculates and not case.is_decided:
+            if level > 1 and not self._below(level - 1).speculates:
+                case.begin_without(_INHERITED)
+            elif self._is_slow_above(level):
+                case.begin_without(_FIRST[False])
+        return case
+
+    def _is_slow_above(self, level: int) -> bool:
+        """Return whether the next level above that is decided was found to be slower with speculation."""
+        above = [known for known, case in self._cases.items() if known > level and case.is_decided]
+        return level >= _SEVERAL and bool(above) and not self._cases[min(above)].speculates
 
     def _below(self, level: int) -> _Case:
         """Return what is known for this level, else for the next one below."""

@@ -99,6 +99,44 @@ def test_each_number_of_sessions_has_its_own_answer_and_begins_with_that_of_fewe
     assert not worker.guard.allows
 
 
+@pytest.mark.parametrize("was_seen", [False, True])
+def test_several_sessions_begin_without_drafts_where_more_were_slower(*, was_seen: bool) -> None:
+    worker = Worker(6)
+    if was_seen:
+        worker.run(5, slowdown=1.5, accepted=0.1)  # as requests arrive one after another
+    worker.num_sessions = 16
+    worker.run(100, slowdown=1.5, accepted=0.1)
+    worker.num_sessions = 6
+    worker.run(1, slowdown=1.5, accepted=0.1)
+    assert worker.run(120, slowdown=1.5, accepted=0.1)[1] == 0
+    worker.run(100, slowdown=1.1, accepted=0.8)  # it is tried once, and pays with so few
+    assert worker.guard.allows and worker.guard.allows_at(6) and not worker.guard.allows_at(16)
+    worker.num_sessions = 2
+    worker.run(1, slowdown=1.1, accepted=0.8)
+    assert worker.guard.allows
+
+
+def test_more_sessions_that_were_there_for_a_moment_begin_with_what_fewer_found_later() -> None:
+    worker = Worker(16)
+    worker.run(5, slowdown=1.5, accepted=0.1)
+    worker.num_sessions = 8
+    worker.run(100, slowdown=1.5, accepted=0.1)
+    worker.num_sessions = 16
+    worker.run(1, slowdown=1.5, accepted=0.1)
+    assert worker.run(900, slowdown=1.5, accepted=0.1)[1] == 0
+
+
+def test_what_a_trial_has_decided_for_several_sessions_outlives_a_full_load() -> None:
+    worker = Worker(6)
+    worker.run(200, slowdown=1.1, accepted=0.8)
+    worker.num_sessions = 16
+    worker.run(300, slowdown=1.5, accepted=0.1)
+    assert not worker.guard.allows
+    worker.num_sessions = 6
+    worker.run(1, slowdown=1.1, accepted=0.8)
+    assert worker.guard.allows
+
+
 def test_a_stall_of_the_machine_decides_nothing() -> None:
     worker = Worker(4)
     worker.run(47, slowdown=1.1, accepted=0.6)
