@@ -29,7 +29,7 @@ def test_many_shapes_give_equal_bits_in_bfloat16() -> None:
     model = load_model("embedded").model
     tokens = tuple(range(1000, 1300))
     whole = model.forward([SessionStep(model.new_cache(), TokenSpan(0, tokens))])[0][0]
-    for cut in (299, 298, 290, 256, 150, 3):
+    for cut in (299, 290, 150):
         cache = model.new_cache()
         model.forward([SessionStep(cache, TokenSpan(0, tokens[:cut]), chain((5, 6, 7)))])
         assert torch.equal(model.forward([SessionStep(cache, TokenSpan(cut, tokens[cut:]))])[0][0], whole), cut

@@ -163,7 +163,7 @@ def test_a_kept_branch_is_as_good_as_a_plain_run(model: LanguageModel, spoils: b
     tokens = _tokens(BLOCK_LEN - 3)
     cache = model.new_cache()
     start, known = 0, tokens
-    for _ in range(6):
+    for _ in range(4):
         tree = _random_tree(rng, 6)
         if spoils:
             _spoil_free_pages(model, cache)

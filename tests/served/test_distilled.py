@@ -231,7 +231,7 @@ async def test_within_the_target_they_change_nothing_and_nothing_crosses_the_net
             (1.0, 8, AcceptanceRule.REJECTION),
         ):
             speculation = Speculation(acceptance_rule=rule, max_nodes=max_nodes)
-            asked = [_asking(prompt, speculation, temperature=temperature, max_tokens=60) for prompt in PROMPTS]
+            asked = [_asking(prompt, speculation, temperature=temperature, max_tokens=40) for prompt in PROMPTS]
             drafted = await asyncio.gather(*map(client.complete, asked))
             again = await asyncio.gather(*map(client.complete, asked))
             assert [one.token_ids for one in again] == [one.token_ids for one in drafted]
@@ -240,7 +240,7 @@ async def test_within_the_target_they_change_nothing_and_nothing_crosses_the_net
                 assert generation.statistics.feature_bytes == 0
                 if rule is AcceptanceRule.COUPLED:
                     plain = Speculation(disabled=True)
-                    alone = _asking(prompt, plain, temperature=temperature, max_tokens=60)
+                    alone = _asking(prompt, plain, temperature=temperature, max_tokens=40)
                     assert (await client.complete(alone)).token_ids == generation.token_ids
         assert sum([await constrained(client, prompt, Speculation(), temperature=1.0) for prompt in PROMPTS]) > 10
         # A conversation goes on with the columns of its first turn.
