@@ -1,6 +1,7 @@
 """Scheduling through a running engine: shared prefixes, memory that runs out, prompts beside decoding sessions."""
 
 import asyncio
+import itertools
 import re
 from collections.abc import Sequence
 
@@ -123,6 +124,30 @@ async def test_prompts_that_come_before_any_pass_was_measured_are_not_held_back(
         assert engine.load.num_passes - num_passes < 75
         assert not decoding.done(), "rows of the prompt came with those of the session that decodes"
         await decoding
+
+
+async def test_the_parts_of_a_prompt_that_cost_little_double(monkeypatch: pytest.MonkeyPatch) -> None:
+    parts: list[int] = []
+
+    def observe(times: PassTimes, duration_s: float, num_rows: int, prompts: Sequence[tuple[int, int]] = ()) -> None:
+        parts.extend(num for num, _ in prompts if num_rows)
+        known(times, duration_s, num_rows, prompts)
+
+    known = PassTimes.observe
+    monkeypatch.setattr(PassTimes, "observe", observe)
+    async with target() as (engine, caller):
+        # A pass takes as long with any number of rows.
+        engine._model.options = type(engine._model.options)(vocabulary=12, order=2, step_s=0.005)  # type: ignore[attr-defined]
+        decoding = asyncio.create_task(
+            caller.plain(1, _prompt(8), PARAMETERS.replace(max_tokens=200), stop_token_ids=())
+        )
+        async with asyncio.timeout(10):
+            while engine.load.num_passes < 20:
+                await asyncio.sleep(0.001)
+        await caller.plain(2, _prompt(2000), PARAMETERS.replace(max_tokens=1), stop_token_ids=())
+        await decoding
+    assert sum(parts) == 2000 and max(parts) >= 128
+    assert all(later <= 2 * before for before, later in itertools.pairwise(parts))
 
 
 async def test_now_and_then_a_pass_shows_what_it_takes_without_prompts(monkeypatch: pytest.MonkeyPatch) -> None:
