@@ -8,10 +8,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from outrider import native
 from outrider.drafters.features import FeatureBuffer
 from outrider.drafters.node_values import NodeValues
 from outrider.drafters.tree import DraftTree
-from outrider.lm.attention.native import PAGE_LEN
+from outrider.lm.attention.native import PAGE_LEN, lay_out
+from outrider.lm.attention.rows import PassBranch, PassRows
 
 _FIRST_CAPACITY: Final = 8 * PAGE_LEN
 
@@ -31,6 +33,7 @@ class HeadState:
         size = (_FIRST_CAPACITY, num_heads, head_dim)
         self.keys = torch.zeros(size, dtype=torch.bfloat16, device=device)
         self.values = torch.zeros_like(self.keys)
+        self._variant = native.best_variant() if device.type == "cpu" and head_dim % 2 == 0 else None
         self.features = FeatureBuffer(feature_width)
         self.last_output: Tensor | None = None
         """Output of the last column, [1, H], and of the rows of its block behind it: [K, H]."""
@@ -104,6 +107,21 @@ class HeadState:
         """
         end = first + key.shape[1]
         self.reserve(end)
+        if mask is None and self._variant is not None:
+            layout = lay_out(_rows_of(first, end)).layout
+            found: Tensor = torch.ops.outrider.paged_attention.default(
+                query[None],
+                key[None],
+                value[None],
+                self.keys,
+                self.values,
+                layout,
+                query.shape[-1] ** -0.5,
+                0,
+                0.0,
+                int(self._variant),
+            )
+            return found.flatten(2)[0]
         if mask is None:
             mask = torch.ones(key.shape[1], end, dtype=torch.bool, device=key.device).tril(first)
         self.keys[first:end], self.values[first:end] = key.transpose(0, 1), value.transpose(0, 1)
@@ -122,3 +140,10 @@ class HeadState:
             more = -(-max(more, len(self.keys)) // PAGE_LEN) * PAGE_LEN
             padding = (0, 0, 0, 0, 0, more)
             self.keys, self.values = functional.pad(self.keys, padding), functional.pad(self.values, padding)
+
+
+def _rows_of(first: int, end: int) -> PassRows:
+    """Return the rows of a pass that are written to these slots, and see those up to their own."""
+    slots, num = tuple(range(first, end)), end - first
+    pages = tuple(range(-(-end // PAGE_LEN)))
+    return PassRows(num, [PassBranch(pages, tuple(range(num)), slots)], list(range(num)), list(slots))
