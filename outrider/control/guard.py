@@ -6,7 +6,7 @@ and then all sessions of a target decode without drafts for a few passes, or, wh
 output tokens a second decide which of both goes on. It is asked again the less often the more often it was confirmed.
 
 The rates depend on how many sessions decode: each power of two has its own, and begins as the one below has ended up.
-One of several sessions also begins without speculation where more sessions were found to be slower with it: a target
+From four sessions on it also begins without speculation where more sessions were found to be slower with it: a target
 that has just started finds out once under a full load, not again and again as that load ends.
 They depend on where drafts are: one within the target's process is compared by a guard of its own.
 """
@@ -31,7 +31,7 @@ _INHERITED: Final = 1024
 """Passes without speculation until the first trial, where that is known from fewer sessions: more of them share the
 same cores and drafts, and all drafts have their texts to read for a trial."""
 _SEVERAL: Final = 3
-"""The level, of four sessions and more, from which on more sessions say something about fewer."""
+"""The level, of four to seven sessions, from which on what more sessions were found to gain holds for fewer too."""
 _TRIAL_SHARE: Final = 0.01
 """Share of the time that trials may take from then on: one that was found to cost much is long not repeated."""
 _FINDINGS: Final = 2
@@ -185,7 +185,9 @@ class SpeculationGuard:
         self._case = case
 
     def _found(self, level: int) -> _Case:
-        case = self._cases.setdefault(level, _Case(level))
+        if level not in self._cases:
+            self._cases[level] = _Case(level)
+        case = self._cases[level]
         # What no trial has decided begins anew: more may be known now about other numbers of sessions.
         if case is not self._case and case.speculates and not case.is_decided:
             if level > 1 and not self._below(level - 1).speculates:

@@ -47,7 +47,6 @@ class Layer {
  public:
   Layer(const std::vector<Tensor>& tensors, int64_t num_inputs, int64_t out_features)
       : tensors_(tensors), num_inputs_(num_inputs), out_features_(out_features) {
-    using namespace outrider;
     STD_TORCH_CHECK(tensors.size() == 2 || tensors.size() == 3, "a layer has a weight, scales and perhaps a bias");
     const Tensor &weight = tensors[0], &scales = tensors[1];
     STD_TORCH_CHECK(

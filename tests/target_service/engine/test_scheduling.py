@@ -16,6 +16,24 @@ PARAMETERS = SamplingParameters(seed=3, max_tokens=60, ignore_eos=True)
 PAGE_BYTES = 64
 
 
+Observed = tuple[int, Sequence[tuple[int, int]]]
+"""A pass: its rows that decode, and of each part of a prompt its number of rows and its position."""
+
+
+@pytest.fixture
+def observed(monkeypatch: pytest.MonkeyPatch) -> list[Observed]:
+    """The passes whose times were observed, of all engines."""
+    found: list[Observed] = []
+
+    def observe(times: PassTimes, duration_s: float, num_rows: int, prompts: Sequence[tuple[int, int]] = ()) -> None:
+        found.append((num_rows, prompts))
+        known(times, duration_s, num_rows, prompts)
+
+    known = PassTimes.observe
+    monkeypatch.setattr(PassTimes, "observe", observe)
+    return found
+
+
 def _prompt(length: int, last: int = 0) -> list[int]:
     return [*(index * 7 % 11 for index in range(length - 1)), last]
 
@@ -126,15 +144,7 @@ async def test_prompts_that_come_before_any_pass_was_measured_are_not_held_back(
         await decoding
 
 
-async def test_the_parts_of_a_prompt_that_cost_little_double(monkeypatch: pytest.MonkeyPatch) -> None:
-    parts: list[int] = []
-
-    def observe(times: PassTimes, duration_s: float, num_rows: int, prompts: Sequence[tuple[int, int]] = ()) -> None:
-        parts.extend(num for num, _ in prompts if num_rows)
-        known(times, duration_s, num_rows, prompts)
-
-    known = PassTimes.observe
-    monkeypatch.setattr(PassTimes, "observe", observe)
+async def test_the_parts_of_a_prompt_that_cost_little_double(observed: list[Observed]) -> None:
     async with target() as (engine, caller):
         # A pass takes as long with any number of rows.
         engine._model.options = type(engine._model.options)(vocabulary=12, order=2, step_s=0.005)  # type: ignore[attr-defined]
@@ -146,19 +156,12 @@ async def test_the_parts_of_a_prompt_that_cost_little_double(monkeypatch: pytest
                 await asyncio.sleep(0.001)
         await caller.plain(2, _prompt(2000), PARAMETERS.replace(max_tokens=1), stop_token_ids=())
         await decoding
+    parts = [num for num_rows, prompts in observed if num_rows for num, _ in prompts]
     assert sum(parts) == 2000 and max(parts) >= 128
     assert all(later <= 2 * before for before, later in itertools.pairwise(parts))
 
 
-async def test_now_and_then_a_pass_shows_what_it_takes_without_prompts(monkeypatch: pytest.MonkeyPatch) -> None:
-    kinds: list[str] = []
-
-    def observe(times: PassTimes, duration_s: float, num_rows: int, prompts: Sequence[tuple[int, int]] = ()) -> None:
-        kinds.append(f"{'d' if num_rows else ''}{'p' if prompts else ''}")
-        known(times, duration_s, num_rows, prompts)
-
-    known = PassTimes.observe
-    monkeypatch.setattr(PassTimes, "observe", observe)
+async def test_now_and_then_a_pass_shows_what_it_takes_without_prompts(observed: list[Observed]) -> None:
     async with target() as (engine, caller):
         # A row takes as long as a pass: the prompt has many passes, of few rows.
         engine._model.options = type(engine._model.options)(vocabulary=12, order=2, row_s=0.0005)  # type: ignore[attr-defined]
@@ -166,9 +169,9 @@ async def test_now_and_then_a_pass_shows_what_it_takes_without_prompts(monkeypat
             caller.plain(1, _prompt(8), PARAMETERS.replace(max_tokens=400), stop_token_ids=())
         )
         async with asyncio.timeout(10):
-            while "d" not in kinds:
+            while not any(num_rows and not prompts for num_rows, prompts in observed):
                 await asyncio.sleep(0.001)
         await caller.plain(2, _prompt(400), PARAMETERS.replace(max_tokens=1), stop_token_ids=())
         await decoding
-    passes = " ".join(kinds)
+    passes = " ".join(f"{'d' if num_rows else ''}{'p' if prompts else ''}" for num_rows, prompts in observed)
     assert re.fullmatch(r"p (d )+((dp ){16}d ){2,}(dp )*d.*", passes), passes
