@@ -32,8 +32,7 @@ constexpr float kNothing = -std::numeric_limits<float>::infinity();
 // Keys and queries of bfloat16: a cell is a pair. A query's cells are kept as the instruction set reads them.
 template <class Isa>
 struct Pairs {
-  using Keys = typename Isa::Weights;
-  using Query = typename Isa::Pair;
+  static constexpr int kSteps = Isa::kSteps;
   using Cell = std::conditional_t<Isa::kWidensRows, WidePair, uint32_t>;
   static Cell kept(uint32_t cell) {
     if constexpr (Isa::kWidensRows) {
@@ -42,24 +41,24 @@ struct Pairs {
       return cell;
     }
   }
-  static Keys load(const uint32_t* cells) { return Isa::load(cells); }
-  static Query spread(const Cell& cell) { return Isa::spread(cell); }
-  static void add(typename Isa::Sum& sum, const Query& query, const Keys& keys) { Isa::add(sum, query, keys); }
+  static auto load(const uint32_t* cells, int step) { return Isa::load(cells, step); }
+  static auto spread(const Cell& cell, int step) { return Isa::spread(cell, step); }
+  static void add(typename Isa::Sum& sum, const auto& query, const auto& keys) { Isa::add(sum, query, keys); }
 };
 
 template <class Isa>
 struct Singles {
-  using Keys = typename Isa::Sum;
-  using Query = typename Isa::Sum;
+  using Sum = typename Isa::Sum;
   using Cell = uint32_t;
+  static constexpr int kSteps = 1;
   static Cell kept(uint32_t cell) { return cell; }
-  static Keys load(const uint32_t* cells) { return Isa::read(reinterpret_cast<const float*>(cells)); }
-  static Query spread(uint32_t cell) {
+  static Sum load(const uint32_t* cells, int) { return Isa::read(reinterpret_cast<const float*>(cells)); }
+  static Sum spread(uint32_t cell, int) {
     float value;
     std::memcpy(&value, &cell, sizeof value);
     return Isa::spread_float(value);
   }
-  static void add(typename Isa::Sum& sum, Query query, Keys keys) { sum = Isa::fused(query, keys, sum); }
+  static void add(Sum& sum, const Sum& query, const Sum& keys) { sum = Isa::fused(query, keys, sum); }
 };
 
 // Where a tile keeps what it works on for one key head: `head_scratch` floats in all.
@@ -135,11 +134,13 @@ inline void score_tile(const typename Kind::Cell* queries, const uint32_t* keys,
   for (auto& row : sums)
     for (auto& sum : row) sum = Isa::zero();
   for (int64_t cell = 0; cell < num_cells; ++cell) {
-    typename Kind::Keys loaded[BLOCKS];
-    for (int b = 0; b < BLOCKS; ++b) loaded[b] = Kind::load(keys + cell * kPageLen + b * kLanes);
-    for (int r = 0; r < ROWS; ++r) {
-      const typename Kind::Query query = Kind::spread(queries[r * num_cells + cell]);
-      for (int b = 0; b < BLOCKS; ++b) Kind::add(sums[r][b], query, loaded[b]);
+    for (int step = 0; step < Kind::kSteps; ++step) {
+      decltype(Kind::load(keys, step)) loaded[BLOCKS];
+      for (int b = 0; b < BLOCKS; ++b) loaded[b] = Kind::load(keys + cell * kPageLen + b * kLanes, step);
+      for (int r = 0; r < ROWS; ++r) {
+        const auto query = Kind::spread(queries[r * num_cells + cell], step);
+        for (int b = 0; b < BLOCKS; ++b) Kind::add(sums[r][b], query, loaded[b]);
+      }
     }
   }
   for (int r = 0; r < ROWS; ++r)

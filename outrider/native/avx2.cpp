@@ -21,16 +21,15 @@ struct Avx2 {
     __m256i low, high;
   };
   struct Weights {
-    __m256 low_even, low_odd, high_even, high_odd;
-  };
-  struct Pair {
-    __m256 even, odd;
+    Sum odd, even;
   };
 
-  static constexpr int kRegisters = 16, kSumRegisters = 2, kWeightRegisters = 4, kPairRegisters = 2;
-  static constexpr int kRows = 4;
+  // In two steps, each with half of the weights: the registers then hold the sums of six rows.
+  static constexpr int kSteps = 2;
+  static constexpr int kRegisters = 16, kSumRegisters = 2, kWeightRegisters = 2, kPairRegisters = 1;
+  static constexpr int kFewRows = 4, kRows = 6;
   static constexpr bool kWidensRows = true;
-  static constexpr int kScoreRows = 4, kScoreBlocks = 1, kValueRows = 2, kValueBlocks = 2;
+  static constexpr int kScoreRows = 6, kScoreBlocks = 1, kValueRows = 6, kValueBlocks = 1;
   static constexpr int64_t kTransposed = 8;
 
   static Sum zero() { return {_mm256_setzero_ps(), _mm256_setzero_ps()}; }
@@ -38,13 +37,15 @@ struct Avx2 {
   static __m256 odd(__m256i pairs) {
     return _mm256_castsi256_ps(_mm256_and_si256(pairs, _mm256_set1_epi32(static_cast<int>(0xffff0000))));
   }
-  static Weights split(const Cells& cells) {
-    return {even(cells.low), odd(cells.low), even(cells.high), odd(cells.high)};
-  }
-  static Weights load(const uint32_t* weights) {
+  static Cells cells(const uint32_t* weights) {
     const auto* given = reinterpret_cast<const __m256i*>(weights);
-    return split({_mm256_loadu_si256(given), _mm256_loadu_si256(given + 1)});
+    return {_mm256_loadu_si256(given), _mm256_loadu_si256(given + 1)};
   }
+  static Weights split(const Cells& cells) {
+    return {{odd(cells.low), odd(cells.high)}, {even(cells.low), even(cells.high)}};
+  }
+  static Sum load(const Weights& weights, int step) { return step == 0 ? weights.odd : weights.even; }
+  static Sum load(const uint32_t* weights, int step) { return load(split(cells(weights)), step); }
   static void store_cells(uint32_t* memory, const Cells& cells) {
     _mm256_store_si256(reinterpret_cast<__m256i*>(memory), cells.low);
     _mm256_store_si256(reinterpret_cast<__m256i*>(memory + 8), cells.high);
@@ -69,16 +70,10 @@ struct Avx2 {
       two_pairs(pair + 2, _mm256_srli_epi16(low, 4), _mm256_srli_epi16(high, 4));
     }
   }
-  static Pair spread(uint32_t pair) {
-    const __m256i pairs = _mm256_set1_epi32(static_cast<int>(pair));
-    return {even(pairs), odd(pairs)};
-  }
-  static Pair spread(const WidePair& pair) { return {_mm256_set1_ps(pair.even), _mm256_set1_ps(pair.odd)}; }
-  static void add(Sum& sum, const Pair& pair, const Weights& weights) {
-    sum.low = _mm256_fmadd_ps(pair.odd, weights.low_odd, sum.low);
-    sum.high = _mm256_fmadd_ps(pair.odd, weights.high_odd, sum.high);
-    sum.low = _mm256_fmadd_ps(pair.even, weights.low_even, sum.low);
-    sum.high = _mm256_fmadd_ps(pair.even, weights.high_even, sum.high);
+  static __m256 spread(const WidePair& pair, int step) { return _mm256_set1_ps(step == 0 ? pair.odd : pair.even); }
+  static void add(Sum& sum, __m256 input, const Sum& weights) {
+    sum.low = _mm256_fmadd_ps(input, weights.low, sum.low);
+    sum.high = _mm256_fmadd_ps(input, weights.high, sum.high);
   }
   static Sum read(const float* values) { return {_mm256_load_ps(values), _mm256_load_ps(values + 8)}; }
   static __m256 widened_half(const uint16_t* values) {
@@ -197,6 +192,7 @@ struct Avx2Bytes : Avx2 {
   };
 
   static constexpr int kSumRegisters = 2, kWeightRegisters = 4, kInputRegisters = 2;
+  static constexpr int kRows = 4;
 
   static Integers none() { return {_mm256_setzero_si256(), _mm256_setzero_si256()}; }
   static __m256i low_bytes(__m256i words) { return _mm256_and_si256(words, _mm256_set1_epi16(0xff)); }

@@ -18,8 +18,9 @@ struct Avx512 : Avx512Vectors {
   };
   using Pair = Weights;
 
+  static constexpr int kSteps = 1;
   static constexpr int kRegisters = 32, kSumRegisters = 1, kWeightRegisters = 2, kPairRegisters = 2;
-  static constexpr int kRows = 8;
+  static constexpr int kFewRows = 8, kRows = 8;
   static constexpr bool kWidensRows = true;
 
   // With a mask, not the bits to keep: these would take the register that sums of eight rows need.
@@ -27,9 +28,9 @@ struct Avx512 : Avx512Vectors {
     return {_mm512_castsi512_ps(_mm512_slli_epi32(pairs, 16)),
             _mm512_castsi512_ps(_mm512_maskz_mov_epi16(0xaaaaaaaa, pairs))};
   }
-  static Weights load(const uint32_t* weights) { return split(_mm512_loadu_si512(weights)); }
-  static Pair spread(uint32_t pair) { return split(_mm512_set1_epi32(static_cast<int>(pair))); }
-  static Pair spread(const WidePair& pair) { return {_mm512_set1_ps(pair.even), _mm512_set1_ps(pair.odd)}; }
+  static Weights load(const Weights& weights, int) { return weights; }
+  static Weights load(const uint32_t* weights, int) { return split(cells(weights)); }
+  static Pair spread(const WidePair& pair, int) { return {_mm512_set1_ps(pair.even), _mm512_set1_ps(pair.odd)}; }
   static void add(Sum& sum, const Pair& pair, const Weights& weights) {
     sum = _mm512_fmadd_ps(pair.odd, weights.odd, sum);
     sum = _mm512_fmadd_ps(pair.even, weights.even, sum);

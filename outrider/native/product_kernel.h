@@ -14,6 +14,7 @@
 #include <algorithm>
 #include <cstdint>
 #include <cstring>
+#include <type_traits>
 #include <vector>
 
 #include "cache_line.h"
@@ -38,25 +39,61 @@ struct Ahead {
   int64_t num;
 };
 
-// Rows from `row` on, as the instruction set reads them.
+// Rows are split into bands of at most `Isa::kRows`, of like sizes: few rows wait for their own additions.
 template <class Isa>
-inline auto rows_from(const Product& product, int64_t row) {
-  if constexpr (Isa::kWidensRows) {
-    return static_cast<const WidePair*>(product.wide_rows) + row * product.num_pairs;
-  } else {
-    return product.rows + row * product.num_pairs;
-  }
+inline int64_t num_bands(const Product& product) {
+  return (product.num_rows + Isa::kRows - 1) / Isa::kRows;
 }
 
-// Writes the numbers of rows in float32: each is needed once for every block of weights. The memory is this thread's, and
-// kept for the next call.
+// The first row of a band; that of the one after the last is the number of rows.
+template <class Isa>
+inline int64_t band_start(const Product& product, int64_t band) {
+  return band * product.num_rows / num_bands<Isa>(product);
+}
+
+// Writes the numbers of rows in float32: each is needed once for every block of weights. Those of a band lie pair by
+// pair, row by row. The memory is this thread's, and kept for the next call.
+template <class Isa>
 inline const WidePair* widened_rows(const Product& product) {
   thread_local std::vector<WidePair> memory;
   const size_t num = product.num_rows * product.num_pairs;
   if (memory.size() < num) memory.resize(num);
-  for (size_t at = 0; at < num; ++at) memory[at] = widened(product.rows[at]);
+  for (int64_t band = 0; band < num_bands<Isa>(product); ++band) {
+    const int64_t first = band_start<Isa>(product, band), num_rows = band_start<Isa>(product, band + 1) - first;
+    const uint32_t* from = product.rows + first * product.num_pairs;
+    WidePair* to = memory.data() + first * product.num_pairs;
+    for (int64_t row = 0; row < num_rows; ++row)
+      for (int64_t pair = 0; pair < product.num_pairs; ++pair) {
+        to[pair * num_rows + row] = widened(from[row * product.num_pairs + pair]);
+      }
+  }
   return memory.data();
 }
+
+// The pairs, from `first` on, of a band of ROWS rows that begins with `row`, as the instruction set reads them.
+template <class Isa, int ROWS>
+class Inputs {
+ public:
+  Inputs(const Product& product, int64_t row, int64_t first) : row_step_(product.num_pairs) {
+    if constexpr (Isa::kWidensRows) {
+      pairs_ = static_cast<const WidePair*>(product.wide_rows) + row * product.num_pairs + first * ROWS;
+    } else {
+      pairs_ = product.rows + row * product.num_pairs + first;
+    }
+  }
+
+  auto at(int64_t row, int64_t pair) const {
+    if constexpr (Isa::kWidensRows) {
+      return pairs_[pair * ROWS + row];
+    } else {
+      return pairs_[row * row_step_ + pair];
+    }
+  }
+
+ private:
+  std::conditional_t<Isa::kWidensRows, const WidePair*, const uint32_t*> pairs_;
+  int64_t row_step_;
+};
 
 // Adds the bias, rounds to the nearest bfloat16 (ties to even) and writes the columns that there are.
 template <class Isa>
@@ -97,27 +134,45 @@ inline const uint32_t* segment_cells(const PackedWeight& weight, int64_t block, 
   return memory;
 }
 
-// Adds `num_pairs` pairs, from `first` on, of ROWS rows times BLOCKS blocks. With the number of a pair after `first`,
-// `weights` returns those of a block, and `fetch` is called.
+// Adds `num_pairs` pairs of the inputs of ROWS rows times BLOCKS blocks. With the number of a pair, `weights` returns
+// where those of a block are; for each of the first `num_fetched` pairs `fetch` is called.
+//
+// The loops over rows and blocks are unrolled before the compiler decides what stays in registers; after that it would
+// write sums of two halves to memory with each pair.
 template <class Isa, int ROWS, int BLOCKS, class Weights, class Fetch>
 inline void add_pairs(
-    const Product& product, int64_t row, int64_t first, int64_t num_pairs, typename Isa::Sum (&sums)[ROWS][BLOCKS],
-    const Weights& weights, const Fetch& fetch) {
-  const auto* rows = rows_from<Isa>(product, row) + first;
+    const Inputs<Isa, ROWS>& inputs, int64_t num_pairs, typename Isa::Sum (&sums)[ROWS][BLOCKS], const Weights& weights,
+    int64_t num_fetched, const Fetch& fetch) {
   // Copied, so that the compiler keeps them in registers.
   typename Isa::Sum own[ROWS][BLOCKS];
+#pragma GCC unroll 16
   for (int r = 0; r < ROWS; ++r)
+#pragma GCC unroll 16
     for (int b = 0; b < BLOCKS; ++b) own[r][b] = sums[r][b];
-  for (int64_t pair = 0; pair < num_pairs; ++pair) {
-    typename Isa::Weights loaded[BLOCKS];
-    for (int b = 0; b < BLOCKS; ++b) loaded[b] = weights(pair, b);
-    fetch(pair);
-    for (int r = 0; r < ROWS; ++r) {
-      const typename Isa::Pair inputs = Isa::spread(rows[r * product.num_pairs + pair]);
-      for (int b = 0; b < BLOCKS; ++b) Isa::add(own[r][b], inputs, loaded[b]);
+  const auto add = [&](int64_t pair) {
+#pragma GCC unroll 2
+    for (int step = 0; step < Isa::kSteps; ++step) {
+      decltype(Isa::load(weights(pair, 0), step)) loaded[BLOCKS];
+#pragma GCC unroll 16
+      for (int b = 0; b < BLOCKS; ++b) loaded[b] = Isa::load(weights(pair, b), step);
+#pragma GCC unroll 16
+      for (int r = 0; r < ROWS; ++r) {
+        const auto input = Isa::spread(inputs.at(r, pair), step);
+#pragma GCC unroll 16
+        for (int b = 0; b < BLOCKS; ++b) Isa::add(own[r][b], input, loaded[b]);
+      }
     }
+  };
+  int64_t pair = 0;
+  for (; pair < std::min(num_fetched, num_pairs); ++pair) {
+    fetch(pair);
+    add(pair);
   }
+#pragma GCC unroll 2
+  for (; pair < num_pairs; ++pair) add(pair);
+#pragma GCC unroll 16
   for (int r = 0; r < ROWS; ++r)
+#pragma GCC unroll 16
     for (int b = 0; b < BLOCKS; ++b) sums[r][b] = own[r][b];
 }
 
@@ -138,9 +193,9 @@ inline void product_tile(const Product& product, int64_t block) {
       ahead[b] = stored_segment(product.weight, block + b, segment) + kLinesAhead * kLineBytes;
     }
     const int64_t first = segment * kSegmentPairs, num = std::min(kSegmentPairs, product.num_pairs - first);
-    const auto weights = [&](int64_t pair, int b) { return Isa::load(cells[b] + pair * kColumns); };
-    add_pairs<Isa, ROWS, BLOCKS>(product, 0, first, num, sums, weights, [&](int64_t pair) {
-      if (pair >= kCompressedLines) return;
+    const Inputs<Isa, ROWS> inputs(product, 0, first);
+    const auto weights = [&](int64_t pair, int b) { return cells[b] + pair * kColumns; };
+    add_pairs<Isa, ROWS, BLOCKS>(inputs, num, sums, weights, kCompressedLines, [&](int64_t pair) {
       for (int b = 0; b < BLOCKS; ++b) fetch_line(ahead[b] + pair * kLineBytes);
     });
   }
@@ -196,7 +251,7 @@ struct Part {
       }
       const auto* cells = reinterpret_cast<const uint32_t*>(stored);
       for (int64_t pair = 0; pair < std::min(kSegmentPairs, num_pairs - first); ++pair) {
-        own[pair][number] = Isa::load(cells + pair * kColumns);
+        own[pair][number] = Isa::split(Isa::cells(cells + pair * kColumns));
       }
     }
   }
@@ -213,8 +268,10 @@ inline void product_band(
       for (int b = 0; b < BLOCKS; ++b) {
         sums[r][b] = first == 0 ? Isa::zero() : Isa::read(panel + (r * BLOCKS + b) * kColumns);
       }
-    const auto weights = [&](int64_t pair, int b) { return part.weights[pair][b]; };
-    add_pairs<Isa, ROWS, BLOCKS>(product, row, first, num_pairs, sums, weights, [&](int64_t pair) {
+    const auto weights = [&](int64_t pair, int b) -> const auto& { return part.weights[pair][b]; };
+    const Inputs<Isa, ROWS> inputs(product, row, first);
+    const int64_t num_fetched = std::max(ahead[0].num, ahead[1].num);
+    add_pairs<Isa, ROWS, BLOCKS>(inputs, num_pairs, sums, weights, num_fetched, [&](int64_t pair) {
       for (const Ahead& each : ahead) {
         if (pair < each.num) fetch_line(each.lines + pair * kLineBytes);
       }
@@ -239,23 +296,23 @@ inline void product_group(const Product& product, int64_t block, int64_t end) {
   alignas(kLineBytes) float panel[kRowsAtOnce * BLOCKS * kColumns];
   alignas(kLineBytes) Part<Isa, BLOCKS> part;
   const PackedWeight& weight = product.weight;
-  const int64_t num_bands = (product.num_rows + Isa::kRows - 1) / Isa::kRows;
+  const int64_t bands = num_bands<Isa>(product);
   for (int64_t first = 0; first < product.num_pairs; first += part.kPairs) {
     const int64_t num_pairs = std::min(part.kPairs, product.num_pairs - first), last = first + num_pairs;
     for (int b = 0; b < BLOCKS; ++b) part.read(weight, block + b, first / kSegmentPairs, num_pairs, b);
     const bool is_last = last == product.num_pairs;
     const int64_t next_block = is_last ? block + BLOCKS : block, next_segment = is_last ? 0 : last / kSegmentPairs;
-    for (int64_t band = 0; band < num_bands; ++band) {
-      const int64_t row = band * Isa::kRows;
+    for (int64_t band = 0; band < bands; ++band) {
+      const int64_t row = band_start<Isa>(product, band);
       // The first bands fetch one or two blocks each of the next part.
-      const int64_t each = num_bands >= BLOCKS ? 1 : 2;
+      const int64_t each = bands >= BLOCKS ? 1 : 2;
       const auto next = [&](int64_t number) -> Ahead {
         if (number >= BLOCKS || next_block + number >= end) return {nullptr, 0};
         return {stored_segment(weight, next_block + number, next_segment), part.kSegments * kCompressedLines};
       };
       const Ahead ahead[] = {next(band * each), each == 2 ? next(band * each + 1) : Ahead{nullptr, 0}};
-      float* sums = panel + band * Isa::kRows * BLOCKS * kColumns;
-      const int64_t num_rows = std::min<int64_t>(Isa::kRows, product.num_rows - row);
+      const int64_t num_rows = band_start<Isa>(product, band + 1) - row;
+      float* sums = panel + row * BLOCKS * kColumns;
       product_band<Isa, Isa::kRows, BLOCKS>(product, row, num_rows, block, first, num_pairs, part, sums, ahead);
     }
   }
@@ -263,8 +320,8 @@ inline void product_group(const Product& product, int64_t block, int64_t end) {
 
 template <class Isa>
 inline void product_panel(const Product& product, int64_t begin, int64_t end) {
-  if (product.num_rows <= Isa::kRows) {
-    product_few<Isa, Isa::kRows>(product, begin, end);
+  if (product.num_rows <= Isa::kFewRows) {
+    product_few<Isa, Isa::kFewRows>(product, begin, end);
     return;
   }
   constexpr int kGroup = blocks_of_tile<Isa, Isa::kRows>();
@@ -280,7 +337,7 @@ inline void product_cells(const Product& product, int64_t begin, int64_t end) {
     panel.rows += row * product.num_pairs;
     panel.output += row * product.num_columns;
     panel.num_rows = std::min(kRowsAtOnce, product.num_rows - row);
-    if constexpr (Isa::kWidensRows) panel.wide_rows = widened_rows(panel);
+    if constexpr (Isa::kWidensRows) panel.wide_rows = widened_rows<Isa>(panel);
     product_panel<Isa>(panel, begin, end);
   }
 }

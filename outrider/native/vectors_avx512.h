@@ -51,6 +51,7 @@ struct Avx512Vectors {
         _mm512_mask_cmp_epi32_mask(after, lanes, _mm512_set1_epi32(static_cast<int>(last)), _MM_CMPINT_LT);
     return _mm512_mask_mov_ps(_mm512_set1_ps(otherwise), both, values);
   }
+  static Cells cells(const uint32_t* weights) { return _mm512_loadu_si512(weights); }
   static void store_cells(uint32_t* memory, Cells cells) { _mm512_store_si512(memory, cells); }
   // Calls `each` with the number and the cells of each pair of a compressed segment.
   template <class Each>

@@ -15,13 +15,15 @@ struct Avx512Bf16 : Avx512Vectors {
   using Weights = __m512i;
   using Pair = __m512i;
 
+  static constexpr int kSteps = 1;
   static constexpr int kRegisters = 32, kSumRegisters = 1, kWeightRegisters = 1, kPairRegisters = 1;
-  static constexpr int kRows = 8;
+  static constexpr int kFewRows = 8, kRows = 8;
   static constexpr bool kWidensRows = false;
 
   static Weights split(Cells cells) { return cells; }
-  static Weights load(const uint32_t* weights) { return _mm512_loadu_si512(weights); }
-  static Pair spread(uint32_t pair) { return _mm512_set1_epi32(static_cast<int>(pair)); }
+  static Weights load(const Weights& weights, int) { return weights; }
+  static Weights load(const uint32_t* weights, int) { return cells(weights); }
+  static Pair spread(uint32_t pair, int) { return _mm512_set1_epi32(static_cast<int>(pair)); }
   static void add(Sum& sum, Pair pair, Weights weights) {
     sum = _mm512_dpbf16_ps(sum, reinterpret_cast<__m512bh>(pair), reinterpret_cast<__m512bh>(weights));
   }
