@@ -29,7 +29,7 @@ struct Avx2 {
   static constexpr int kRegisters = 16, kSumRegisters = 2, kWeightRegisters = 2, kPairRegisters = 1;
   static constexpr int kFewRows = 4, kRows = 6;
   static constexpr bool kWidensRows = true;
-  static constexpr int kScoreRows = 6, kScoreBlocks = 1, kValueRows = 6, kValueBlocks = 1;
+  static constexpr int kScoreRows = 6, kScoreBlocks = 1, kValueRows = 2, kValueBlocks = 2;
   static constexpr int64_t kTransposed = 8;
 
   static Sum zero() { return {_mm256_setzero_ps(), _mm256_setzero_ps()}; }
