@@ -17,7 +17,7 @@ struct Product {
   int64_t num_rows;
   int64_t num_pairs;
   int64_t num_columns;
-  const void* wide_rows = nullptr;  // the numbers of `rows` in float32, for kernels that widen them
+  const void* wide_rows = nullptr;  // see `widened_rows`, for kernels that widen rows
 };
 
 // Computes the columns of blocks [begin, end) for all rows.

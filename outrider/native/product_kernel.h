@@ -1,4 +1,5 @@
-// The product's loops, for any instruction set: `Isa` says how 16 columns are loaded, and how they are added up.
+// The product's loops, for any instruction set: `Isa` says how 16 columns are loaded, and how they are added up: a pair
+// in kSteps steps, up to kFewRows rows straight from the weights as they are stored, more by bands of up to kRows.
 //
 // Each output is one chain of additions in order of k, which no tile, block or thread splits: its bits depend on its
 // row and its weights alone. Of a pair of inputs (k, k + 1) the odd one is added first, and additions are fused, as in
