@@ -84,6 +84,8 @@ class ProposalNode:
 
     `draft_distribution` is the distribution that a drafted token was sampled from; only the `rejection` rule needs it.
     `drafter` names the drafter that proposed it, or those that did, joined by "+", where a draft combines several.
+    `likelihood` is the draft's own probability that the target goes on with the token after its parent, in [0, 1]; 0
+    where it does not say. It decides which nodes are verified, never what they are verified to be.
     """
 
     parent: int
@@ -91,6 +93,7 @@ class ProposalNode:
     kind: NodeKind = NodeKind.DRAFTED
     draft_distribution: SparseDistribution | None = None
     drafter: str = ""
+    likelihood: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -166,7 +166,7 @@ def base_to_message(base: Base) -> tokens_pb2.Base:
 
 
 def node_from_message(message: tokens_pb2.ProposalNode) -> ProposalNode:
-    """Return the node; raise `InvalidArgument` for an unknown kind, an invalid distribution or too long a name."""
+    """Return the node; raise `InvalidArgument` for a field with an invalid value."""
     kind = _KINDS.get(message.kind)
     if kind is None:
         raise InvalidArgument(f"kind is {message.kind}", "kind")
@@ -179,7 +179,9 @@ def node_from_message(message: tokens_pb2.ProposalNode) -> ProposalNode:
             raise InvalidArgument(str(error), "draft_distribution") from error
     if len(message.drafter) > MAX_DRAFTER_LEN:
         raise InvalidArgument(f"has {len(message.drafter)} characters, must have {MAX_DRAFTER_LEN} at most", "drafter")
-    return ProposalNode(message.parent, message.token_id, kind, distribution, message.drafter)
+    if not 0 <= message.likelihood <= 1:
+        raise InvalidArgument(f"is {message.likelihood}, must be a probability", "likelihood")
+    return ProposalNode(message.parent, message.token_id, kind, distribution, message.drafter, message.likelihood)
 
 
 def node_to_message(node: ProposalNode) -> tokens_pb2.ProposalNode:
@@ -196,6 +198,7 @@ def node_to_message(node: ProposalNode) -> tokens_pb2.ProposalNode:
         kind=_KIND_NUMBERS[node.kind],
         draft_distribution=sparse,
         drafter=node.drafter,
+        likelihood=node.likelihood,
     )
 
 

@@ -89,7 +89,7 @@ def test_tokens_survive() -> None:
 @pytest.mark.parametrize("distribution", [None, SparseDistribution((1, 2), (0.25, 0.75))])
 @pytest.mark.parametrize("kind", NodeKind)
 def test_nodes_survive(kind: NodeKind, distribution: SparseDistribution | None) -> None:
-    node = ProposalNode(3, 7, kind, distribution, "model+suffix")
+    node = ProposalNode(3, 7, kind, distribution, "model+suffix", 0.25)
     assert wire.node_from_message(wire.node_to_message(node)) == node
 
 
@@ -112,6 +112,9 @@ def test_nodes_survive(kind: NodeKind, distribution: SparseDistribution | None) 
             "draft_distribution",
         ),
         (tokens_pb2.ProposalNode(kind=tokens_pb2.NODE_KIND_GUESSED, drafter="a" * 65), "drafter"),
+        (tokens_pb2.ProposalNode(kind=tokens_pb2.NODE_KIND_GUESSED, likelihood=-0.1), "likelihood"),
+        (tokens_pb2.ProposalNode(kind=tokens_pb2.NODE_KIND_GUESSED, likelihood=1.1), "likelihood"),
+        (tokens_pb2.ProposalNode(kind=tokens_pb2.NODE_KIND_GUESSED, likelihood=math.nan), "likelihood"),
     ],
 )
 def test_garbage_nodes_are_named(message: tokens_pb2.ProposalNode, field: str) -> None:

@@ -8,7 +8,8 @@ verdict). A chain is a tree of one branch. MAX_PROPOSAL_NODES bounds what a work
 **Order.** A node is worth the product, along its path, of how often the target continues with the draft's first,
 second, ... choice (`node_values`), each weighed by the draft's probability relative to the mean for that rank. Rates
 alone do not show which alternatives are good; probabilities alone are as wrong as the draft is over- or
-underconfident. Under `coupled` a probability is that of winning under the session's own noise. Under `rejection` a
+underconfident. Nodes carry their probabilities, and the target orders those that it may verify in the same way.
+Under `coupled` a probability is that of winning under the session's own noise. Under `rejection` nodes carry none: a
 sampled token becomes a node as soon as its parent has been run, whatever it is, and neither order nor admission
 depends on its value: `tests/exactness/test_drafting.py` enumerates generations with these trees, and fails for one
 that is ordered by its samples.

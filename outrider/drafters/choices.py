@@ -59,12 +59,12 @@ class Choice(NamedTuple):
 
     Attributes:
         token_id: the token.
-        likelihood: about its probability; 1 for a sampled token, on whose value no decision may depend.
+        likelihood: about its probability; 0 for a sampled token, on whose value no decision may depend.
         distribution: that it was sampled from, where it was.
     """
 
     token_id: int
-    likelihood: float = 1.0
+    likelihood: float = 0.0
     distribution: SparseDistribution | None = None
 
 
@@ -127,12 +127,10 @@ class RankedChoices:
         """
         scores, are_possible = self._scores(logits, [place.path for place in places])
         columns, likelihoods = largest_shares(scores, min(num, scores.shape[-1]), is_softmax=not self._truncates)
-        # An only choice is compared with nothing.
-        is_compared = num > 1 or self._least > 0
         token_ids, least = self._vocabulary.listed_ids, self._least
         return [
             [
-                Choice(token_ids[column], likelihood if is_compared else 1.0)
+                Choice(token_ids[column], min(1.0, likelihood))
                 for column, likelihood in zip(row, shares, strict=True)
                 if is_possible and likelihood >= least and likelihood > 0
             ]

@@ -2,6 +2,7 @@
 
 import heapq
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from itertools import count
 from typing import Final
 
@@ -41,8 +42,8 @@ class CombinedNode:
 class CombinedTree:
     """Nodes of several drafters; those worth most are sent first.
 
-    A node is worth the product, along its path, of the acceptance rates of its drafters, depth and rank, much as where
-    it is verified.
+    A node is worth the product, along its path, of the acceptance rates of its drafters, depth and rank, weighed by the
+    drafter's own probabilities, much as where it is verified.
 
     Args:
         drafters: their names, in the order in which nodes have them.
@@ -120,7 +121,7 @@ class CombinedTree:
         self._num_sent += 1
         node.number = self._num_sent
         item = node.proposed
-        return ProposalNode(node.parent.number, item.token_id, item.kind, item.draft_distribution, node.drafter)
+        return replace(item, parent=node.parent.number, drafter=node.drafter)
 
     def _below_root(self) -> Iterator[CombinedNode]:
         nodes = list(self.root.children.values())
@@ -149,16 +150,16 @@ class CombinedTree:
 
     def _value(self, node: CombinedNode) -> float:
         """Return about the probability that the target accepts a node where it has accepted its parent."""
-        return self._rates.of(node.drafter).value(node.depth, node.rank)
+        return self._rates.of(node.drafter).value(node.depth, node.rank, node.proposed.likelihood)
 
     def _observe(self, matched: CombinedNode | None) -> None:
         """Have the rates learn with which child of the root the text goes on."""
-        nums: dict[str, int] = {}
+        likelihoods: dict[str, list[float]] = {}
         for child in self.root.children.values():
-            nums[child.drafter] = max(child.rank, nums.get(child.drafter, 0))
-        for drafter, num in nums.items():
+            likelihoods.setdefault(child.drafter, []).append(child.proposed.likelihood)
+        for drafter, of_ranks in likelihoods.items():
             rank = matched.rank if matched is not None and matched.drafter == drafter else None
-            self._rates.of(drafter).observe(self.root.depth + 1, num, rank)
+            self._rates.of(drafter).observe(self.root.depth + 1, of_ranks, rank)
 
 
 def _rank(parent: CombinedNode) -> None:

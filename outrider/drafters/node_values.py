@@ -1,24 +1,16 @@
-"""The values of the nodes of trees: acceptance rates that are measured, weighted by the draft's probabilities.
+"""The values of the nodes of a draft's trees: acceptance rates that are measured, weighed by the draft's probabilities.
 
-How often the target goes on with a draft's first, second, ... choice is measured (`outrider.speculation.acceptance`).
-Of two choices of one rank that one is worth more which the draft finds more probable, relative to the mean of choices
-of that rank: so values keep their measured mean, however over- or underconfident the draft is. The probability's
-power of 0.75 did as well as 0.5 and 1 where it was tried: greedy and sampled, waiting and running ahead, for drafts
-of five qualities. Where a draft is just as sure of itself when it is wrong, its probabilities mislead: they count
-only as long as the outcomes are more likely under values with them than under the rates alone.
+How often the target goes on with a draft's first, second, ... choice is measured, and so is whether the probabilities
+that the draft gives them inform (`outrider.speculation.acceptance`). The target values the nodes that it receives in
+the same way; here no choice of a later rank is worth more than one before it.
 """
 
 import heapq
 from collections.abc import Callable, Sequence
-from math import log
 from typing import Final
 
-from outrider.speculation.acceptance import LEAST_RATE, MAX_RANK, AcceptanceRates
+from outrider.speculation.acceptance import AcceptanceRates
 
-_POWER: Final = 0.75
-_PRIOR_EVIDENCE: Final = 4.0
-"""Evidence for the draft's probabilities before any outcome, in nats."""
-_MAX_VALUE: Final = 0.999
 _DECAY: Final = 0.998
 _WEIGHT: Final = 30.0
 """Where all sessions add to the values, they are learnt slowly: fast changes would be noise in the order of nodes."""
@@ -29,60 +21,32 @@ class NodeValues:
 
     Args:
         rates: where the target's outcomes are kept.
-        tests_likelihoods: whether outcomes decide if the draft's probabilities count; else they always do.
     """
 
-    def __init__(self, rates: AcceptanceRates, *, tests_likelihoods: bool = False) -> None:
+    def __init__(self, rates: AcceptanceRates) -> None:
         self._rates = rates
-        self._tests_likelihoods = tests_likelihoods
-        self._evidence = _PRIOR_EVIDENCE
-        self._powers = [0.0] * MAX_RANK
-        self._weights = [0.0] * MAX_RANK
         self._ranks: dict[int, list[float]] = {}
 
     @classmethod
     def of_all_sessions(cls) -> "NodeValues":
         """Return values that are learnt from all sessions of a drafter, and hold for each of them."""
-        rates = AcceptanceRates(decay=_DECAY, prior_weight=_WEIGHT, pooled_weight=_WEIGHT)
-        return cls(rates, tests_likelihoods=True)
+        return cls(AcceptanceRates(decay=_DECAY, prior_weight=_WEIGHT, pooled_weight=_WEIGHT))
 
     @classmethod
     def of_one_session(cls) -> "NodeValues":
-        """Return values that are learnt from one session."""
-        return cls(AcceptanceRates())
+        """Return values that are learnt from one session, for which the draft's probabilities always count."""
+        return cls(AcceptanceRates(tests_likelihoods=False))
 
     def observe(self, depth: int, likelihoods: Sequence[float], matched: int | None) -> None:
         """Observe the choice with which the target went on.
 
         Args:
             depth: of the choices, from 1.
-            likelihoods: the draft's probabilities of them, by rank, which were observed.
+            likelihoods: the draft's probabilities of them, by rank; 0 where they do not count.
             matched: rank, from 1, of the choice that the target continued with; None if it was none of them.
         """
-        if self._tests_likelihoods:
-            self._test(self.ranks(depth), likelihoods, matched)
-        self._rates.observe(depth, len(likelihoods), matched)
+        self._rates.observe(depth, likelihoods, matched)
         self._ranks.clear()
-
-    def observe_likelihoods(self, likelihoods: Sequence[float]) -> None:
-        """Observe the draft's probabilities of its choices after a node, by rank."""
-        for place, likelihood in enumerate(likelihoods):
-            self._powers[place] = _DECAY * self._powers[place] + likelihood**_POWER
-            self._weights[place] = _DECAY * self._weights[place] + 1.0
-
-    def _test(self, ranks: Sequence[float], likelihoods: Sequence[float], matched: int | None) -> None:
-        """Add by how much an outcome is more likely under values with the draft's probabilities than without them."""
-        evidence = 0.0
-        for rank, likelihood in enumerate(likelihoods, 1):
-            without = min(_MAX_VALUE, ranks[rank - 1])
-            value = min(_MAX_VALUE, max(LEAST_RATE, ranks[rank - 1] * self._factor(rank, likelihood)))
-            evidence += log(value / without) if rank == matched else log((1 - value) / (1 - without))
-        self._evidence = _DECAY * self._evidence + evidence
-
-    def _factor(self, rank: int, likelihood: float) -> float:
-        """Return the weight of a probability, whose mean over choices of a rank is 1; 0 where none was observed."""
-        total = self._powers[rank - 1]
-        return likelihood**_POWER * self._weights[rank - 1] / total if total > 0 else 0.0
 
     def ranks(self, depth: int) -> Sequence[float]:
         """Return the mean values of choices at a depth, by rank: none more than the one before."""
@@ -101,10 +65,9 @@ class NodeValues:
         Args:
             depth: of the choice.
             rank: of the choice, from 1.
-            likelihood: the draft's probability of it, which was observed.
+            likelihood: the draft's probability of it; 0 where it does not count.
         """
-        value = self.ranks(depth)[rank - 1]
-        return value if self._evidence < 0 else min(1.0, value * self._factor(rank, likelihood))
+        return self._rates.weighed(self.ranks(depth)[rank - 1], rank, likelihood)
 
 
 def least_value(ranks: Callable[[int], Sequence[float]], depth: int, num_nodes: int) -> float:

@@ -130,7 +130,8 @@ class SuffixDrafter(Drafter):
 
     def _fill(self, proposal: OpenProposal, corpus: SuffixCorpus) -> None:
         """Complete a proposal with the nodes that continue its session."""
-        is_drafted = proposal.terms.acceptance_rule is AcceptanceRule.REJECTION and not self._only_guesses
+        is_coupled = proposal.terms.acceptance_rule is AcceptanceRule.COUPLED
+        is_drafted = not is_coupled and not self._only_guesses
         found = [*self._predicted(proposal), *corpus.occurrences(proposal.session_id)]
         if not found:
             proposal.complete = True
@@ -139,8 +140,14 @@ class SuffixDrafter(Drafter):
         kind = NodeKind.DRAFTED if is_drafted else NodeKind.GUESSED
         grown = tree.grow(found)
         nodes = [
-            ProposalNode(parent, token_id, kind, SparseDistribution((token_id,), (1.0,)) if is_drafted else None)
-            for parent, token_id, _ in grown
+            ProposalNode(
+                node.parent,
+                node.token_id,
+                kind,
+                SparseDistribution((node.token_id,), (1.0,)) if is_drafted else None,
+                likelihood=node.probability if is_coupled else 0.0,
+            )
+            for node in grown
         ]
         proposal.fill(nodes, [node.value for node in grown])
 

@@ -42,10 +42,11 @@ class TreeSizes:
 
 
 class SuffixNode(NamedTuple):
-    """A node: the number of its parent, its token, and its value."""
+    """A node: the number of its parent, its token, about its probability after its parent, and its value."""
 
     parent: int
     token_id: int
+    probability: float
     value: float
 
 
@@ -58,6 +59,7 @@ class _Branch:
         number: of the branches that were found, for order among equals.
         parent: number of the node before it.
         path: tokens to it, its own included.
+        probability: about that of its token after the node before it.
         occurrences: which go on with them.
     """
 
@@ -65,6 +67,7 @@ class _Branch:
     number: int
     parent: int = field(compare=False)
     path: tuple[int, ...] = field(compare=False)
+    probability: float = field(compare=False)
     occurrences: list[Occurrence] = field(compare=False)
 
 
@@ -89,7 +92,7 @@ class SuffixTree:
             self._branch(ROOT, (), 1.0, occurrences)
         while self._branches and len(nodes) < self._sizes.num_nodes:
             best = heapq.heappop(self._branches)
-            nodes.append(SuffixNode(best.parent, best.path[-1], -best.cost))
+            nodes.append(SuffixNode(best.parent, best.path[-1], best.probability, -best.cost))
             if len(best.path) < self._sizes.depth and best.path[-1] not in self._sizes.stop_token_ids:
                 self._branch(len(nodes), best.path, -best.cost, best.occurrences)
         return nodes
@@ -110,7 +113,8 @@ class SuffixTree:
         for probability, token_id, items in found[: self._sizes.width]:
             if value * probability >= self._sizes.least_value and probability >= self._sizes.least_probability:
                 self._num_branches += 1
-                branch = _Branch(-value * probability, self._num_branches, parent, (*path, token_id), items)
+                cost, longer = -value * probability, (*path, token_id)
+                branch = _Branch(cost, self._num_branches, parent, longer, probability, items)
                 heapq.heappush(self._branches, branch)
 
     def _token_id(self, item: Occurrence, path: tuple[int, ...]) -> int | None:

@@ -116,7 +116,6 @@ class DraftTree:
         found = self._choices.after(places, logits, 1 if self.is_chain else MAX_RANK)
         for node, choices in zip(nodes, found, strict=True):
             node.children = [Node(node, rank, choice) for rank, choice in enumerate(choices, 1)]
-            self._values.observe_likelihoods([self._order.likelihood(child) for child in node.children])
             for child in filter(self._is_sent_at_once, node.children):
                 self._send(child)
         self._num_steps += 1
@@ -179,7 +178,11 @@ class DraftTree:
     @property
     def _compares(self) -> bool:
         """Whether the best nodes are known only once all nodes with possibly better children have been run."""
-        return self.waits and self.proposal.terms.acceptance_rule is AcceptanceRule.COUPLED
+        return self.waits and self._is_coupled
+
+    @property
+    def _is_coupled(self) -> bool:
+        return self.proposal.terms.acceptance_rule is AcceptanceRule.COUPLED
 
     def _least_value(self) -> float:
         """Return from which value on a choice becomes a node, as long as more nodes are to be run; see the module."""
@@ -257,7 +260,9 @@ class DraftTree:
         # A drafted node belongs to the chain of its parent.
         node.segment = node.number if kind is NodeKind.GUESSED else node.parent.segment
         self._max_depth = max(self._max_depth, node.depth)
-        self._made.append(ProposalNode(node.parent.number, node.token_id, kind, node.choice.distribution))
+        likelihood = node.choice.likelihood if self._is_coupled else 0.0
+        distribution = node.choice.distribution
+        self._made.append(ProposalNode(node.parent.number, node.token_id, kind, distribution, likelihood=likelihood))
 
     def _path(self, node: Node) -> tuple[int, ...]:
         """Return the tokens below the session's down to a node, its own included."""

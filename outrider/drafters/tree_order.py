@@ -63,12 +63,12 @@ class NodeOrder:
         self._urgency = URGENCY if self._runs_ahead else 1.0
 
     def likelihood(self, node: Node) -> float:
-        """Return the draft's probability of a choice as far as the order may depend on it; 1 where it may not.
+        """Return the draft's probability of a choice as far as the order may depend on it; 0 where it may not.
 
         Under `rejection` a tree that runs ahead has sampled tokens and guesses compete for the rows of steps; one that
         waits has sampled all that it may before it takes a guess, so that no sampled token depends on its guesses.
         """
-        return node.choice.likelihood if self._is_coupled or not self._runs_ahead else 1.0
+        return node.choice.likelihood if self._is_coupled or not self._runs_ahead else 0.0
 
     def first_below(self, node: Node, value: float) -> float:
         """Return the mean value of the first choice after a node of that value which has not been run."""

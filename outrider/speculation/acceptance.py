@@ -10,10 +10,15 @@ the output distribution.
 
 Where a draft combines several drafters, each has rates of its own beside those of the draft as a whole, with ranks
 among its own choices.
+
+A rate is the mean over all choices of its depth and rank. Where the draft says how probable it finds a choice, its
+value is the rate times that probability, relative to the mean for the rank (`likelihoods`).
 """
 
 from collections.abc import Sequence
 from typing import Final
+
+from outrider.speculation.likelihoods import Likelihoods
 
 MAX_RANK: Final = 8
 """Largest rank, counted from 1; a draft makes no more choices per token."""
@@ -56,6 +61,8 @@ class AcceptanceRates:
         decay: factor of the weight of a case for each later one, in (0, 1).
         prior_weight: weight of the initial rate, in cases, above 0.
         pooled_weight: weight of the rate over all depths at each depth, in cases, above 0.
+        tests_likelihoods: whether outcomes decide if the draft's probabilities count, where there is no `prior`, which
+            decides else; without it they always do.
     """
 
     def __init__(
@@ -64,6 +71,8 @@ class AcceptanceRates:
         decay: float = _DECAY,
         prior_weight: float = _PRIOR_WEIGHT,
         pooled_weight: float = _POOLED_WEIGHT,
+        *,
+        tests_likelihoods: bool = True,
     ) -> None:
         self._prior = prior
         self._decay = decay
@@ -71,7 +80,10 @@ class AcceptanceRates:
         self._pooled_weight = pooled_weight
         self._by_rank = [_Share(decay) for _ in range(MAX_RANK)]
         self._by_depth = [[_Share(decay) for _ in range(MAX_RANK)] for _ in range(MAX_DEPTH)]
-
+        # Learnt from all sessions: how sure a draft is of its choices says as much in each of them.
+        self._likelihoods: Likelihoods = (
+            Likelihoods(MAX_RANK, tests=tests_likelihoods) if prior is None else prior._likelihoods
+        )
         self._of: dict[str, AcceptanceRates] = {}
 
     def of(self, drafter: str) -> "AcceptanceRates":
@@ -88,39 +100,54 @@ class AcceptanceRates:
             self._of[drafter] = AcceptanceRates(prior, self._decay, self._prior_weight, self._pooled_weight)
         return self._of[drafter]
 
-    def observe(self, depth: int, num_ranks: int, matched: int | None) -> None:
+    def observe(self, depth: int, likelihoods: Sequence[float], matched: int | None) -> None:
         """Record which of a draft's choices the target continued with.
 
         Args:
             depth: of these choices below the base, at least 1.
-            num_ranks: number of choices.
+            likelihoods: the draft's probabilities of them, by rank; 0 where it does not say.
             matched: rank, from 1, of the choice that the target continued with; None if it was none of them.
         """
-        for rank in range(1, min(num_ranks, MAX_RANK) + 1):
-            self.observe_one(depth, rank, rank == matched)
+        for rank, likelihood in enumerate(likelihoods[:MAX_RANK], 1):
+            self.observe_one(depth, rank, rank == matched, likelihood)
 
-    def observe_one(self, depth: int, rank: int, hit: bool) -> None:
+    def observe_one(self, depth: int, rank: int, hit: bool, likelihood: float = 0.0) -> None:
         """Record whether the target continued with one choice, which may have arrived after the verdict."""
         if self._prior is not None:
-            self._prior.observe_one(depth, rank, hit)
+            self._prior.observe_one(depth, rank, hit, likelihood)
+        elif likelihood > 0 and rank <= MAX_RANK:
+            self._likelihoods.observe(rank, likelihood, self.value(depth, rank), hit)
         if rank <= MAX_RANK:
             self._by_rank[rank - 1].observe(hit)
             self._by_depth[min(depth, MAX_DEPTH) - 1][rank - 1].observe(hit)
 
-    def value(self, depth: int, rank: int) -> float:
+    def value(self, depth: int, rank: int, likelihood: float = 0.0) -> float:
         """Return the estimated probability that the target continues with the choice of this rank, in (0, 1).
 
         The rate of the depth is smoothed with the rate of the rank over all depths, and that with the prior.
+
+        Args:
+            depth: of the choice, from 1.
+            rank: of the choice, from 1.
+            likelihood: the draft's probability of it; 0 where it does not say.
         """
         if rank > MAX_RANK:
             return LEAST_RATE
-        prior = _PRIOR[rank - 1] if self._prior is None else self._prior.value(depth, rank)
+        rate = self._rate(depth, rank)
+        return self.weighed(rate, rank, likelihood) if likelihood > 0 else rate
+
+    def weighed(self, rate: float, rank: int, likelihood: float) -> float:
+        """Return the value of a choice by the rate of its place, its rank, at most `MAX_RANK`, and its likelihood."""
+        return max(LEAST_RATE, self._likelihoods.weighed(rate, rank, likelihood))
+
+    def _rate(self, depth: int, rank: int) -> float:
+        prior = _PRIOR[rank - 1] if self._prior is None else self._prior._rate(depth, rank)
         pooled = self._by_rank[rank - 1].towards(prior, self._prior_weight)
         return max(LEAST_RATE, self._by_depth[min(depth, MAX_DEPTH) - 1][rank - 1].towards(pooled, self._pooled_weight))
 
     def values(self, depth: int) -> Sequence[float]:
         """Return the values of ranks 1 to `MAX_RANK` at a depth."""
-        return [self.value(depth, rank) for rank in range(1, MAX_RANK + 1)]
+        return [self._rate(depth, rank) for rank in range(1, MAX_RANK + 1)]
 
     def expected_accepted(self, length: int, depth: int = 0) -> float:
         """Return the expected number of accepted tokens of a chain of `length` first choices below a depth."""

@@ -45,6 +45,11 @@ class _Live:
         """The drafter that proposed it; empty where it does not say."""
         return "" if self.node is None else self.node.drafter
 
+    @property
+    def likelihood(self) -> float:
+        """The draft's probability of it after its parent; 0 where it does not say."""
+        return 0.0 if self.node is None else self.node.likelihood
+
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
@@ -142,7 +147,7 @@ class Lookahead:
         """Return the estimated probability that the target accepts a live node, given that it accepted the parent."""
         item = self._live[number]
         rates = self._rates.of(item.node.drafter) if item.node is not None and item.node.drafter else self._rates
-        return rates.value(item.depth, item.own_rank)
+        return rates.value(item.depth, item.own_rank, item.likelihood)
 
     def is_live(self, number: int) -> bool:
         """Return whether a node can still be accepted, or is the root."""
@@ -235,9 +240,9 @@ class Lookahead:
         token_id, observes = self._ahead[0]
         matches = node.token_id == token_id
         if observes:
-            self._rates.observe_one(item.depth, item.rank, matches)
+            self._rates.observe_one(item.depth, item.rank, matches, node.likelihood)
             if node.drafter:
-                self._rates.of(node.drafter).observe_one(item.depth, own_rank, matches)
+                self._rates.of(node.drafter).observe_one(item.depth, own_rank, matches, node.likelihood)
         if matches:
             self._ahead.popleft()
             self.root, self._live = number, {number: item}
@@ -257,10 +262,13 @@ class Lookahead:
 
     def _observe(self, root: _Live, matched: _Live | None) -> None:
         """Have the rates, of the draft and of each drafter, learn with which child of the root the text went on."""
-        self._rates.observe(root.depth + 1, root.num_children, matched.rank if matched else None)
-        for drafter, num in (root.num_by_drafter or {}).items():
+        # In order of arrival, and so of their ranks.
+        children = [self._live[number] for number in root.children.values()]
+        self._rates.observe(root.depth + 1, [child.likelihood for child in children], matched.rank if matched else None)
+        for drafter in root.num_by_drafter or ():
             rank = matched.own_rank if matched is not None and matched.drafter == drafter else None
-            self._rates.of(drafter).observe(root.depth + 1, num, rank)
+            own = [child.likelihood for child in children if child.drafter == drafter]
+            self._rates.of(drafter).observe(root.depth + 1, own, rank)
 
     def _below(self, number: int) -> list[int]:
         """Return a node and all live nodes below it."""

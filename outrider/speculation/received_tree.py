@@ -1,6 +1,7 @@
 """The nodes that a draft has sent ahead of a request's text, and the part of them that a round may verify."""
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 from outrider.errors import InvalidArgument
 from outrider.parameters import AcceptanceRule
@@ -87,7 +88,9 @@ class ReceivedTree:
         for node in part.nodes:
             if len(self._lookahead) >= MAX_PROPOSAL_NODES:
                 raise InvalidArgument(f"more than {MAX_PROPOSAL_NODES} nodes", "proposal")
-            self._lookahead.add(node)
+            # Under `rejection` whether a node is verified depends on no token, nor on how probable the draft finds it.
+            is_plain = not node.likelihood or self._rule is AcceptanceRule.COUPLED
+            self._lookahead.add(node if is_plain else replace(node, likelihood=0.0))
         if part.complete:
             self.complete_len = part.known_len
 

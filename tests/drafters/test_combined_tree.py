@@ -32,7 +32,7 @@ def rates_of(**are_right: bool) -> AcceptanceRates:
     rates = AcceptanceRates()
     for drafter, is_right in are_right.items():
         for depth in (*range(1, 5),) * 100:
-            rates.of(drafter).observe(depth, 1, 1 if is_right else None)
+            rates.of(drafter).observe(depth, [0.0], 1 if is_right else None)
     return rates
 
 
@@ -65,6 +65,21 @@ def test_those_worth_most_are_sent_first_and_alone_where_there_is_no_room(best: 
     assert list(paths(sent)) == [expected[:1], expected[:2], expected]
     assert tree.take(3, is_chain=False) == []
     assert len(tree.take(5, is_chain=False)) == 2
+
+
+def test_of_equal_places_what_its_drafter_is_surer_of_comes_first() -> None:
+    rates = AcceptanceRates()
+    for number in range(100):
+        is_right = number % 2 == 0
+        rates.of("suffix").observe(1, [0.9 if is_right else 0.3], 1 if is_right else None)
+        rates.of("model").observe(1, [0.0], 1 if is_right else None)
+    for likelihood, expected in ((0.9, [4, 1]), (0.3, [1, 4])):
+        tree = CombinedTree(NAMES, rates)
+        line(tree, "model", 1)
+        tree.add(tree.root, ProposalNode(0, 4, NodeKind.GUESSED, likelihood=likelihood), "suffix")
+        sent = tree.take(0, is_chain=False)
+        assert [node.token_id for node in sent] == expected
+        assert {node.token_id: node.likelihood for node in sent} == {1: 0.0, 4: likelihood}
 
 
 def test_a_chain_goes_along_the_better_of_two_lines() -> None:

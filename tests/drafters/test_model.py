@@ -133,6 +133,19 @@ def test_of_a_tree_nothing_is_run_twice_whichever_branch_the_text_takes() -> Non
     assert model.passes == [[1]]
 
 
+def test_nodes_say_how_probable_the_draft_finds_them_but_under_rejection() -> None:
+    found, sampled = (
+        proposal([4, 7, 1], 2, given=GREEDY),
+        proposal([4, 7, 1], 2, given=terms(rule=AcceptanceRule.REJECTION)),
+    )
+    found.max_nodes = sampled.max_nodes = 8
+    draft(model_drafter(), found)
+    draft(model_drafter(), sampled)
+    assert all(0 < node.likelihood < 1 for node in found.nodes)
+    assert sum(node.likelihood for node in found.nodes if node.parent == 0) <= 1
+    assert not any(node.likelihood for node in sampled.nodes)
+
+
 def test_under_rejection_guesses_stand_beside_the_sampled_chain() -> None:
     given = terms(SamplingParameters(seed=11), AcceptanceRule.REJECTION)
     chain, found = proposal([4, 7, 1], 3, given=given), proposal([4, 7, 1], 3, given=given)

@@ -29,6 +29,9 @@ def test_the_longest_match_is_continued() -> None:
     found = proposal(tokens)
     assert draft(drafter(), found)[0][:3] == (9, 8, 3)
     assert all(node.kind is NodeKind.GUESSED and node.draft_distribution is None for node in found.nodes)
+    # What stands once behind a long match is all but certain, and the more so the longer the match gets.
+    likelihoods = [node.likelihood for node in found.nodes[:3]]
+    assert 0.8 < likelihoods[0] < likelihoods[-1] < 1
 
 
 def test_without_a_match_nothing_is_proposed() -> None:
@@ -66,6 +69,7 @@ def test_under_rejection_a_session_has_its_own_text_alone_as_a_point_mass() -> N
         assert node.kind is NodeKind.DRAFTED
         assert node.draft_distribution is not None
         assert node.draft_distribution.token_ids == (node.token_id,)
+        assert not node.likelihood
     # Nor do other sessions learn from it, until a request of its own goes by another rule.
     assert draft(learning, asked("d", (1, 8, 0, 5), ONE)) == [()]
     draft(learning, asked("c", (5, 6, 7, 8, 0, 5, 6, 7), ONE))

@@ -22,7 +22,7 @@ def test_values_become_the_frequencies() -> None:
         shares = {1: 0.8, 2: 0.1} if depth == 1 else {1: 0.4, 2: 0.3}
         outcome = draw.random()
         matched = 1 if outcome < shares[1] else 2 if outcome < shares[1] + shares[2] else None
-        rates.observe(depth, 3, matched)
+        rates.observe(depth, [0.0] * 3, matched)
     assert rates.value(1, 1) == pytest.approx(0.8, abs=0.12)
     assert rates.value(2, 1) == pytest.approx(0.4, abs=0.15)
     assert rates.value(2, 2) > rates.value(1, 2)
@@ -34,8 +34,27 @@ def test_old_outcomes_fade() -> None:
     rates = AcceptanceRates()
     for matched in (1, None):
         for _ in range(300):
-            rates.observe(1, 1, matched)
+            rates.observe(1, [0.0], matched)
     assert rates.value(1, 1) < 0.1
+
+
+def test_the_drafts_probabilities_weigh_rates_that_all_sessions_share() -> None:
+    common = AcceptanceRates()
+    sessions = [AcceptanceRates(common) for _ in range(2)]
+    draw = random.Random(2)
+    for _ in range(200):
+        sure = draw.random() < 0.5
+        sessions[0].of("model").observe(
+            1, [0.9 if sure else 0.3, 0.05], 1 if draw.random() < (0.9 if sure else 0.3) else 2
+        )
+    for rates in sessions:
+        of_model = rates.of("model")
+        assert of_model.value(1, 1, 0.9) == pytest.approx(0.9, abs=0.1)
+        assert of_model.value(2, 1, 0.3) == pytest.approx(0.3, abs=0.1)
+        assert of_model.value(1, 1, 0.3) < of_model.value(1, 1) < of_model.value(1, 1, 0.9)
+        # Nothing is known about the probabilities of others.
+        assert rates.value(1, 1, 0.9) == rates.value(1, 1) and rates.of("suffix").value(1, 1, 0.1) > 0.6
+        assert of_model.value(1, MAX_RANK + 1, 0.9) < 1e-3
 
 
 def test_expected_accepted_is_the_sum_of_products() -> None:
@@ -49,8 +68,8 @@ def test_drafters_of_one_draft_have_rates_of_their_own() -> None:
     common = AcceptanceRates()
     rates = AcceptanceRates(common)
     for _ in range(100):
-        rates.of("model").observe(1, 1, 1)
-        rates.of("suffix").observe(1, 1, None)
+        rates.of("model").observe(1, [0.0], 1)
+        rates.of("suffix").observe(1, [0.0], None)
     assert rates.of("model").value(1, 1) > 0.9 > 0.1 > rates.of("suffix").value(1, 1)
     assert rates.value(1, 1) == AcceptanceRates().value(1, 1)
     # Those of all sessions learn too, and other sessions begin with them.

@@ -1,6 +1,7 @@
 """A proposal tree that outlives rounds: following, pruning and catching up, compared with brute force."""
 
 import random
+from dataclasses import replace
 
 import pytest
 
@@ -156,6 +157,29 @@ def test_nodes_of_several_drafters_are_worth_what_their_own_drafter_is(is_late: 
     assert max(values[token_id] for token_id in (1, 2, 3, 5)) < 0.1
     assert rates.value(1, 4) > 0.8
     assert next(tree.candidates(1)).number == numbers[4]
+
+
+@pytest.mark.parametrize("is_late", [False, True])
+def test_nodes_that_their_draft_is_surer_of_are_worth_more(is_late: bool) -> None:
+    rates = AcceptanceRates()
+
+    def nodes(first: float) -> list[ProposalNode]:
+        return [replace(_guess(0, token_id), likelihood=item) for token_id, item in ((1, first), (2, 1 - first))]
+
+    for number in range(200):
+        tree, is_sure, text = Lookahead(0, rates), number % 2 == 0, [1 if number % 4 else 2]
+        if is_late:
+            tree.follow(text)
+        for node in nodes(0.95 if is_sure == (text == [1]) else 0.55):
+            tree.add(node)
+        if not is_late:
+            tree.follow(text)
+    sure, unsure = Lookahead(0, rates), Lookahead(0, rates)
+    for tree, first in ((sure, 0.95), (unsure, 0.55)):
+        for node in nodes(first):
+            tree.add(node)
+    assert sure.value(1) > rates.value(1, 1) > unsure.value(1)
+    assert sure.value(2) < rates.value(1, 2) < unsure.value(2)
 
 
 def test_the_drafters_along_a_text() -> None:

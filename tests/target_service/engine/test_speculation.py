@@ -360,6 +360,29 @@ def test_a_round_that_makes_do_with_less_has_waited_until_that_came() -> None:
     assert math.isclose(speculation.waited_s(50.06), 0.04, abs_tol=1e-6)
 
 
+@pytest.mark.parametrize("rule", REPLAYABLE_RULES)
+def test_of_equal_places_the_node_that_its_draft_is_surer_of_is_verified_first(rule: AcceptanceRule) -> None:
+    statistics, length = WorkerStatistics(), len(PROMPT)
+    for number in range(100):
+        is_right = number % 2 == 0
+        statistics.rates.observe(1, [0.4, 0.9 if is_right else 0.3], 2 if is_right else 1)
+    terms = SpeculationTerms(num_speculative_tokens=4, max_wait_s=1.0, lookahead=0)
+    found = dict[float, list[int]]()
+    for likelihood in (0.3, 0.9):
+        speculation = Speculation(terms, rule, statistics, adapts=True)
+        speculation.restart(length)
+        pair = [ProposalNode(0, 5, NodeKind.GUESSED, likelihood=0.4)]
+        pair.append(ProposalNode(0, 6, NodeKind.GUESSED, likelihood=likelihood))
+        speculation.receive(ProposalPart(Base(length, 1), 1, tuple(pair), complete=True, known_len=length), PROMPT, 0.0)
+        speculation.begin(100, 0.0)
+        must, may = speculation.offer(100)
+        assert not must
+        found[likelihood] = [item.number for item in may]
+    # Under `rejection` no decision depends on a token, and so on none of these.
+    assert (found[0.3] != found[0.9]) is (rule is AcceptanceRule.COUPLED)
+    assert found[0.9][0] == 2 or rule is AcceptanceRule.REJECTION
+
+
 def test_nodes_that_took_no_step_do_not_say_when_those_of_a_model_come() -> None:
     length, statistics = len(PROMPT), WorkerStatistics()
     terms = SpeculationTerms(num_speculative_tokens=4, max_wait_s=1.0, lookahead=0)
