@@ -1,4 +1,4 @@
-// Keyed noise, and a race's bounds, in loops that a compiler turns into those of any instruction set.
+// Keyed noise, and a race's bounds: random words by AVX-512 or AVX2, the rest in loops that a compiler turns into either.
 //
 // Noise is -log(u), and 1 - u <= -log(u) <= (1 - u) / u. With n the first 32 bits of 1 - u, rounded down,
 //     weight * (1 - (n + 1) / 2^32) / (n + 1)  <=  weight / noise / 2^32  <=  weight / n.
@@ -14,9 +14,7 @@
 #include <cstdint>
 #include <cstring>
 
-#ifdef __AVX512F__
 #include <immintrin.h>
-#endif
 
 #include "power_of_two.h"
 #include "race.h"
@@ -29,47 +27,68 @@ constexpr uint32_t kMultiplier0 = 0xD2511F53u, kMultiplier1 = 0xCD9E8D57u, kWeyl
 constexpr float kLeastExponent = -90.0f;  // of two
 
 #ifdef __AVX512F__
-constexpr int kTogether = 16;
+using Words = __m512i;
 
-// The words of 16 Philox counters.
-struct Sixteen {
-  __m512i x0, x1, x2, x3;
+inline Words spread(uint32_t word) { return _mm512_set1_epi32(static_cast<int>(word)); }
+inline Words load(const uint32_t* words) { return _mm512_loadu_si512(words); }
+inline void store(uint32_t* to, Words words) { _mm512_storeu_si512(to, words); }
+inline Words xor_of(Words a, Words b, Words c) {
+  constexpr int kXorOfThree = 0x96;
+  return _mm512_ternarylogic_epi32(a, b, c, kXorOfThree);
+}
 
-  Sixteen(const Counter& counter, const uint32_t* blocks)
-      : x0(_mm512_loadu_si512(blocks)), x1(spread(counter.words[0])), x2(spread(counter.words[1])),
-        x3(spread(counter.words[2])) {}
+// The lower and the upper words of products.
+struct Products {
+  Words low, high;
 
-  static __m512i spread(uint32_t word) { return _mm512_set1_epi32(static_cast<int>(word)); }
-
-  struct Product {
-    __m512i low, high;
-  };
-  static Product times(__m512i words, uint32_t factor) {
-    const __m512i factors = spread(factor);
-    const __m512i even = _mm512_mul_epu32(words, factors);
-    const __m512i odd = _mm512_mul_epu32(_mm512_srli_epi64(words, 32), factors);
-    const __m512i lows = _mm512_setr_epi32(0, 16, 2, 18, 4, 20, 6, 22, 8, 24, 10, 26, 12, 28, 14, 30);
-    const __m512i highs = _mm512_setr_epi32(1, 17, 3, 19, 5, 21, 7, 23, 9, 25, 11, 27, 13, 29, 15, 31);
-    return {_mm512_permutex2var_epi32(even, lows, odd), _mm512_permutex2var_epi32(even, highs, odd)};
+  Products(Words words, Words factors) {
+    const Words even = _mm512_mul_epu32(words, factors);
+    const Words odd = _mm512_mul_epu32(_mm512_srli_epi64(words, 32), factors);
+    const Words lows = _mm512_setr_epi32(0, 16, 2, 18, 4, 20, 6, 22, 8, 24, 10, 26, 12, 28, 14, 30);
+    const Words highs = _mm512_setr_epi32(1, 17, 3, 19, 5, 21, 7, 23, 9, 25, 11, 27, 13, 29, 15, 31);
+    low = _mm512_permutex2var_epi32(even, lows, odd);
+    high = _mm512_permutex2var_epi32(even, highs, odd);
   }
+};
+#else
+using Words = __m256i;
 
-  void mix(uint32_t key0, uint32_t key1) {
-    constexpr int kXorOfThree = 0x96;
-    const Product product0 = times(x0, kMultiplier0), product1 = times(x2, kMultiplier1);
-    x0 = _mm512_ternarylogic_epi32(product1.high, x1, spread(key0), kXorOfThree);
-    x2 = _mm512_ternarylogic_epi32(product0.high, x3, spread(key1), kXorOfThree);
-    x1 = product1.low;
-    x3 = product0.low;
-  }
+inline Words spread(uint32_t word) { return _mm256_set1_epi32(static_cast<int>(word)); }
+inline Words load(const uint32_t* words) { return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(words)); }
+inline void store(uint32_t* to, Words words) { _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), words); }
+inline Words xor_of(Words a, Words b, Words c) { return _mm256_xor_si256(_mm256_xor_si256(a, b), c); }
 
-  void store(uint32_t* to0, uint32_t* to1, uint32_t* to2, uint32_t* to3) const {
-    _mm512_storeu_si512(to0, x0);
-    _mm512_storeu_si512(to1, x1);
-    _mm512_storeu_si512(to2, x2);
-    _mm512_storeu_si512(to3, x3);
+// The lower and the upper words of products.
+struct Products {
+  Words low, high;
+
+  Products(Words words, Words factors) {
+    constexpr int kOdd = 0xaa;
+    const Words even = _mm256_mul_epu32(words, factors);
+    const Words odd = _mm256_mul_epu32(_mm256_srli_epi64(words, 32), factors);
+    low = _mm256_blend_epi32(even, _mm256_slli_epi64(odd, 32), kOdd);
+    high = _mm256_blend_epi32(_mm256_srli_epi64(even, 32), odd, kOdd);
   }
 };
 #endif
+
+constexpr int kTogether = sizeof(Words) / sizeof(uint32_t);
+
+// The words of as many Philox counters as a register holds.
+struct Counters {
+  Words x0, x1, x2, x3;
+
+  Counters(const Counter& counter, const uint32_t* blocks)
+      : x0(load(blocks)), x1(spread(counter.words[0])), x2(spread(counter.words[1])), x3(spread(counter.words[2])) {}
+
+  void mix(Words key0, Words key1) {
+    const Products product0(x0, spread(kMultiplier0)), product1(x2, spread(kMultiplier1));
+    x0 = xor_of(product1.high, x1, key0);
+    x2 = xor_of(product0.high, x3, key1);
+    x1 = product1.low;
+    x3 = product0.low;
+  }
+};
 
 // The words of so many Philox counters; before the rounds the first one of each is its block.
 struct Blocks {
@@ -77,40 +96,27 @@ struct Blocks {
 
   // Philox4x32-10 (Salmon et al. 2011, section 3.3).
   void mix(const Counter& counter) {
-#ifdef __AVX512F__
     for (int b = 0; b < kBlocks; b += 2 * kTogether) {
       // Two at a time: a round of one waits for its products.
-      Sixteen first(counter, x0 + b), second(counter, x0 + b + kTogether);
+      Counters first(counter, x0 + b), second(counter, x0 + b + kTogether);
       uint32_t key0 = counter.key[0], key1 = counter.key[1];
       for (int round = 0; round < 10; ++round) {
-        first.mix(key0, key1);
-        second.mix(key0, key1);
+        first.mix(spread(key0), spread(key1));
+        second.mix(spread(key0), spread(key1));
         key0 += kWeyl0;
         key1 += kWeyl1;
       }
-      first.store(x0 + b, x1 + b, x2 + b, x3 + b);
-      second.store(x0 + b + kTogether, x1 + b + kTogether, x2 + b + kTogether, x3 + b + kTogether);
+      write(first, b);
+      write(second, b + kTogether);
     }
-#else
-    std::fill(x1, x1 + kBlocks, counter.words[0]);
-    std::fill(x2, x2 + kBlocks, counter.words[1]);
-    std::fill(x3, x3 + kBlocks, counter.words[2]);
-    uint32_t key0 = counter.key[0], key1 = counter.key[1];
-    for (int round = 0; round < 10; ++round) {
-      for (int b = 0; b < kBlocks; ++b) {
-        const uint64_t product0 = static_cast<uint64_t>(x0[b]) * kMultiplier0;
-        const uint64_t product1 = static_cast<uint64_t>(x2[b]) * kMultiplier1;
-        const uint32_t y0 = static_cast<uint32_t>(product1 >> 32) ^ x1[b] ^ key0;
-        const uint32_t y2 = static_cast<uint32_t>(product0 >> 32) ^ x3[b] ^ key1;
-        x1[b] = static_cast<uint32_t>(product1);
-        x3[b] = static_cast<uint32_t>(product0);
-        x0[b] = y0;
-        x2[b] = y2;
-      }
-      key0 += kWeyl0;
-      key1 += kWeyl1;
-    }
-#endif
+  }
+
+ private:
+  void write(const Counters& counters, int b) {
+    store(x0 + b, counters.x0);
+    store(x1 + b, counters.x1);
+    store(x2 + b, counters.x2);
+    store(x3 + b, counters.x3);
   }
 };
 
