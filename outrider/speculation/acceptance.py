@@ -78,6 +78,7 @@ class AcceptanceRates:
         self._decay = decay
         self._prior_weight = prior_weight
         self._pooled_weight = pooled_weight
+        self._tests_likelihoods = tests_likelihoods
         self._by_rank = [_Share(decay) for _ in range(MAX_RANK)]
         self._by_depth = [[_Share(decay) for _ in range(MAX_RANK)] for _ in range(MAX_DEPTH)]
         # Learnt from all sessions: how sure a draft is of its choices says as much in each of them.
@@ -97,7 +98,13 @@ class AcceptanceRates:
             drafter = drafter if len(self._of) < _MAX_DRAFTERS else _OTHERS
         if drafter not in self._of:
             prior = None if self._prior is None else self._prior.of(drafter)
-            self._of[drafter] = AcceptanceRates(prior, self._decay, self._prior_weight, self._pooled_weight)
+            self._of[drafter] = AcceptanceRates(
+                prior,
+                self._decay,
+                self._prior_weight,
+                self._pooled_weight,
+                tests_likelihoods=self._tests_likelihoods,
+            )
         return self._of[drafter]
 
     def observe(self, depth: int, likelihoods: Sequence[float], matched: int | None) -> None:

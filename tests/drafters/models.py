@@ -6,6 +6,7 @@ import torch
 
 from outrider.drafters.choices import TreeOptions
 from outrider.drafters.model import ModelDrafter, ModelDrafterOptions
+from outrider.drafters.node_values import NodeValues
 from outrider.lm.markov import MarkovModel
 from outrider.lm.model import KVCache, LanguageModel, ModelInfo, SessionStep
 
@@ -32,6 +33,16 @@ class RecordedModel:
         if any(self._poison in step.span.token_ids for step in steps):
             raise RuntimeError("out of memory")
         return self._model.forward(steps)
+
+
+class ByLikelihood(NodeValues):
+    """Values of nodes that are their likelihoods."""
+
+    def ranks(self, depth: int) -> list[float]:
+        return [1.0] * 8
+
+    def value(self, depth: int, rank: int, likelihood: float) -> float:
+        return likelihood
 
 
 def markov(name: str = MARKOV) -> MarkovModel:

@@ -8,6 +8,7 @@ from outrider.parameters import SamplingParameters
 from outrider.tokens import ProposalTree
 from tests.draft_service.conftest import draft, proposal, terms
 from tests.drafters.heads import VOCABULARY, TinyMedusa
+from tests.drafters.models import ByLikelihood
 
 GREEDY = terms(SamplingParameters(temperature=0.0))
 TEXT = tuple(range(3, 23))
@@ -25,6 +26,8 @@ def test_a_chain_has_every_heads_first_choice() -> None:
 def test_a_tree_has_the_most_confident_products() -> None:
     tiny = TinyMedusa.make()
     drafter = tiny.drafter()
+    # As after outcomes that show that its probabilities are right.
+    drafter._node_values = ByLikelihood.of_all_sessions()
     drafter.give("s", tiny.span(8, 9))
     found = proposal(TEXT[:10], 3, given=GREEDY)
     found.max_nodes = 8

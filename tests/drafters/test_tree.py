@@ -19,7 +19,7 @@ from outrider.speculation.proposal_tree import Lookahead
 from outrider.speculation.randomness import Counter, KeyedSource, Purpose
 from outrider.tokens import NodeKind
 from tests.draft_service.conftest import terms
-from tests.drafters.models import MARKOV, RecordedModel, markov, model_drafter
+from tests.drafters.models import MARKOV, ByLikelihood, RecordedModel, markov, model_drafter
 
 GREEDY = SamplingParameters(temperature=0, max_tokens=10_000)
 SAMPLED = SamplingParameters(seed=11, max_tokens=10_000)
@@ -321,16 +321,6 @@ class Made:
 
     def after(self, places: Sequence[Place], logits: torch.Tensor, num: int) -> list[list[Choice]]:
         return [[Choice(*item) for item in self.ranked(place.path)[:num]] for place in places]
-
-
-class ByLikelihood(NodeValues):
-    """Values of nodes that are their likelihoods."""
-
-    def ranks(self, depth: int) -> list[float]:
-        return [1.0] * 8
-
-    def value(self, depth: int, rank: int, likelihood: float) -> float:
-        return likelihood
 
 
 def _whole(depth: int, max_nodes: int, seed: int, stops: Sequence[int] = ()) -> tuple[list[tuple[int, ...]], int]:

@@ -173,10 +173,8 @@ def test_a_killed_run_goes_on_to_the_same_curve(target: str, data: Path, tmp_pat
     process.send_signal(signal.SIGKILL)
     process.wait(timeout=30)
     before = len(_points(killed))
-    done = subprocess.run(
-        _command(target, data, killed), check=True, capture_output=True, timeout=120, text=True, env=_ENVIRONMENT
-    )
-    assert f"the draft is in {killed}" in done.stdout
+    done = CliRunner().invoke(main, _arguments(target, data, killed))
+    assert done.exit_code == 0 and f"the draft is in {killed}" in done.output, done.output
     assert 3 < before < len(_points(killed))
     assert _points(killed) == _points(whole)
     weights, others = (load_file(folder / "model.safetensors") for folder in (whole, killed))
