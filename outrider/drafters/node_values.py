@@ -2,7 +2,7 @@
 
 How often the target goes on with a draft's first, second, ... choice is measured, and so is whether the probabilities
 that the draft gives them inform (`outrider.speculation.acceptance`). The target values the nodes that it receives in
-the same way; here no choice of a later rank is worth more than one before it.
+the same way; here no rate of a later rank is above that of one before it.
 """
 
 import heapq

@@ -89,20 +89,21 @@ class NodeOrder:
         heap: list[tuple[float, int, Node, float]] = []
         value_of, likelihood_of, urgency = self._values.value, self.likelihood, self._urgency
 
-        def offer(parent: Node, place: int, value: float) -> None:
+        def offer(parent: Node, place: int, value: float, most: float) -> None:
             children = parent.children
             if children and place < len(children) and parent.depth < end_depth:
                 child = children[place]
                 step = urgency * value_of(child.depth, child.rank, likelihood_of(child))
-                heapq.heappush(heap, (-value * step, next(ties), child, value))
+                heapq.heappush(heap, (-min(most, value * step), next(ties), child, value))
 
-        offer(root, 0, 1.0)
+        offer(root, 0, 1.0, 1.0)
         while heap:
             negated, _, node, above = heapq.heappop(heap)
             yield -negated, node
             assert node.parent is not None
-            offer(node, 0, -negated)
-            offer(node.parent, node.rank, above)
+            offer(node, 0, -negated, 1.0)
+            # A choice is worth no more than one that the draft prefers, whatever their probabilities say.
+            offer(node.parent, node.rank, above, -negated)
 
     def _ranks(self, depth: int) -> list[float]:
         return [self._urgency * value for value in self._values.ranks(depth)]

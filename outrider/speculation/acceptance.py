@@ -81,10 +81,8 @@ class AcceptanceRates:
         self._tests_likelihoods = tests_likelihoods
         self._by_rank = [_Share(decay) for _ in range(MAX_RANK)]
         self._by_depth = [[_Share(decay) for _ in range(MAX_RANK)] for _ in range(MAX_DEPTH)]
-        # Learnt from all sessions: how sure a draft is of its choices says as much in each of them.
-        self._likelihoods: Likelihoods = (
-            Likelihoods(MAX_RANK, tests=tests_likelihoods) if prior is None else prior._likelihoods
-        )
+        common = None if prior is None else prior._likelihoods
+        self._likelihoods: Likelihoods = Likelihoods(MAX_RANK, decay, common, tests=tests_likelihoods)
         self._of: dict[str, AcceptanceRates] = {}
 
     def of(self, drafter: str) -> "AcceptanceRates":
@@ -120,13 +118,19 @@ class AcceptanceRates:
 
     def observe_one(self, depth: int, rank: int, hit: bool, likelihood: float = 0.0) -> None:
         """Record whether the target continued with one choice, which may have arrived after the verdict."""
+        if rank > MAX_RANK:
+            return
+        if likelihood > 0:
+            self._likelihoods.test(rank, likelihood, self._rate(depth, rank), hit)
+        self._add(depth, rank, hit, likelihood)
+
+    def _add(self, depth: int, rank: int, hit: bool, likelihood: float) -> None:
         if self._prior is not None:
-            self._prior.observe_one(depth, rank, hit, likelihood)
-        elif likelihood > 0 and rank <= MAX_RANK:
-            self._likelihoods.observe(rank, likelihood, self.value(depth, rank), hit)
-        if rank <= MAX_RANK:
-            self._by_rank[rank - 1].observe(hit)
-            self._by_depth[min(depth, MAX_DEPTH) - 1][rank - 1].observe(hit)
+            self._prior._add(depth, rank, hit, likelihood)
+        if likelihood > 0:
+            self._likelihoods.add(rank, likelihood)
+        self._by_rank[rank - 1].observe(hit)
+        self._by_depth[min(depth, MAX_DEPTH) - 1][rank - 1].observe(hit)
 
     def value(self, depth: int, rank: int, likelihood: float = 0.0) -> float:
         """Return the estimated probability that the target continues with the choice of this rank, in (0, 1).

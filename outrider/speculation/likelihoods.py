@@ -2,21 +2,32 @@
 
 Of two choices of one rank that one is worth more which the draft finds more probable. Its probability counts relative
 to the mean over choices of that rank which could be accepted: so values keep their measured mean, however over- or
-underconfident the draft is. Before any outcome it counts nothing. Where a draft is just as sure of itself when it is
-wrong, its probabilities mislead: they count only as long as the outcomes are more likely under values with them than
-under the rates alone.
+underconfident the draft is. A session whose text is hard has lower rates and lower means, and so both are its own.
+Before any outcome a probability counts nothing. Where a draft is just as sure of itself when it is wrong, its
+probabilities mislead: they count only as long as the outcomes of all sessions are more likely under values with them
+than under the rates alone.
 """
 
+from dataclasses import dataclass
 from math import log
 from typing import Final
 
-_PRIOR_EVIDENCE: Final = 4.0
-"""Evidence for the draft's probabilities before any outcome, in nats."""
+_EVIDENCE: Final = 4.0
+"""For the draft's probabilities before any outcome, in nats."""
+_EVIDENCE_DECAY: Final = 0.998
 _EQUALLY: Final = 1.0
-"""Choices of a rank that those count for which are taken for equally probable, before there are any outcomes."""
-_DECAY: Final = 0.998
+"""Is added to both sums whose ratio weighs a choice: a few outcomes count little."""
+_COMMON: Final = 8.0
+"""Choices that those of all sessions count for in one session, at most."""
 _LEAST: Final = 1e-4
 _MOST: Final = 0.999
+
+
+@dataclass(slots=True)
+class _Evidence:
+    """By how much the outcomes were more likely with the draft's probabilities than without, in nats."""
+
+    value: float = _EVIDENCE
 
 
 class Likelihoods:
@@ -24,17 +35,23 @@ class Likelihoods:
 
     Args:
         num_ranks: largest rank.
-        tests: whether outcomes decide if the probabilities count; else they always do.
+        decay: factor of the weight of a choice for each later one of its rank.
+        common: of all sessions; None for those themselves.
+        tests: whether outcomes decide if the probabilities count; else they always do. As `common` does, if there is.
     """
 
-    def __init__(self, num_ranks: int, *, tests: bool) -> None:
-        self._tests = tests
-        self._evidence = _PRIOR_EVIDENCE
+    def __init__(
+        self, num_ranks: int, decay: float, common: "Likelihoods | None" = None, *, tests: bool = True
+    ) -> None:
+        self._decay = decay
+        self._common = common
+        self._tests: bool = tests if common is None else common._tests
+        self._evidence: _Evidence = _Evidence() if common is None else common._evidence
         self._sums = [0.0] * num_ranks
         self._nums = [0.0] * num_ranks
 
-    def observe(self, rank: int, likelihood: float, rate: float, hit: bool) -> None:
-        """Observe a choice whose parent the target has accepted.
+    def test(self, rank: int, likelihood: float, rate: float, hit: bool) -> None:
+        """Observe whether the target went on with a choice whose parent it has accepted, before it is added.
 
         Args:
             rank: of the choice, from 1.
@@ -42,12 +59,18 @@ class Likelihoods:
             rate: of choices in its place, without it.
             hit: whether the target went on with it.
         """
-        if self._tests:
-            value, without = self._value(rate, rank, likelihood), _bounded(rate)
-            gain = log(value / without) if hit else log((1 - value) / (1 - without))
-            self._evidence = _DECAY * self._evidence + gain
-        self._sums[rank - 1] = _DECAY * self._sums[rank - 1] + likelihood
-        self._nums[rank - 1] = _DECAY * self._nums[rank - 1] + 1.0
+        if not self._tests:
+            return
+        value, without = self._value(rate, rank, likelihood), _bounded(rate)
+        gain = log(value / without) if hit else log((1 - value) / (1 - without))
+        # Once for all choices after a node.
+        decay = _EVIDENCE_DECAY if rank == 1 else 1.0
+        self._evidence.value = decay * self._evidence.value + gain
+
+    def add(self, rank: int, likelihood: float) -> None:
+        """Add the draft's probability, above 0, of a choice whose parent the target has accepted, to the mean."""
+        self._sums[rank - 1] = self._decay * self._sums[rank - 1] + likelihood
+        self._nums[rank - 1] = self._decay * self._nums[rank - 1] + 1.0
 
     def weighed(self, rate: float, rank: int, likelihood: float) -> float:
         """Return about the probability that the target goes on with a choice, given the rate of choices in its place.
@@ -57,10 +80,13 @@ class Likelihoods:
             rank: of the choice, from 1.
             likelihood: the draft's probability of it; 0 where it does not say.
         """
-        return rate if likelihood <= 0 or self._evidence < 0 else self._value(rate, rank, likelihood)
+        return rate if likelihood <= 0 or self._evidence.value < 0 else self._value(rate, rank, likelihood)
 
     def _value(self, rate: float, rank: int, likelihood: float) -> float:
         total, num = self._sums[rank - 1], self._nums[rank - 1]
+        if self._common is not None and (num_common := self._common._nums[rank - 1]):
+            share = min(1.0, _COMMON / num_common)
+            total, num = total + share * self._common._sums[rank - 1], num + share * num_common
         return _bounded(rate * (num * likelihood + _EQUALLY) / (total + _EQUALLY))
 
 

@@ -89,7 +89,7 @@ class ReceivedTree:
             if len(self._lookahead) >= MAX_PROPOSAL_NODES:
                 raise InvalidArgument(f"more than {MAX_PROPOSAL_NODES} nodes", "proposal")
             # Under `rejection` whether a node is verified depends on no token, nor on how probable the draft finds it.
-            is_plain = not node.likelihood or self._rule is AcceptanceRule.COUPLED
+            is_plain = not node.likelihood or self._rule is not AcceptanceRule.REJECTION
             self._lookahead.add(node if is_plain else replace(node, likelihood=0.0))
         if part.complete:
             self.complete_len = part.known_len

@@ -13,7 +13,7 @@ from outrider.drafters.drafter import OpenProposal
 from outrider.drafters.model import ModelDrafter
 from outrider.drafters.node_values import NodeValues, least_value
 from outrider.drafters.tree import DraftTree
-from outrider.drafters.tree_order import URGENCY
+from outrider.drafters.tree_order import URGENCY, Node, NodeOrder
 from outrider.parameters import REPLAYABLE_RULES, AcceptanceRule, SamplingParameters
 from outrider.speculation.proposal_tree import Lookahead
 from outrider.speculation.randomness import Counter, KeyedSource, Purpose
@@ -321,6 +321,14 @@ class Made:
 
     def after(self, places: Sequence[Place], logits: torch.Tensor, num: int) -> list[list[Choice]]:
         return [[Choice(*item) for item in self.ranked(place.path)[:num]] for place in places]
+
+
+def test_no_choice_is_worth_more_than_one_that_the_draft_prefers() -> None:
+    root = Node(None, 0, Choice(0))
+    root.children = [Node(root, 1, Choice(5, 0.3)), Node(root, 2, Choice(6, 0.6)), Node(root, 3, Choice(7, 0.1))]
+    order = NodeOrder(_proposal([1, 2, 3]), ByLikelihood.of_one_session())
+    found = [(node.token_id, round(value / URGENCY, 6)) for value, node in order.best_first(root, 1)]
+    assert found == [(5, 0.3), (6, 0.3), (7, 0.1)]
 
 
 def _whole(depth: int, max_nodes: int, seed: int, stops: Sequence[int] = ()) -> tuple[list[tuple[int, ...]], int]:

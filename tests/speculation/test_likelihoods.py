@@ -16,18 +16,19 @@ def _observe(found: Likelihoods, *, informs: bool, num: int = 300) -> None:
         is_first = draws.random() < RATE[1]
         likelihoods = (0.95, 0.05) if is_first == informs else (0.6, 0.4)
         for rank, likelihood in enumerate(likelihoods, 1):
-            found.observe(rank, likelihood, RATE[rank], is_first == (rank == 1))
+            found.test(rank, likelihood, RATE[rank], is_first == (rank == 1))
+            found.add(rank, likelihood)
 
 
 def test_before_any_outcome_they_count_nothing() -> None:
-    found = Likelihoods(2, tests=True)
+    found = Likelihoods(2, 0.998)
     assert found.weighed(0.7, 1, 0.9) == found.weighed(0.7, 1, 0.1) == pytest.approx(0.7)
     _observe(found, informs=True, num=1)
     assert found.weighed(0.5, 1, 0.1) < 0.5, "the first outcome counts"
 
 
 def test_those_that_mislead_stop_counting_and_count_again_once_they_inform() -> None:
-    found = Likelihoods(2, tests=True)
+    found = Likelihoods(2, 0.998)
     _observe(found, informs=True)
     assert found.weighed(0.3, 2, 0.05) < 0.15 < 0.3 < found.weighed(0.3, 2, 0.4)
     _observe(found, informs=False, num=900)
@@ -37,24 +38,39 @@ def test_those_that_mislead_stop_counting_and_count_again_once_they_inform() -> 
 
 
 def test_without_a_test_they_always_count() -> None:
-    found = Likelihoods(2, tests=False)
+    found = Likelihoods(2, 0.998, tests=False)
     _observe(found, informs=False)
     assert found.weighed(0.3, 2, 0.05) < found.weighed(0.3, 2, 0.4)
 
 
 def test_a_draft_that_does_not_say_is_taken_by_its_rates() -> None:
-    found = Likelihoods(2, tests=True)
+    found = Likelihoods(2, 0.998)
     _observe(found, informs=True)
     assert found.weighed(0.3, 2, 0.0) == 0.3
 
 
 @pytest.mark.parametrize("factor", [1.0, 0.3])
 def test_values_keep_the_measured_mean_of_a_draft_that_is_too_modest(factor: float) -> None:
-    found, draws = Likelihoods(1, tests=True), random.Random(5)
+    found, draws = Likelihoods(1, 0.998), random.Random(5)
     certain = [draws.uniform(0.2, 1.0) for _ in range(2000)]
     rate = sum(certain) / len(certain)
     for probability in certain:
-        found.observe(1, factor * probability, rate, draws.random() < probability)
+        found.test(1, factor * probability, rate, draws.random() < probability)
+        found.add(1, factor * probability)
     values = [found.weighed(rate, 1, factor * probability) for probability in certain]
     assert sum(values) / len(values) == pytest.approx(rate, rel=0.03)
     assert found.weighed(rate, 1, factor * 0.3) == pytest.approx(0.3, rel=0.1)
+
+
+def test_a_session_of_hard_text_has_its_own_mean_and_the_evidence_of_all() -> None:
+    common = Likelihoods(2, 0.998)
+    hard, new = Likelihoods(2, 0.98, common), Likelihoods(2, 0.98, common)
+    for _ in range(100):
+        common.add(1, 0.7)
+        hard.add(1, 0.4)
+    assert hard.weighed(0.4, 1, 0.4) == pytest.approx(0.4, abs=0.05), "its difficulty counts once"
+    assert new.weighed(0.7, 1, 0.7) == pytest.approx(0.7, abs=0.03), "it begins with what is known of others"
+    for _ in range(200):
+        hard.test(1, 0.1, 0.5, True)
+        hard.test(1, 0.9, 0.5, False)
+    assert new.weighed(0.7, 1, 0.9) == new.weighed(0.7, 1, 0.1) == 0.7
