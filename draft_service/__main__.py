@@ -12,7 +12,7 @@ from draft_service.settings import DraftSettings
 from draft_service.worker import WorkerIdentity, WorkerServicer
 from outrider.drafters.loading import load_drafter
 from outrider.serving.metrics import new_registry
-from outrider.serving.server import Server, run_process, tune_interpreter
+from outrider.serving.server import Server, begin_loading, run_process, tune_interpreter
 from outrider.serving.settings import load_settings
 from outrider.serving.spans import export_spans
 from outrider.serving.telemetry import configure_logging
@@ -28,6 +28,7 @@ _MAX_STEP_S = 60.0
 
 async def serve(settings: DraftSettings) -> None:
     """Load the drafter, then serve until SIGTERM."""
+    begin_loading()
     loop = asyncio.get_running_loop()
     # In a thread that ends, so that the engine's is the only one for which OpenMP keeps workers.
     with ThreadPoolExecutor(max_workers=1) as loader:

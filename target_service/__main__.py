@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Any, Final
 
 from outrider.serving.metrics import new_registry
-from outrider.serving.server import Server, run_process, tune_interpreter
+from outrider.serving.server import Server, begin_loading, run_process, tune_interpreter
 from outrider.serving.settings import load_settings
 from outrider.serving.spans import export_spans
 from outrider.serving.telemetry import configure_logging
@@ -30,6 +30,7 @@ _MAX_PASS_S: Final = 600.0
 
 async def serve(settings: TargetSettings) -> None:
     """Load the engine, then serve until SIGTERM, or run a part of the model for the process that serves."""
+    begin_loading()
     loaded = await load_engine(settings)
     tune_interpreter()
     if isinstance(loaded, LoadedEngine):

@@ -2,8 +2,8 @@
 
 The layers are exported as a graph with all tensors as inputs, and the compiler makes one function of it: weights, the
 other tensors that the layers hold, and those of the call. So groups of layers that are alike share the code, and a call
-passes a list of tensors: no module is looked into and no guard is checked. The way into a group of five takes 0.16 to
-0.2 ms, a quarter to a third less than with Dynamo.
+passes a list of tensors: no module is looked into and no guard is checked. Code that was made once is found on disk by
+what it was made from (see `code_key`): a later start neither exports the layers nor compiles them.
 """
 
 from collections.abc import Iterator, Sequence
@@ -14,6 +14,10 @@ import torch
 from torch import Tensor, nn
 from torch.export import Dim
 from torch.utils import _pytree as pytree
+
+from outrider.lm.code_key import code_key
+from outrider.lm.code_store import load_code, save_code
+from outrider.lm.compiled_function import Run, compile_function
 
 Layers: TypeAlias = tuple[nn.Module, ...]
 
@@ -33,6 +37,11 @@ class FlatCall(NamedTuple):
     tensors: tuple[Tensor, ...]
     constants: tuple[Any, ...]
     spec: pytree.TreeSpec
+
+    @property
+    def places(self) -> list[Any]:
+        """The constants, and names in place of tensors."""
+        return ["a tensor" if constant is _TENSOR else constant for constant in self.constants]
 
     @classmethod
     def of(cls, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> "FlatCall":
@@ -62,33 +71,21 @@ class CompiledCode:
 
     def __init__(self, layers: Layers, call: FlatCall) -> None:
         self._num_threads = torch.get_num_threads()
-        function = _Function(layers, call)
-        try:
-            self._compile(function, (*_held_tensors(layers), *call.tensors))
-        except Exception as error:
-            raise RuntimeError(f"the layers cannot be compiled: {error}") from error
         self._constants, self._spec = call.constants, call.spec
         self._fitting = {layers: True}
-
-    def _compile(self, function: "_Function", tensors: Sequence[Tensor]) -> None:
-        from torch._inductor import standalone_compile
-
-        sizes = tuple(_sizes(tensor) for tensor in tensors)
-        exported = torch.export.export(function, tuple(tensors), dynamic_shapes=(sizes,), strict=False)
-        nodes = exported.graph.find_nodes(op="placeholder")
-        weights = list(zip(nodes, exported.graph_signature.input_specs, strict=True))[: len(nodes) - len(tensors)]
-        if any(item.target in exported.constants for _, item in weights):
-            raise RuntimeError("they make tensors of their own")
-        # A weight that several layers share is an input for each of them, of which one is used.
-        self._names = [str(item.target) for node, item in weights if node.users]
-        for node, _ in weights:
-            if not node.users:
-                exported.graph.erase_node(node)
-        exported.graph_module.recompile()
-        inputs = [node.meta["val"] for node in exported.graph.find_nodes(op="placeholder")]
-        self._kinds = [_kind(example) for example in inputs[len(self._names) :]]
-        self._run: Any = standalone_compile(exported.graph_module, inputs, dynamic_shapes="from_graph")
-        self._output_spec = exported.call_spec.out_spec
+        tensors = (*_held_tensors(layers), *call.tensors)
+        key = code_key(layers, (call.places, str(call.spec)), tensors)
+        kept = None if key is None else load_code(key)
+        if kept is None:
+            try:
+                self._run, signature = _compiled(_Function(layers, call), tensors)
+            except Exception as error:
+                raise RuntimeError(f"the layers cannot be compiled: {error}") from error
+            if key is not None and (facts := signature.to_facts()) is not None:
+                save_code(key, [self._run], facts)
+        else:
+            (self._run,), signature = kept[0], _Signature.from_facts(kept[1])
+        self._names, self._kinds, self._output_spec = signature
         self._has_flat_outputs = all(layer.is_leaf() for layer in self._output_spec.children())
 
     def fits(self, layers: Layers, call: FlatCall) -> bool:
@@ -106,10 +103,7 @@ class CompiledCode:
 
     def inputs(self, layers: Layers) -> list[Tensor]:
         """Return the tensors that layers hold, which precede those of a call: weights, buffers and attributes."""
-        function = _Function(layers, None)
-        named: dict[str, Tensor] = dict(function.named_buffers(remove_duplicate=False))
-        named.update(function.named_parameters(remove_duplicate=False))
-        return [*(named[name].detach() for name in self._names), *_held_tensors(layers)]
+        return [*_weights(_Function(layers, None), self._names), *_held_tensors(layers)]
 
     def __call__(self, inputs: Sequence[Tensor], tensors: Sequence[Tensor]) -> list[Any]:
         """Return the outputs of all layers.
@@ -136,6 +130,55 @@ class _Kind(NamedTuple):
         shape = tensor.shape
         is_alike = tensor.dtype == self.dtype and len(shape) == self.num_dims
         return is_alike and all(shape[dim] == size for dim, size in self.sizes)
+
+
+class _Signature(NamedTuple):
+    """The names of the weights that code takes, the tensors that it takes after them, and where its outputs belong."""
+
+    names: list[str]
+    kinds: list[_Kind]
+    outputs: pytree.TreeSpec
+
+    def to_facts(self) -> dict[str, Any] | None:
+        """Return it for JSON; None where an output has a type of its own."""
+        kinds = [(str(kind.dtype).removeprefix("torch."), kind.num_dims, kind.sizes) for kind in self.kinds]
+        try:
+            return {"names": self.names, "kinds": kinds, "outputs": pytree.treespec_dumps(self.outputs)}
+        except NotImplementedError:
+            return None
+
+    @classmethod
+    def from_facts(cls, facts: dict[str, Any]) -> "_Signature":
+        """Return it from what `to_facts` made."""
+        kinds = [
+            _Kind(getattr(torch, dtype), num_dims, tuple((dim, size) for dim, size in sizes))
+            for dtype, num_dims, sizes in facts["kinds"]
+        ]
+        return cls(facts["names"], kinds, pytree.treespec_loads(facts["outputs"]))
+
+
+def _compiled(function: "_Function", tensors: Sequence[Tensor]) -> tuple[Run, _Signature]:
+    sizes = tuple(_sizes(tensor) for tensor in tensors)
+    exported = torch.export.export(function, tuple(tensors), dynamic_shapes=(sizes,), strict=False)
+    nodes = exported.graph.find_nodes(op="placeholder")
+    weights = list(zip(nodes, exported.graph_signature.input_specs, strict=True))[: len(nodes) - len(tensors)]
+    if any(item.target in exported.constants for _, item in weights):
+        raise RuntimeError("they make tensors of their own")
+    # A weight that several layers share is an input for each of them, of which one is used.
+    names = [str(item.target) for node, item in weights if node.users]
+    for node, _ in weights:
+        if not node.users:
+            exported.graph.erase_node(node)
+    exported.graph_module.recompile()
+    inputs = [node.meta["val"] for node in exported.graph.find_nodes(op="placeholder")]
+    run = compile_function(exported.graph_module, inputs, (*_weights(function, names), *tensors))
+    return run, _Signature(names, [_kind(example) for example in inputs[len(names) :]], exported.call_spec.out_spec)
+
+
+def _weights(function: "_Function", names: Sequence[str]) -> list[Tensor]:
+    named: dict[str, Tensor] = dict(function.named_buffers(remove_duplicate=False))
+    named.update(function.named_parameters(remove_duplicate=False))
+    return [named[name].detach() for name in names]
 
 
 def _sizes(example: Tensor) -> list[Any]:

@@ -13,11 +13,14 @@ import torch
 from torch import Tensor, fx, nn
 from torch.export import Dim, ExportedProgram
 from torch.export.graph_signature import InputKind
+from torch.utils import _pytree as pytree
 from transformers import PreTrainedModel
 
 from outrider.lm.attention.native import NativePass
+from outrider.lm.code_store import load_code, save_code
 from outrider.lm.compiled_code import FlatCall
 from outrider.lm.graph_parts import compile_ends
+from outrider.lm.kept_graph import graph_facts, graph_of
 from outrider.lm.layer_group import LayerGroup, set_call
 
 _library = torch.library.Library("outrider", "FRAGMENT")  # type: ignore[no-untyped-call]
@@ -60,7 +63,8 @@ class ExportedPass:
             raise RuntimeError(f"the pass cannot be exported: {error}") from error
         self._weights = _take_weights(exported)
         self._graph = exported.graph
-        self._replace_groups(recorder.calls)
+        self._calls = recorder.calls
+        self._replace_groups()
         self._select(())
 
     @torch.no_grad()
@@ -75,6 +79,39 @@ class ExportedPass:
         made._graph.output(made._graph.graph_copy(self._graph, val_map={}))
         compile_ends(made._graph, lambda node: isinstance(node.target, _GroupCall))
         made._select(self._layers)
+        return made
+
+    def save(self, key: str) -> None:
+        """Keep a compiled pass for `load`; do nothing where it calls more than its groups and what is compiled.
+
+        Args:
+            key: of the model and its groups; see `code_key`.
+        """
+        if (found := graph_facts(self._graph, self._calls)) is not None:
+            graph, parts = found
+            save_code(key, [part.run for part in parts], {"weights": list(self._weights), "graph": graph})
+
+    @classmethod
+    def load(cls, key: str, model: PreTrainedModel, groups: Sequence[LayerGroup]) -> "ExportedPass | None":
+        """Return the compiled pass that was kept; None where there is none.
+
+        Args:
+            key: see `save`.
+            model: of that key.
+            groups: all of its layers, in order. They have been called.
+        """
+        if (kept := load_code(key)) is None:
+            return None
+        parts, facts = kept
+        held = (model.named_parameters(remove_duplicate=False), model.named_buffers(remove_duplicate=False))
+        named: dict[str, Tensor] = {f"model.{name}": tensor for tensors in held for name, tensor in tensors}
+        made = cls.__new__(cls)
+        made._weights = {name: named[name] for name in facts["weights"]}
+        made._calls = []
+        for group in groups:
+            made._calls.append(_GroupCall(group, *_like_last(made._calls, *group.called_with)))
+        made._graph = graph_of(facts["graph"], parts, made._calls)
+        made._select(())
         return made
 
     @torch.no_grad()
@@ -95,13 +132,13 @@ class ExportedPass:
         """
         if layers != self._layers:
             self._select(layers)
-        logits, *features = self._run(*self._weights, token_ids, positions, wanted, layout)
+        logits, *features = self._run(*self._weights.values(), token_ids, positions, wanted, layout)
         return logits, dict(zip(layers, features, strict=True))
 
-    def _replace_groups(self, calls: Sequence["_GroupCall"]) -> None:
+    def _replace_groups(self) -> None:
         for node in self._graph.find_nodes(op="call_function", target=_GROUP):
             tensors, number, _ = node.args
-            node.target, node.args = calls[number], (tensors,)
+            node.target, node.args = self._calls[number], (tensors,)
 
     def _select(self, layers: tuple[int, ...]) -> None:
         """Have the pass return the features of these layers; others are freed as soon as they are not needed."""
@@ -118,19 +155,15 @@ class _GroupCall:
 
     Args:
         group: the group.
-        call: whose tensors are replaced.
-
-    Attributes:
-        group: see there.
         constants: of the call; see `FlatCall`.
         spec: of the call.
     """
 
     __name__ = "group_call"
 
-    def __init__(self, group: LayerGroup, call: FlatCall) -> None:
+    def __init__(self, group: LayerGroup, constants: tuple[Any, ...], spec: pytree.TreeSpec) -> None:
         self.group = group
-        self.constants, self.spec = call.constants, call.spec
+        self.constants, self.spec = constants, spec
 
     def __call__(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """Return the outputs of all layers."""
@@ -188,12 +221,8 @@ class _Recorder:
 
     def _run(self, group: LayerGroup, *arguments: Any, **keywords: Any) -> Tensor:
         call = FlatCall.of(arguments, keywords)
-        last = self.calls[-1] if self.calls else None
-        if last is not None and (call.constants, call.spec) == (last.constants, last.spec):
-            # The same objects: code is searched for once in a pass.
-            call = call._replace(constants=last.constants, spec=last.spec)
         outputs: list[Tensor] = _GROUP(list(call.tensors), len(self.calls), len(group.layers))
-        self.calls.append(_GroupCall(group, call))
+        self.calls.append(_GroupCall(group, *_like_last(self.calls, call.constants, call.spec)))
         self._inputs.extend((call.tensors[0], *outputs[:-1]))
         self._remaining = outputs[::-1]
         return self._remaining.pop()
@@ -215,6 +244,15 @@ class _Function(nn.Module):
         return self._function(*tensors)
 
 
+def _like_last(
+    calls: Sequence[_GroupCall], constants: tuple[Any, ...], spec: pytree.TreeSpec
+) -> tuple[tuple[Any, ...], pytree.TreeSpec]:
+    """Return equal constants as the last call's own: where they are the same objects, code is searched for once."""
+    last = calls[-1] if calls else None
+    is_alike = last is not None and (constants, spec) == (last.constants, last.spec)
+    return (last.constants, last.spec) if last is not None and is_alike else (constants, spec)
+
+
 def _check_sizes(exported: ExportedProgram) -> None:
     """Raise `RuntimeError` if the pass was recorded for some sizes only."""
     # What `exported.module()` would check at each call.
@@ -222,14 +260,14 @@ def _check_sizes(exported: ExportedProgram) -> None:
         raise RuntimeError(f"it depends on its sizes: {'; '.join(guards)}")
 
 
-def _take_weights(exported: ExportedProgram) -> list[Tensor]:
-    """Return the tensors that the pass reads, and remove inputs and checks that it does not need."""
+def _take_weights(exported: ExportedProgram) -> dict[str, Tensor]:
+    """Return the tensors that the pass reads, by name, and remove inputs and checks that it does not need."""
     signature, graph = exported.graph_signature, exported.graph
     if signature.buffers_to_mutate or signature.user_inputs_to_mutate:
         raise RuntimeError("the pass changes tensors of the model")
     for node in graph.find_nodes(op="call_function", target=torch.ops.aten._assert_tensor_metadata.default):
         graph.erase_node(node)
-    weights = []
+    weights: dict[str, Tensor] = {}
     for node, spec in zip(graph.find_nodes(op="placeholder"), signature.input_specs, strict=True):
         if spec.kind is InputKind.USER_INPUT:
             continue
@@ -237,5 +275,5 @@ def _take_weights(exported: ExportedProgram) -> list[Tensor]:
             graph.erase_node(node)
             continue
         held = exported.constants if spec.target in exported.constants else exported.state_dict
-        weights.append(held[spec.target])
+        weights[str(spec.target)] = held[spec.target]
     return weights

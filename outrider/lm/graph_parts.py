@@ -1,10 +1,12 @@
 """Parts of a recorded pass that are compiled: what comes before its layers, and what comes after them."""
 
+import operator
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
+
+from outrider.lm.compiled_function import Run, compile_function
 
 
 def compile_ends(graph: fx.Graph, is_between: Callable[[fx.Node], bool]) -> None:
@@ -28,26 +30,26 @@ def compile_ends(graph: fx.Graph, is_between: Callable[[fx.Node], bool]) -> None
             node = graph.call_function(call, tuple(inputs))
         with graph.inserting_after(node):
             for index, output in enumerate(outputs):
-                output.replace_all_uses_with(graph.call_function(_item, (node, index)))
+                output.replace_all_uses_with(graph.call_function(operator.getitem, (node, index)))
         for old in reversed(part):
             graph.erase_node(old)
 
 
-class _Call:
-    """A compiled part."""
+class CompiledPart:
+    """A compiled part.
+
+    Attributes:
+        run: its function.
+    """
 
     __name__ = "compiled_part"
 
-    def __init__(self, run: Any) -> None:
-        self._run = run
+    def __init__(self, run: Run) -> None:
+        self.run = run
 
     def __call__(self, *tensors: Tensor) -> Sequence[Tensor]:
-        outputs: Sequence[Tensor] = self._run(*tensors)
-        return outputs
-
-
-def _item(outputs: Sequence[Tensor], index: int) -> Tensor:
-    return outputs[index]
+        """Return the outputs."""
+        return self.run(*tensors)
 
 
 def _is_run(node: fx.Node) -> bool:
@@ -55,10 +57,8 @@ def _is_run(node: fx.Node) -> bool:
     return node.op == "call_function" and isinstance(node.target, torch._ops.OpOverload)
 
 
-def _compiled(part: Sequence[fx.Node]) -> tuple[_Call, list[fx.Node], list[fx.Node]]:
+def _compiled(part: Sequence[fx.Node]) -> tuple[CompiledPart, list[fx.Node], list[fx.Node]]:
     """Return the compiled part, its inputs, and those of its nodes that are used elsewhere."""
-    from torch._inductor import standalone_compile
-
     own = set(part)
     inputs = list(dict.fromkeys(node for member in part for node in member.all_input_nodes if node not in own))
     outputs = [node for node in part if any(user not in own for user in node.users)]
@@ -74,7 +74,7 @@ def _compiled(part: Sequence[fx.Node]) -> tuple[_Call, list[fx.Node], list[fx.No
     graph.output(tuple(copies[node] for node in outputs))
     examples = [node.meta["val"] for node in inputs]
     try:
-        run = standalone_compile(fx.GraphModule(nn.Module(), graph), examples, dynamic_shapes="from_graph")
+        run = compile_function(fx.GraphModule(nn.Module(), graph), examples)
     except Exception as error:
         raise RuntimeError(f"a part of the pass cannot be compiled: {error}") from error
-    return _Call(run), inputs, outputs
+    return CompiledPart(run), inputs, outputs

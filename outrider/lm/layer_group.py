@@ -5,6 +5,7 @@ from typing import Any, Final
 
 import torch
 from torch import nn
+from torch.utils import _pytree as pytree
 
 from outrider.lm.compiled_code import CompiledCode, FlatCall, Layers
 
@@ -17,10 +18,15 @@ class LayerGroup:
     Args:
         codes: that groups alike to this one share.
         layers: the layers, at least one.
+
+    Attributes:
+        layers: see there.
+        called_with: the constants of the last call of the first layer, and where its tensors stand; see `FlatCall`.
     """
 
     def __init__(self, codes: "GroupCodes", layers: Layers) -> None:
         self.layers = layers
+        self.called_with: tuple[tuple[Any, ...], pytree.TreeSpec] = FlatCall.of((), {})[1:]
         self._codes = codes
         self._inputs: dict[CompiledCode, list[torch.Tensor]] = {}
         self._outputs: list[Any] = []
@@ -40,7 +46,9 @@ class LayerGroup:
         return code(inputs, call.tensors)
 
     def _first(self, *arguments: Any, **keywords: Any) -> Any:
-        self._outputs = self.run(self._codes.flat(arguments, keywords))[::-1]
+        call = self._codes.flat(arguments, keywords)
+        self.called_with = (call.constants, call.spec)
+        self._outputs = self.run(call)[::-1]
         return self._outputs.pop()
 
     def _next(self, *_: Any, **__: Any) -> Any:

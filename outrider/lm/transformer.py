@@ -16,6 +16,7 @@ from outrider.control.pass_times import MULTIPLES_OF_FOUR, PaddedSizes
 from outrider.errors import ModelUnsupported
 from outrider.lm import attention
 from outrider.lm.attention import native as native_attention
+from outrider.lm.code_key import code_key
 from outrider.lm.compilation import can_compile, compile_layers, find_layers, num_together, uncompile_layers
 from outrider.lm.description import describe, linear_kind
 from outrider.lm.exported_pass import ExportedPass
@@ -309,6 +310,13 @@ class TransformersModel:
             run: runs a pass.
             logits: what it returned before.
         """
+        key = code_key([self._model], [len(group.layers) for group in groups], ())
+        kept = None if key is None else ExportedPass.load(key, self._model, groups)
+        if kept is not None:
+            self._exported_pass = kept
+            if is_close(run(), logits):
+                return _COMPILED
+            self._exported_pass = None
         try:
             recorded = self._exported_pass = ExportedPass(self._model, groups)
             if not torch.equal(run(), logits):
@@ -318,13 +326,15 @@ class TransformersModel:
             _LOG.info("between its layers the model runs as it is, a little slower: %s", _first_line(error))
             return _LAYERS_COMPILED
         try:
-            self._exported_pass = recorded.compiled()
+            compiled = self._exported_pass = recorded.compiled()
             if not is_close(run(), logits):
                 raise RuntimeError("a compiled pass has other logits")
         except RuntimeError as error:
             self._exported_pass = recorded
             _LOG.info("what comes before and after the model's layers runs uncompiled: %s", _first_line(error))
             return _LAYERS_COMPILED
+        if key is not None:
+            compiled.save(key)
         return _COMPILED
 
     def _pages(self, num_pages: int, token_bytes: int, info: ModelInfo) -> tuple[PagePool, FeatureStore]:

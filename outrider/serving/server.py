@@ -296,6 +296,14 @@ def _bind(server: grpc.aio.Server, address: str, tls: TlsFiles) -> str:
     return address if not separator or address.startswith("unix:") else f"{host}:{port}"
 
 
+def begin_loading() -> None:
+    """Pause garbage collection until `tune_interpreter`. Call it before the model's libraries are imported.
+
+    Nearly everything that they make stays, and looking through it again and again is a fifth of the start.
+    """
+    gc.disable()
+
+
 def tune_interpreter() -> None:
     """Tune the interpreter for an engine thread beside the event loop. Call it when the model is loaded.
 
@@ -305,6 +313,7 @@ def tune_interpreter() -> None:
     sys.setswitchinterval(_SWITCH_S)
     gc.collect()
     gc.freeze()
+    gc.enable()
 
 
 def run_process(main: Coroutine[Any, Any, None]) -> None:

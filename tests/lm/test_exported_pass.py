@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from transformers import Gemma3TextConfig, GraniteConfig, LlamaConfig, OlmoConfig, Phi3Config, PretrainedConfig
 
+from outrider.lm import code_store
 from outrider.lm.compilation import find_layers
 from outrider.lm.compiled_code import FlatCall
 from outrider.lm.exported_pass import ExportedPass
@@ -119,6 +120,28 @@ def test_compiled_ends_have_equal_bits_for_all_rows(tmp_path: Path) -> None:
     assert all(is_close(found, wanted) for found, wanted in zip(after, before, strict=True))
     for index, by_itself in enumerate(after[: len(SPANS)]):
         assert torch.equal(by_itself, after[len(SPANS) + index])
+
+
+def test_a_second_start_neither_traces_nor_compiles(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(code_store, "cache_dir", lambda: tmp_path / "cache")
+    folder = save_model(CONFIGS["llama"], tmp_path / "model", dtype=torch.bfloat16)
+
+    def start() -> tuple[str, list[Tensor]]:
+        model = load_model(folder, LoadOptions(kv_budget_bytes=1 << 22, compiles=True)).model
+        assert isinstance(model, TransformersModel)
+        return model.info.numerics, outputs(model)
+
+    numerics, first = start()
+    assert "pass-compiled" in numerics
+    kept = list((tmp_path / "cache").rglob("facts.json"))
+    with monkeypatch.context() as without:
+        without.setattr(torch.export, "export", None)
+        without.setattr(torch._inductor, "standalone_compile", None)
+        again = start()
+    assert again[0] == numerics
+    assert all(torch.equal(found, wanted) for found, wanted in zip(again[1], first, strict=True))
+    # Of the layers, and of what is around them.
+    assert len(kept) == 2
 
 
 @pytest.mark.slow
