@@ -30,7 +30,6 @@ _MAX_PASS_S: Final = 600.0
 
 async def serve(settings: TargetSettings) -> None:
     """Load the engine, then serve until SIGTERM, or run a part of the model for the process that serves."""
-    begin_loading()
     loaded = await load_engine(settings)
     tune_interpreter()
     if isinstance(loaded, LoadedEngine):
@@ -45,6 +44,8 @@ async def load_engine(settings: TargetSettings) -> LoadedEngine[Any] | Callable[
         from target_service.vllm_engine import loading
 
         return await loading.load(settings)
+    # Not for vLLM: workers that it forks would never collect any.
+    begin_loading()
     from target_service import own_engine
 
     return await own_engine.load(settings)

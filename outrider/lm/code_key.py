@@ -1,15 +1,14 @@
-"""What compiled layers are made from, as a key: equal keys mean equal code."""
+"""What the compiled code of layers is made from, as a key: where all of it is equal, so is the code."""
 
 import functools
 import hashlib
 import inspect
-import json
 import logging
 import os
 import platform
 import sys
 from collections.abc import Mapping, Sequence
-from importlib.metadata import version
+from importlib.metadata import distribution, version
 from pathlib import Path
 from typing import Any, Final
 
@@ -19,19 +18,23 @@ from transformers import GenerationConfig, PretrainedConfig
 
 import outrider.lm
 from outrider import native
+from outrider.native.build import compiler_version, find_compiler
 
 _LOG: Final = logging.getLogger(__name__)
-_KNOWN: Final = ("torch", "transformers", "outrider")
+_KNOWN: Final = ("torch", "transformers", "outrider", "builtins", "functools")
 """Packages whose code their version, or its digest, stands for."""
+_NAMES: Final = ("_name_or_path", "_commit_hash")
+"""Where a checkpoint comes from, which its code does not depend on."""
 _CONSTANTS: Final = (int, float, str, bytes, bool, type(None), torch.dtype, torch.device)
 _OF_MODULES: Final = frozenset((*vars(nn.Module()), "_compiled_call_impl", "layer_idx"))
 """Attributes that every module has, and those that differ between layers which share their code."""
-_COMPILER: Final = "TORCHINDUCTOR_"
+_COMPILERS: Final = ("TORCHINDUCTOR_", "TORCHDYNAMO_", "ATEN_CPU_CAPABILITY", "CXX")
+"""Begins of the names of variables that PyTorch's compiler reads."""
 _FOLDER: Final = "TORCHINDUCTOR_CACHE_DIR"
 _HOOKS: Final = ("_forward_hooks", "_forward_pre_hooks")
 
 
-class Unknown(Exception):
+class _Unknown(Exception):
     """Something that a key cannot stand for."""
 
 
@@ -45,37 +48,41 @@ def code_key(layers: Sequence[nn.Module], call: object, tensors: Sequence[Tensor
     """
     try:
         parts = (_environment(), _settings(), [_of_layer(layer) for layer in layers], _shared(layers), _of_value(call))
-    except Unknown as error:
-        _LOG.debug("compiled code is not kept: %s", error)
+        layouts = [(_of_value(tensor), tensor.stride(), tensor.device) for tensor in tensors]
+    except Exception as error:  # a model may hold anything
+        _LOG.debug("compiled code is not kept: %r", error)
         return None
-    layouts = [(tensor.dtype, tuple(tensor.shape), tensor.stride(), tensor.device) for tensor in tensors]
     return hashlib.sha256(repr((*parts, layouts)).encode()).hexdigest()
 
 
 @functools.cache
 def _environment() -> tuple[object, ...]:
     """Return what all code of this process is made from."""
+    if distribution("transformers").read_text("direct_url.json"):
+        raise _Unknown("transformers is installed from its sources, which its version does not name")
+    compiler = find_compiler()
     return (
         torch.__version__,
         version("transformers"),
         sys.version,
-        _digest_of(Path(outrider.lm.__file__).parent.parent),
+        _own_sources(),
         native.best_variant(),
         _cpu(),
+        compiler and compiler_version(compiler),
     )
 
 
 def _settings() -> tuple[object, ...]:
     """Return the compiler's settings."""
-    given = sorted(item for item in os.environ.items() if item[0].startswith(_COMPILER) and item[0] != _FOLDER)
+    given = sorted(item for item in os.environ.items() if item[0].startswith(_COMPILERS) and item[0] != _FOLDER)
     return torch.get_num_threads(), given
 
 
-def _digest_of(folder: Path) -> str:
+def _own_sources() -> str:
+    folder = Path(outrider.lm.__file__).parent.parent
     digest = hashlib.sha256()
-    for path in sorted((*folder.glob("lm/**/*.py"), *folder.glob("native/*"))):
-        if path.is_file():
-            digest.update(path.name.encode() + path.read_bytes())
+    for path in sorted((*folder.rglob("*.py"), *folder.glob("native/*.cpp"), *folder.glob("native/*.h"))):
+        digest.update(f"{path.relative_to(folder)}\n".encode() + path.read_bytes())
     return digest.hexdigest()
 
 
@@ -94,24 +101,19 @@ def _of_layer(layer: nn.Module) -> list[object]:
 
 def _of_module(module: nn.Module) -> object:
     if any(getattr(module, name) for name in _HOOKS):
-        raise Unknown(module)
-    weights = [
-        (name, tensor.shape, tensor.dtype)
-        for name, tensor in (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False))
-    ]
+        raise _Unknown(module)
+    named = (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False))
+    weights = [(name, _of_value(tensor)) for name, tensor in named]
     others = {key: value for key, value in vars(module).items() if key not in _OF_MODULES}
     return _of_type(type(module)), weights, _of_value(others), module.training
 
 
 def _of_value(value: object) -> object:
     match value:
-        case Tensor():
-            # Its layout is among those of the tensors that layers hold.
-            return "tensor"
-        case nn.Module():
-            return _of_type(type(value))
+        case Tensor() if type(value) in (Tensor, nn.Parameter, nn.Buffer):
+            return tuple(value.shape), value.dtype
         case PretrainedConfig():
-            return json.dumps(value.to_dict(), sort_keys=True, default=str), value._attn_implementation
+            return _of_value({key: item for key, item in vars(value).items() if key not in _NAMES})
         case GenerationConfig():
             # Of the choice of tokens, in which no layer has a part.
             return _of_type(type(value))
@@ -129,13 +131,19 @@ def _of_value(value: object) -> object:
         return repr(value)
     if inspect.isbuiltin(value) or (inspect.isfunction(value) and value.__closure__ is None):
         return _of_type(value)
-    raise Unknown(value)
+    raise _Unknown(value)
 
 
-def _of_type(kind: Any) -> str:
-    if kind.__module__.partition(".")[0] not in (*_KNOWN, "builtins"):
-        raise Unknown(kind)
-    return f"{kind.__module__}.{kind.__qualname__}"
+def _of_type(kind: Any) -> tuple[str, str, str]:
+    """Return the name of a class or function and the digest of the file that it is from."""
+    if kind.__module__.partition(".")[0] not in _KNOWN:
+        raise _Unknown(kind)
+    return kind.__module__, kind.__qualname__, _digest_of(getattr(sys.modules[kind.__module__], "__file__", None))
+
+
+@functools.cache
+def _digest_of(path: str | None) -> str:
+    return hashlib.sha256(Path(path).read_bytes()).hexdigest() if path else ""
 
 
 def _shared(layers: Sequence[nn.Module]) -> list[int]:

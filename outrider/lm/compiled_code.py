@@ -144,7 +144,7 @@ class _Signature(NamedTuple):
         kinds = [(str(kind.dtype).removeprefix("torch."), kind.num_dims, kind.sizes) for kind in self.kinds]
         try:
             return {"names": self.names, "kinds": kinds, "outputs": pytree.treespec_dumps(self.outputs)}
-        except NotImplementedError:
+        except (NotImplementedError, TypeError):
             return None
 
     @classmethod

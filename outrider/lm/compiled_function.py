@@ -5,9 +5,12 @@ of tensors which needs no gradients does not have. A library that is kept is loa
 """
 
 import importlib.util
+import logging
 import os
+import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from types import ModuleType
 from typing import Any, Final, TypeAlias
 
 import torch
@@ -17,8 +20,10 @@ Run: TypeAlias = Callable[..., Sequence[Any]]
 """Takes the inputs, each as an argument, and returns the outputs."""
 
 _ENTRY: Final = "inductor_entry_cpp"
-_PLAIN: Final = frozenset(("args", "input_tensors", "input_handles", "output_handles", "output_tensors"))
+_PLAIN: Final = frozenset(("args", "arg", "input_tensors", "input_handles", "output_handles", "output_tensors"))
 """Variables of the compiler's own call of an entry that is given the inputs and nothing else."""
+_LOG: Final = logging.getLogger(__name__)
+_COMPILING: Final = threading.Lock()
 
 
 class CompiledFunction:
@@ -55,27 +60,43 @@ class CompiledFunction:
 
 
 def compile_function(graph: fx.GraphModule, inputs: Sequence[Any], tensors: Sequence[Tensor] = ()) -> Run:
-    """Compile a graph: to a `CompiledFunction`, or where that does not do the same, to what the compiler returns.
+    """Compile a graph: to a `CompiledFunction`, or where that cannot be, to what the compiler returns.
 
     Args:
         graph: of functions of tensors, which returns tensors.
         inputs: example tensors, whose symbolic sizes are those of the graph.
-        tensors: with which both are called and compared; none for no comparison.
+        tensors: with which both are called, to take the function only if its outputs are equal; none where the caller
+            compares what it returns.
     """
     from torch._inductor import standalone_compile
     from torch._inductor.codecache import PyCodeCache
 
-    # It lists the modules that are made from now on.
-    PyCodeCache.cache_clear()
-    artifact: Run = standalone_compile(graph, list(inputs), dynamic_shapes="from_graph")
-    try:
-        (module,) = (module for module in PyCodeCache.modules if hasattr(module, "inductor_entry"))
-        if not _PLAIN.issuperset(module.call.__code__.co_varnames):
-            return artifact
-        function = CompiledFunction(Path(module.inductor_entry.__self__.__file__))
-    except (AttributeError, ImportError, ValueError):  # a version of PyTorch that does it in another way
+    with _COMPILING:
+        # It lists the modules that are made from now on.
+        PyCodeCache.cache_clear()
+        artifact: Run = standalone_compile(graph, list(inputs), dynamic_shapes="from_graph")
+        modules = list(PyCodeCache.modules)
+    function = _function_of(modules, len(inputs))
+    if function is None or (tensors and not _are_equal(function(*tensors), artifact(*tensors))):
+        _LOG.info("compiled code is called in the compiler's way, and not kept")
         return artifact
-    return function if not tensors or _are_equal(function(*tensors), artifact(*tensors)) else artifact
+    return function
+
+
+def _function_of(modules: Sequence[ModuleType], num_inputs: int) -> CompiledFunction | None:
+    """Return the function of the one module that has an entry; None where its call does more than to call that.
+
+    Where inputs are quantised tensors, or some of them views of others, the entry takes other inputs than the graph; it
+    would read whatever is in memory behind those that it is given.
+    """
+    try:
+        (module,) = (module for module in modules if hasattr(module, "inductor_entry"))
+        is_plain = _PLAIN.issuperset(module.call.__code__.co_varnames)
+        if not is_plain or f"raii_handles(input_handles, {num_inputs})" not in module.cpp_wrapper_src:
+            return None
+        return CompiledFunction(Path(module.inductor_entry.__self__.__file__))
+    except (AttributeError, ImportError, ValueError):  # a version of PyTorch that does it in another way
+        return None
 
 
 def _are_equal(these: Sequence[Any], those: Sequence[Any]) -> bool:

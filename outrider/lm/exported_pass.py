@@ -61,7 +61,7 @@ class ExportedPass:
             _check_sizes(exported)
         except Exception as error:
             raise RuntimeError(f"the pass cannot be exported: {error}") from error
-        self._weights = _take_weights(exported)
+        self._weights, self._has_named_weights = _take_weights(exported)
         self._graph = exported.graph
         self._calls = recorder.calls
         self._replace_groups()
@@ -82,12 +82,14 @@ class ExportedPass:
         return made
 
     def save(self, key: str) -> None:
-        """Keep a compiled pass for `load`; do nothing where it calls more than its groups and what is compiled.
+        """Keep a compiled pass for `load`; do nothing where that could not make the same.
 
         Args:
-            key: of the model and its groups; see `code_key`.
+            key: of the model and its groups, which were called by the model's own code; see `code_key`.
         """
-        if (found := graph_facts(self._graph, self._calls)) is not None:
+        is_called_alike = all((call.constants, call.spec) == call.group.called_with for call in self._calls)
+        found = graph_facts(self._graph, self._calls)
+        if self._has_named_weights and is_called_alike and found is not None:
             graph, parts = found
             save_code(key, [part.run for part in parts], {"weights": list(self._weights), "graph": graph})
 
@@ -106,7 +108,7 @@ class ExportedPass:
         held = (model.named_parameters(remove_duplicate=False), model.named_buffers(remove_duplicate=False))
         named: dict[str, Tensor] = {f"model.{name}": tensor for tensors in held for name, tensor in tensors}
         made = cls.__new__(cls)
-        made._weights = {name: named[name] for name in facts["weights"]}
+        made._weights, made._has_named_weights = {name: named[name] for name in facts["weights"]}, True
         made._calls = []
         for group in groups:
             made._calls.append(_GroupCall(group, *_like_last(made._calls, *group.called_with)))
@@ -260,14 +262,18 @@ def _check_sizes(exported: ExportedProgram) -> None:
         raise RuntimeError(f"it depends on its sizes: {'; '.join(guards)}")
 
 
-def _take_weights(exported: ExportedProgram) -> dict[str, Tensor]:
-    """Return the tensors that the pass reads, by name, and remove inputs and checks that it does not need."""
+def _take_weights(exported: ExportedProgram) -> tuple[dict[str, Tensor], bool]:
+    """Return the tensors that the pass reads, and whether all are the model's parameters and buffers.
+
+    Inputs and checks that the pass does not need are removed.
+    """
     signature, graph = exported.graph_signature, exported.graph
     if signature.buffers_to_mutate or signature.user_inputs_to_mutate:
         raise RuntimeError("the pass changes tensors of the model")
     for node in graph.find_nodes(op="call_function", target=torch.ops.aten._assert_tensor_metadata.default):
         graph.erase_node(node)
     weights: dict[str, Tensor] = {}
+    are_named = True
     for node, spec in zip(graph.find_nodes(op="placeholder"), signature.input_specs, strict=True):
         if spec.kind is InputKind.USER_INPUT:
             continue
@@ -276,4 +282,5 @@ def _take_weights(exported: ExportedProgram) -> dict[str, Tensor]:
             continue
         held = exported.constants if spec.target in exported.constants else exported.state_dict
         weights[str(spec.target)] = held[spec.target]
-    return weights
+        are_named = are_named and spec.kind in (InputKind.PARAMETER, InputKind.BUFFER)
+    return weights, are_named

@@ -9,7 +9,7 @@ from torch import fx
 from outrider.lm.graph_parts import CompiledPart
 
 Facts = list[list[Any]]
-"""By node its kind, its number among its kind (of an item, its place in a list), and the numbers of its arguments."""
+"""By node its kind, the number of its part or group or the place of its item, and the numbers of its arguments."""
 _INPUT, _PART, _GROUP, _ITEM, _OUTPUT = "input", "part", "group", "item", "output"
 
 
@@ -26,7 +26,7 @@ def graph_facts(graph: fx.Graph, groups: Sequence[object]) -> tuple[Facts, list[
     for node in graph.nodes:
         arguments = [numbers[argument] for argument in node.all_input_nodes]
         if node.op == "placeholder":
-            facts.append([_INPUT, len(facts), []])
+            facts.append([_INPUT, 0, []])
         elif node.op == "output":
             facts.append([_OUTPUT, 0, [numbers[argument] for argument in node.args[0]]])
         elif isinstance(node.target, CompiledPart):
@@ -49,7 +49,7 @@ def graph_of(facts: Facts, parts: Sequence[Callable[..., Any]], groups: Sequence
     for kind, number, places in facts:
         arguments = [nodes[place] for place in places]
         if kind == _INPUT:
-            node = graph.placeholder(f"input_{number}")
+            node = graph.placeholder(f"input_{len(nodes)}")
         elif kind == _PART:
             node = graph.call_function(CompiledPart(parts[number]), tuple(arguments))
         elif kind == _GROUP:

@@ -293,9 +293,12 @@ class TransformersModel:
             warnings.simplefilter("ignore")  # of the compiler, about its own code
             # More writes than rows: sizes that differ in the first pass become separate symbols.
             run = partial(run_as_branch, self, tuple(range(3, 3 + PROBE_LEN)))
+            plain: list[torch.Tensor] = []
             try:
-                groups = compile_layers(layers, num_together(layers, run))
+                groups = compile_layers(layers, num_together(layers, lambda: plain.append(run())))
                 logits = run()
+                if not is_close(logits, plain[0]):
+                    raise RuntimeError("compiled layers have other logits")
             except RuntimeError as error:
                 _LOG.warning("the model runs uncompiled: %s", _first_line(error))
                 uncompile_layers(layers)
@@ -303,7 +306,7 @@ class TransformersModel:
             return self._compile_rest(groups, run, logits)
 
     def _compile_rest(self, groups: Sequence[LayerGroup], run: Callable[[], torch.Tensor], logits: torch.Tensor) -> str:
-        """Record what a pass runs around its layers, and compile that; return what is compiled.
+        """Compile what a pass runs around its layers, or find it as it was kept; return what is compiled.
 
         Args:
             groups: the compiled layers.
@@ -311,12 +314,8 @@ class TransformersModel:
             logits: what it returned before.
         """
         key = code_key([self._model], [len(group.layers) for group in groups], ())
-        kept = None if key is None else ExportedPass.load(key, self._model, groups)
-        if kept is not None:
-            self._exported_pass = kept
-            if is_close(run(), logits):
-                return _COMPILED
-            self._exported_pass = None
+        if key is not None and self._has_kept(key, groups, run, logits):
+            return _COMPILED
         try:
             recorded = self._exported_pass = ExportedPass(self._model, groups)
             if not torch.equal(run(), logits):
@@ -336,6 +335,19 @@ class TransformersModel:
         if key is not None:
             compiled.save(key)
         return _COMPILED
+
+    def _has_kept(
+        self, key: str, groups: Sequence[LayerGroup], run: Callable[[], torch.Tensor], logits: torch.Tensor
+    ) -> bool:
+        """Take the compiled pass that was kept, if there is one; return whether it was taken."""
+        try:
+            self._exported_pass = ExportedPass.load(key, self._model, groups)
+            if self._exported_pass is not None and is_close(run(), logits):
+                return True
+        except Exception as error:  # what does not fit the model may fail in any way
+            _LOG.debug("the pass that was kept cannot be taken: %r", error)
+        self._exported_pass = None
+        return False
 
     def _pages(self, num_pages: int, token_bytes: int, info: ModelInfo) -> tuple[PagePool, FeatureStore]:
         root = hashlib.sha256(f"{info.fingerprint} {info.numerics}".encode()).digest()

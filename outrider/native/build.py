@@ -71,9 +71,7 @@ def ensure_library() -> Path | None:
     if compiler is None:
         return None
     path = (
-        cache_dir()
-        / "native"
-        / f"operators-{_digest([_run([compiler, '--version']), torch.__version__, *_sources()])}.so"
+        cache_dir() / "native" / f"operators-{_digest([compiler_version(compiler), torch.__version__, *_sources()])}.so"
     )
     if not path.exists():
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -122,6 +120,11 @@ def find_compiler() -> str | None:
 def _sources() -> list[str]:
     files = sorted(file for file in _FOLDER.iterdir() if file.suffix in (".cpp", ".h"))
     return [repr((_COMMON, _FLAGS)), *(file.read_text() for file in files)]
+
+
+def compiler_version(compiler: str) -> str:
+    """Return what a compiler says of itself; raise `OSError` if it does not run."""
+    return _run([compiler, "--version"])
 
 
 def _digest(parts: Sequence[str]) -> str:

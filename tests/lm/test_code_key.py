@@ -70,12 +70,38 @@ class Own(nn.Module):
     """Code that no version stands for."""
 
 
+class Odd(torch.Tensor):
+    """Compiled code may take what it holds in its place."""
+
+
 def test_what_no_version_stands_for_has_no_key() -> None:
     assert code_key([Own()], [], []) is None
     assert code_key(llama(), [object()], []) is None
     layers = llama()
     layers[0].mlp.register_forward_hook(lambda *_: None)
     assert code_key(layers, [], []) is None
+    for extra in (lambda: None, [Own()], {"a": object()}, torch.zeros(2).as_subclass(Odd)):
+        layers = llama()
+        layers[0].extra = extra  # type: ignore[assignment]
+        assert code_key(layers, [], []) is None
+        layers[0].extra = [nn.functional.relu]  # type: ignore[assignment]
+        assert code_key(layers, [], []) is not None
+
+
+def test_where_a_checkpoint_is_from_has_no_part_in_the_key() -> None:
+    found = []
+    for name in ("a", "b"):
+        layers = llama()
+        layers[0].self_attn.config._name_or_path = name  # type: ignore[union-attr]
+        found.append(code_key(layers, [], []))
+    assert found[0] == found[1] is not None
+    layers[0].self_attn.config._attn_implementation = "eager"  # type: ignore[union-attr]
+    assert code_key(layers, [], []) not in (found[0], None)
+
+
+@pytest.mark.parametrize("name", ["ATEN_CPU_CAPABILITY", "CXX", "TORCHINDUCTOR_FREEZING"])
+def test_variables_of_the_compiler_are_part_of_the_key(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     layers = llama()
-    layers[0].extra = lambda: None  # type: ignore[assignment]
-    assert code_key(layers, [], []) is None
+    before = code_key(layers, [], [])
+    monkeypatch.setenv(name, "default")
+    assert code_key(layers, [], []) not in (before, None)

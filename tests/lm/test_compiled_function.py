@@ -1,7 +1,10 @@
 """A compiled function does what the compiler's own call does, and is found again on disk as it was kept."""
 
 import json
+import os
 from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import cast
 
 import pytest
 import torch
@@ -11,7 +14,7 @@ from torch.export import Dim
 from outrider.lm import code_store
 from outrider.lm.code_store import load_code, save_code
 from outrider.lm.compilation import _use_disk_cache
-from outrider.lm.compiled_function import CompiledFunction, Run, compile_function
+from outrider.lm.compiled_function import CompiledFunction, Run, _function_of, compile_function
 
 
 class Doubled(nn.Module):
@@ -102,6 +105,7 @@ def test_damaged_files_count_as_none(function: CompiledFunction) -> None:
         (facts, good[1][:-1]),
         (facts, b"[]"),
         (facts, json.dumps({"digests": [], "facts": 1}).encode()),
+        (facts, good[1].replace(b"{}", b"{ }")),
     ):
         path.unlink()
         path.write_bytes(content)
@@ -111,6 +115,30 @@ def test_damaged_files_count_as_none(function: CompiledFunction) -> None:
         facts.write_bytes(good[1])
     library.unlink()
     assert load_code("a") is None
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of the compiler, about its own code
+def test_what_was_not_used_for_longest_is_removed(
+    function: CompiledFunction, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(code_store, "_MAX_FOLDERS", 2)
+    folder = tmp_path / "compiled" / "kept"
+    for number, key in enumerate("ab"):
+        save_code(key, [function], {})
+        os.utime(folder / key, (number, number))
+    assert load_code("a") is not None
+    save_code("c", [function], {})
+    assert sorted(path.name for path in folder.iterdir()) == ["a", "c"]
+
+
+def test_an_entry_that_takes_other_inputs_than_the_graph_is_not_called() -> None:
+    module = SimpleNamespace(inductor_entry=None, call=_plain, cpp_wrapper_src="raii_handles(input_handles, 4)")
+    assert _function_of([cast(ModuleType, module)], 2) is None
+    assert _function_of([], 2) is None
+
+
+def _plain(args: object) -> None:
+    """As the compiler's own call, but for what it does."""
 
 
 def test_what_is_no_library_is_not_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -122,26 +122,46 @@ def test_compiled_ends_have_equal_bits_for_all_rows(tmp_path: Path) -> None:
         assert torch.equal(by_itself, after[len(SPANS) + index])
 
 
+def started(folder: str, **more: Any) -> tuple[str, list[Tensor]]:
+    """Returns what a start says of its bits, and outputs."""
+    model = load_model(folder, LoadOptions(kv_budget_bytes=1 << 22, compiles=True, **more)).model
+    assert isinstance(model, TransformersModel)
+    return model.info.numerics, outputs(model)
+
+
+def are_equal(one: tuple[str, list[Tensor]], other: tuple[str, list[Tensor]]) -> bool:
+    return one[0] == other[0] and all(map(torch.equal, one[1], other[1]))
+
+
 def test_a_second_start_neither_traces_nor_compiles(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(code_store, "cache_dir", lambda: tmp_path / "cache")
     folder = save_model(CONFIGS["llama"], tmp_path / "model", dtype=torch.bfloat16)
-
-    def start() -> tuple[str, list[Tensor]]:
-        model = load_model(folder, LoadOptions(kv_budget_bytes=1 << 22, compiles=True)).model
-        assert isinstance(model, TransformersModel)
-        return model.info.numerics, outputs(model)
-
-    numerics, first = start()
-    assert "pass-compiled" in numerics
-    kept = list((tmp_path / "cache").rglob("facts.json"))
-    with monkeypatch.context() as without:
-        without.setattr(torch.export, "export", None)
-        without.setattr(torch._inductor, "standalone_compile", None)
-        again = start()
-    assert again[0] == numerics
-    assert all(torch.equal(found, wanted) for found, wanted in zip(again[1], first, strict=True))
+    first = started(folder)
+    assert "pass-compiled" in first[0]
     # Of the layers, and of what is around them.
-    assert len(kept) == 2
+    assert len(list((tmp_path / "cache").rglob("facts.json"))) == 2
+    monkeypatch.setattr(torch.export, "export", None)
+    monkeypatch.setattr(torch._inductor, "standalone_compile", None)
+    assert are_equal(started(folder), first)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["longrope", "int8"])
+def test_what_cannot_be_kept_is_compiled_at_each_start(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(code_store, "cache_dir", lambda: tmp_path / "cache")
+    config, quantization = CONFIGS["llama"], None
+    if name == "int8":
+        # The inputs of its code are what quantised weights hold.
+        quantization = {"quant_method": "torchao", "quant_type": "Int8WeightOnlyConfig"}
+    else:
+        # Frequencies that are no buffer of the model.
+        config = OTHERS[name]
+    folder = save_model(config, tmp_path / "model", dtype=torch.bfloat16)
+    first = started(folder, quantization=quantization)
+    assert "pass-compiled" in first[0]
+    assert are_equal(started(folder, quantization=quantization), first)
 
 
 @pytest.mark.slow
