@@ -23,7 +23,7 @@ from outrider.native.build import compiler_version, find_compiler
 _LOG: Final = logging.getLogger(__name__)
 _KNOWN: Final = ("torch", "transformers", "outrider", "builtins", "functools")
 """Packages whose code their version, or its digest, stands for."""
-_NAMES: Final = ("_name_or_path", "_commit_hash")
+_NAMES: Final = ("name_or_path", "_name_or_path", "_commit_hash")
 """Where a checkpoint comes from, which its code does not depend on."""
 _CONSTANTS: Final = (int, float, str, bytes, bool, type(None), torch.dtype, torch.device)
 _OF_MODULES: Final = frozenset((*vars(nn.Module()), "_compiled_call_impl", "layer_idx"))
@@ -104,7 +104,7 @@ def _of_module(module: nn.Module) -> object:
         raise _Unknown(module)
     named = (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False))
     weights = [(name, _of_value(tensor)) for name, tensor in named]
-    others = {key: value for key, value in vars(module).items() if key not in _OF_MODULES}
+    others = {key: value for key, value in vars(module).items() if key not in (*_OF_MODULES, *_NAMES)}
     return _of_type(type(module)), weights, _of_value(others), module.training
 
 

@@ -1,6 +1,8 @@
 """Equal keys stand for equal code, and what a key cannot stand for has none."""
 
+import shutil
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -88,15 +90,14 @@ def test_what_no_version_stands_for_has_no_key() -> None:
         assert code_key(layers, [], []) is not None
 
 
-def test_where_a_checkpoint_is_from_has_no_part_in_the_key() -> None:
-    found = []
-    for name in ("a", "b"):
-        layers = llama()
-        layers[0].self_attn.config._name_or_path = name  # type: ignore[union-attr]
-        found.append(code_key(layers, [], []))
+def test_where_a_checkpoint_is_from_has_no_part_in_the_key(tmp_path: Path) -> None:
+    AutoModelForCausalLM.from_config(LlamaConfig(**SMALL)).save_pretrained(tmp_path / "a")
+    shutil.copytree(tmp_path / "a", tmp_path / "b")
+    models = [AutoModelForCausalLM.from_pretrained(tmp_path / name) for name in "ab"]
+    found = [code_key([model], [], []) for model in models]
     assert found[0] == found[1] is not None
-    layers[0].self_attn.config._attn_implementation = "eager"  # type: ignore[union-attr]
-    assert code_key(layers, [], []) not in (found[0], None)
+    models[0].config._attn_implementation = "eager"
+    assert code_key([models[0]], [], []) not in (found[0], None)
 
 
 @pytest.mark.parametrize("name", ["ATEN_CPU_CAPABILITY", "CXX", "TORCHINDUCTOR_FREEZING"])

@@ -95,7 +95,7 @@ def folder(method: MethodKind, target: Path, data: Path, tmp_path_factory: pytes
         str(target),
         output,
         method,
-        num_steps=100,
+        num_steps=60,
         num_layers=1,
         depth=3,
         draft_vocab_size=48,
@@ -104,7 +104,7 @@ def folder(method: MethodKind, target: Path, data: Path, tmp_path_factory: pytes
         held_out=0.15,
         trim=method in (MethodKind.EAGLE3, MethodKind.BLOCK),
     )
-    synthesis = SynthesisOptions(num_conversations=192, max_turn_len=8, max_answer_len=40, shard_size=64)
+    synthesis = SynthesisOptions(num_conversations=96, max_turn_len=8, max_answer_len=40, shard_size=64)
     corpus = data if data.exists() else None
     distill(options, DataOptions(corpus=corpus, synthesis=synthesis), "", Silent())
     if corpus is None:
