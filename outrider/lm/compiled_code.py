@@ -65,6 +65,9 @@ class CompiledCode:
         layers: that follow each other; those of other groups that it runs are alike.
         call: an example. Sizes of 1 become constants of the code, and so do sizes that the layers fix.
 
+    Attributes:
+        is_kept: whether it was found on disk, or has been written there.
+
     Raises:
         RuntimeError: they cannot be compiled.
     """
@@ -74,19 +77,26 @@ class CompiledCode:
         self._constants, self._spec = call.constants, call.spec
         self._fitting = {layers: True}
         tensors = (*_held_tensors(layers), *call.tensors)
-        key = code_key(layers, (call.places, str(call.spec)), tensors)
-        kept = None if key is None else load_code(key)
-        if kept is None:
+        self._key = code_key(layers, (call.places, str(call.spec)), tensors)
+        kept = None if self._key is None else load_code(self._key)
+        self.is_kept = kept is not None
+        self._run: Run
+        if kept is not None:
+            (self._run,), signature = kept[0], _Signature.from_facts(kept[1])
+        else:
             try:
                 self._run, signature = _compiled(_Function(layers, call), tensors)
             except Exception as error:
                 raise RuntimeError(f"the layers cannot be compiled: {error}") from error
-            if key is not None and (facts := signature.to_facts()) is not None:
-                save_code(key, [self._run], facts)
-        else:
-            (self._run,), signature = kept[0], _Signature.from_facts(kept[1])
         self._names, self._kinds, self._output_spec = signature
         self._has_flat_outputs = all(layer.is_leaf() for layer in self._output_spec.children())
+
+    def save(self) -> None:
+        """Keep it for later starts, unless it is kept or no key stands for it."""
+        facts = _Signature(self._names, self._kinds, self._output_spec).to_facts()
+        if not self.is_kept and self._key is not None and facts is not None:
+            save_code(self._key, [self._run], facts)
+            self.is_kept = True
 
     def fits(self, layers: Layers, call: FlatCall) -> bool:
         """Return whether it runs such a call of layers alike to its own."""

@@ -45,6 +45,11 @@ class LayerGroup:
             inputs = self._inputs[code] = code.inputs(self.layers)
         return code(inputs, call.tensors)
 
+    @property
+    def codes(self) -> Sequence[CompiledCode]:
+        """The code that it shares with groups alike to it, one for each kind of call so far."""
+        return self._codes.codes
+
     def _first(self, *arguments: Any, **keywords: Any) -> Any:
         call = self._codes.flat(arguments, keywords)
         self.called_with = (call.constants, call.spec)
@@ -60,10 +65,13 @@ class GroupCodes:
 
     Within a pass all groups are called with the same objects but for the hidden states, so that code is searched for
     once.
+
+    Attributes:
+        codes: those so far.
     """
 
     def __init__(self) -> None:
-        self._codes: list[CompiledCode] = []
+        self.codes: list[CompiledCode] = []
         self._last: tuple[FlatCall, CompiledCode] | None = None
         self._last_flat: tuple[list[Any], FlatCall] | None = None
 
@@ -81,12 +89,12 @@ class GroupCodes:
         """Return the code for a call, which is compiled if there is none."""
         if self._last is not None and _is_like(call, self._last[0]):
             return self._last[1]
-        code = next((code for code in self._codes if code.fits(layers, call)), None)
+        code = next((code for code in self.codes if code.fits(layers, call)), None)
         if code is None:
-            if len(self._codes) == _MAX_VARIANTS:
+            if len(self.codes) == _MAX_VARIANTS:
                 raise RuntimeError(f"the layers were called in more than {_MAX_VARIANTS} ways")
             code = CompiledCode(layers, call)
-            self._codes.append(code)
+            self.codes.append(code)
         self._last = (call, code)
         return code
 

@@ -54,7 +54,7 @@ def test_layers_share_code_that_is_chosen_by_the_first_ones(size: int) -> None:
     inputs = [torch.randn(2, 4), torch.randn(7, 4), torch.randn(2, 3, 4), torch.randn(5, 4)]
     expected = [run_all(layers, rows) for rows in inputs]
     compile_layers(layers, size)
-    codes = layers[0]._compiled_call_impl.__self__._codes._codes  # type: ignore[union-attr]
+    codes = layers[0]._compiled_call_impl.__self__.codes  # type: ignore[union-attr]
     numbers = []
     for rows, values in zip(inputs, expected, strict=True):
         for output, value in zip(run_all(layers, rows), values, strict=True):
@@ -88,7 +88,7 @@ def test_groups_share_code_and_keep_what_is_theirs(*, shares_weights: bool) -> N
     codes = [layer._compiled_call_impl.__self__._codes for layer in layers[::2]]  # type: ignore[union-attr]
     for given in (rows, rows + 1, rows):
         found = run_all(layers, given)
-    assert codes[0] is codes[1] and len(codes[0]._codes) == 1
+    assert codes[0] is codes[1] and len(codes[0].codes) == 1
     for output, value in zip(found, expected, strict=True):
         assert torch.allclose(output, value)
     assert [float(layer.held[0, 0]) for layer in layers] == [1, 2, 4, 8]  # type: ignore[arg-type, index]

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from transformers import Gemma3TextConfig, GraniteConfig, LlamaConfig, OlmoConfig, Phi3Config, PretrainedConfig
 
-from outrider.lm import code_store
+from outrider.lm import code_store, transformer
 from outrider.lm.compilation import find_layers
 from outrider.lm.compiled_code import FlatCall
 from outrider.lm.exported_pass import ExportedPass
@@ -143,6 +143,21 @@ def test_a_second_start_neither_traces_nor_compiles(tmp_path: Path, monkeypatch:
     monkeypatch.setattr(torch.export, "export", None)
     monkeypatch.setattr(torch._inductor, "standalone_compile", None)
     assert are_equal(started(folder), first)
+
+
+def test_code_that_makes_other_logits_is_neither_kept_nor_taken(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(code_store, "cache_dir", lambda: tmp_path / "cache")
+    folder = save_model(CONFIGS["llama"], tmp_path / "model", dtype=torch.bfloat16)
+    with monkeypatch.context() as without:
+        without.setattr(transformer, "is_close", lambda *_: False)
+        assert "layers-compiled" in started(folder)[0]
+        assert not list((tmp_path / "cache").rglob("facts.json"))
+    started(folder)
+    assert len(list((tmp_path / "cache").rglob("facts.json"))) == 2
+    monkeypatch.setattr(transformer, "is_close", lambda *_: False)
+    assert "layers-uncompiled" in started(folder)[0]
 
 
 @pytest.mark.slow
