@@ -1,5 +1,6 @@
-// Instructions that few CPUs have, in terms of AVX-512: `make emulate` builds the native operators with this file included
-// before each source, so that the variants by bfloat16 instructions and by AMX run, slowly, on any CPU with AVX-512.
+// Instructions that few CPUs have, in terms of those that more have: `make emulate` builds the native operators with this
+// file included before each source, so that all variants run, slowly, on any CPU with AVX2. bfloat16 instructions and AMX
+// are in terms of AVX-512, and that in terms of AVX2, where the CPU lacks it (`emulating_compiler`), by SIMDe.
 //
 // Their definitions are those of Intel's manual: VDPBF16PS adds the odd one of a pair of products first, TDPBF16PS adds up
 // the even and the odd ones of a tile for themselves. Numbers below the normal ones count as zero, by the mode in which the
@@ -8,16 +9,24 @@
 #pragma once
 
 #include <cpuid.h>
+#ifdef EMULATES_AVX512
+#include "emulated_avx512.h"
+#else
 #include <immintrin.h>
+#endif
 #include <unistd.h>
 
 #include <bit>
 #include <cstdint>
 #include <cstring>
 
+#if defined(__AVX512F__) || defined(EMULATES_AVX512)
+#define EMULATES_TILES
+#endif
+
 namespace emulated {
 
-#ifdef __AVX512F__
+#ifdef EMULATES_TILES
 
 inline __m512 even_ones(__m512i pairs) { return _mm512_castsi512_ps(_mm512_slli_epi32(pairs, 16)); }
 inline __m512 odd_ones(__m512i pairs) {
@@ -95,7 +104,7 @@ inline bool has_all_of_leaf_7(unsigned int* features) { return *features = ~0u, 
 
 }  // namespace emulated
 
-#ifdef __AVX512F__
+#ifdef EMULATES_TILES
 #undef _tile_dpbf16ps
 #undef _tile_loadd
 #undef _tile_stored
@@ -112,6 +121,6 @@ inline bool has_all_of_leaf_7(unsigned int* features) { return *features = ~0u, 
 #endif
 
 // What the operators find out about the CPU, and that the system lets them use tiles.
-#define __builtin_cpu_supports(name) (std::strcmp(name, "avx512bf16") == 0 || __builtin_cpu_supports(name))
+#define __builtin_cpu_supports(name) (std::strncmp(name, "avx512", 6) == 0 || __builtin_cpu_supports(name))
 #define __get_cpuid_count(leaf, part, eax, ebx, ecx, edx) emulated::has_all_of_leaf_7(edx)
 #define syscall(...) 0L
