@@ -19,7 +19,7 @@ from transformers.distributed.configuration_utils import DistributedConfig
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from outrider.errors import InvalidArgument, ModelUnsupported
-from outrider.lm import attention
+from outrider.lm.attention.interface import NAME as ATTENTION
 from outrider.lm.generation_config import default_parameters
 from outrider.lm.heads.checkpoint import load_vocabulary
 from outrider.lm.hub import check_available
@@ -72,7 +72,7 @@ def _read(name: str, source: str, options: LoadOptions) -> tuple[TokenizerFiles 
             config=_first_layers(config, options.num_layers),
             dtype=_dtype(options.dtype),
             **_placement(chosen_device(options.device), options.ranks),
-            attn_implementation=attention.NAME,
+            attn_implementation=ATTENTION,
             output_loading_info=True,
             **quantization,
         )

@@ -94,7 +94,8 @@ def test_under_rejection_the_main_line_brings_its_laws_and_guesses_stand_beside_
         assert distribution is not None and node.token_id in distribution.token_ids
         wanted = tiny.logits(TEXT[:12], path).double().softmax(-1)
         places = VOCABULARY.indices(torch.tensor(distribution.token_ids))
-        assert (wanted[places] - torch.tensor(distribution.probabilities)).abs().max() < 0.02
+        # The drafter's products are in 8 bits.
+        assert (wanted[places] - torch.tensor(distribution.probabilities)).abs().max() < 0.05
         path = (*path, node.token_id)
     assert len(guesses) == 5
     assert all(node.kind is NodeKind.GUESSED and node.parent <= 2 for node in guesses)

@@ -12,8 +12,8 @@ from transformers import AutoModelForCausalLM, LlamaConfig, TorchAoConfig
 from outrider import native
 from outrider.control.pass_times import MULTIPLES_OF_FOUR, PaddedSizes
 from outrider.errors import InvalidArgument, ModelUnsupported
-from outrider.lm import attention
 from outrider.lm.attention import BLOCK_LEN
+from outrider.lm.attention.interface import NAME as ATTENTION
 from outrider.lm.kv_cache import PagedKVCache
 from outrider.lm.load_options import LoadOptions
 from outrider.lm.loading import load_model
@@ -210,7 +210,7 @@ def test_a_weight_that_is_left_float32_keeps_rows_in_fours(
         pytest.skip("this CPU cannot run it")
     folder = save_model(CONFIGS["llama"], tmp_path, dtype=torch.bfloat16)
     assert load_model(folder).model.info.padded_sizes == PaddedSizes(first, 2)
-    loaded = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16, attn_implementation=attention.NAME)
+    loaded = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16, attn_implementation=ATTENTION)
     for layer in loaded.model.layers:
         layer.mlp = FloatGated(layer.mlp, 32)
     model = TransformersModel("gated", loaded.eval(), "")

@@ -12,12 +12,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 from transformers import LlamaConfig
-from transformers.models.llama.modeling_llama import (
-    LlamaMLP,
-    LlamaRMSNorm,
-    LlamaRotaryEmbedding,
-    apply_rotary_pos_emb,
-)
+
+from outrider.lm.heads.layers import GatedMlp, rotary_embedding, rotated
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 """Maps rotated queries [B, heads, T, dim], keys and values [B, kv_heads, T, dim] of new rows to [B, T, heads * dim].
@@ -66,8 +62,7 @@ class Eagle3Attention(nn.Module):
             projection(inputs).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
             for projection in (self.q_proj, self.k_proj, self.v_proj)
         ]
-        query, key = apply_rotary_pos_emb(heads[0], heads[1], *rotation)
-        return query, key, heads[2]
+        return rotated(heads[0], rotation), rotated(heads[1], rotation), heads[2]
 
 
 class Eagle3Layer(nn.Module):
@@ -78,10 +73,10 @@ class Eagle3Layer(nn.Module):
         layer = config.layer
         self.norm_before_residual = config.norm_before_residual
         self.self_attn = Eagle3Attention(layer)
-        self.mlp = LlamaMLP(layer)  # type: ignore[no-untyped-call]
-        self.input_layernorm = LlamaRMSNorm(layer.hidden_size, layer.rms_norm_eps)
-        self.hidden_norm = LlamaRMSNorm(layer.hidden_size, layer.rms_norm_eps)
-        self.post_attention_layernorm = LlamaRMSNorm(layer.hidden_size, layer.rms_norm_eps)
+        self.mlp = GatedMlp(layer)
+        self.input_layernorm = nn.RMSNorm(layer.hidden_size, layer.rms_norm_eps)
+        self.hidden_norm = nn.RMSNorm(layer.hidden_size, layer.rms_norm_eps)
+        self.post_attention_layernorm = nn.RMSNorm(layer.hidden_size, layer.rms_norm_eps)
 
     def forward(self, embeddings: Tensor, hidden: Tensor, rotation: tuple[Tensor, Tensor], attend: Attend) -> Tensor:
         """Return the outputs [B, T, H] of new rows.
@@ -107,7 +102,8 @@ class Eagle3Layer(nn.Module):
     def finish(self, attended: Tensor, residual: Tensor) -> Tensor:
         """Return the outputs [B, T, H] of new rows, given what they attended to, [B, T, heads * dim]."""
         hidden = residual + self.self_attn.o_proj(attended)
-        return hidden + self.mlp(self.post_attention_layernorm(hidden))  # type: ignore[no-any-return]
+        outputs: Tensor = hidden + self.mlp(self.post_attention_layernorm(hidden))
+        return outputs
 
 
 class Eagle3Head(nn.Module):
@@ -122,9 +118,9 @@ class Eagle3Head(nn.Module):
         layer = config.layer
         self.fc = nn.Linear(NUM_FEATURES * config.target_hidden_size, layer.hidden_size, bias=False)
         self.midlayer = Eagle3Layer(config)
-        self.norm = LlamaRMSNorm(layer.hidden_size, layer.rms_norm_eps)
+        self.norm = nn.RMSNorm(layer.hidden_size, layer.rms_norm_eps)
         self.lm_head = nn.Linear(layer.hidden_size, config.draft_vocab_size, bias=False)
-        self.rotary = LlamaRotaryEmbedding(layer)
+        self.rotary = rotary_embedding(layer)
 
     def unroll(self, features: Tensor, embeddings: Iterable[Tensor]) -> Iterator[Tensor]:
         """Run several draft steps at every column in parallel (training-time test, Li et al. 2025, section 3.2).

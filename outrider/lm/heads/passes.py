@@ -12,7 +12,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 from transformers.activations import SiLUActivation
-from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from outrider import native
 from outrider.lm.heads.block import BlockHead, Transition
@@ -98,7 +97,7 @@ class HeadPasses:
         norms = layer.input_layernorm, layer.hidden_norm, layer.post_attention_layernorm
         self._layer_norms = torch.stack([item.weight for item in norms]).detach()
         self._input_norms = self._layer_norms[:2]
-        self._epsilon = layer.hidden_norm.variance_epsilon
+        self._epsilon = layer.hidden_norm.eps
         self._starts_normed = layer.norm_before_residual
         self._rotary = head.rotary
         self._fc = joined(head.fc)
@@ -226,7 +225,7 @@ class HeadPasses:
             )
             return found
         hidden = residual + self._o(attended)
-        gate, up = self._gate_up(_norm(self._norms[0], hidden)).chunk(2, dim=-1)
+        gate, up = self._gate_up(self._norms[0](hidden)).chunk(2, dim=-1)
         outputs: Tensor = hidden + self._down(self._act(gate) * up)
         return outputs
 
@@ -235,10 +234,10 @@ class HeadPasses:
         if self._variant is not None:
             output, norm = self._output, self._norms[1]
             states, logits = torch.ops.outrider.head_logits.default(
-                outputs, norm.weight, norm.variance_epsilon, output.tensors, output.out_features, self._variant
+                outputs, norm.weight, norm.eps, output.tensors, output.out_features, self._variant
             )
             return states, logits
-        states = _norm(self._norms[1], outputs)
+        states = self._norms[1](outputs)
         return states, self._output(states)
 
     def _rotations_to(self, end: int) -> tuple[Tensor, Tensor]:
@@ -328,7 +327,3 @@ def _variant_of(products: Sequence[nn.Module]) -> int | None:
     """Return the variant of a head's native operators; None where one of its products is not theirs."""
     variants = [item.variant for item in products if isinstance(item, ByteLinear)]
     return variants[0] if len(variants) == len(products) else None
-
-
-def _norm(norm: LlamaRMSNorm, rows: Tensor) -> Tensor:
-    return functional.rms_norm(rows, norm.weight.shape, norm.weight, norm.variance_epsilon)
