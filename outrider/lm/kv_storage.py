@@ -1,15 +1,14 @@
 """The memory of a page pool: keys and values of every position on every layer."""
 
 import math
-import mmap
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 
 import torch
 
 from outrider.lm.prefault import Prefault
 from outrider.lm.step_layout import PageCopy
+from outrider.native.memory import alone, huge_pages
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +67,8 @@ class KVStorage:
         layers = [layer for plane in self._planes.values() for layer in plane]
         self._prefault = Prefault(layers, num_pages) if device.type == "cpu" else None
         self._pages = [plane.view(plane.shape[0], num_pages, page_len, -1) for plane in self._planes.values()]
-        self.tensors = [_alone(self._planes[kind][number]) for kind, number in places]
+        ordered = [self._planes[kind][number] for kind, number in places]
+        self.tensors = [alone(layer) if device.type == "cpu" else layer for layer in ordered]
         """Keys and values of layer 0, then of layer 1, ..."""
         self.device = device
 
@@ -115,13 +115,6 @@ class KVStorage:
         copy_pages(self._pages, whole)
 
 
-def _alone(plane: torch.Tensor) -> torch.Tensor:
-    """Return the same memory as a tensor that begins its storage: compiled layers are given no offsets then."""
-    if plane.device.type != "cpu":
-        return plane
-    return torch.from_numpy(plane.view(torch.uint8).numpy()).view(plane.dtype)
-
-
 def copy_pages(planes: Sequence[torch.Tensor], copies: Sequence[PageCopy]) -> None:
     """Copy pages of planes [layers, pages, page_len, ...], or more than that; no page is both source and target."""
     if not copies or not planes:
@@ -145,8 +138,4 @@ def lazy_zeros(size: Sequence[int], dtype: torch.dtype, device: torch.device) ->
     """
     if device.type != "cpu":
         return torch.zeros(size, dtype=dtype, device=device)
-    memory = mmap.mmap(-1, math.prod(size) * dtype.itemsize, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    if hasattr(mmap, "MADV_HUGEPAGE"):
-        with suppress(OSError):  # a kernel without huge pages
-            memory.madvise(mmap.MADV_HUGEPAGE)
-    return torch.frombuffer(memory, dtype=dtype).view(*size)
+    return huge_pages(math.prod(size) * dtype.itemsize).view(dtype).view(*size)

@@ -3,7 +3,7 @@
 `packed_product` multiplies bfloat16 rows with bfloat16 weights in float32. Each output is one chain of additions in
 order of the inputs, so its bits depend on its row and its weights only: not on the number of rows or on threads.
 `pack_weight` lays the weights out for it, and compresses them without loss: a pass of a few rows takes about as long as
-reading them.
+reading them. They lie in pages of 2 MiB (`outrider.native.memory`).
 
 `paged_attention` writes the new keys and values of a pass to their pages, then attends. An output's bits depend on its
 row and on what it sees only: keys and values are added in order of position.
@@ -34,6 +34,7 @@ from typing import Final
 import torch
 
 from outrider.native.build import ensure_library
+from outrider.native.memory import WEIGHTS
 
 _LOG: Final = logging.getLogger(__name__)
 _COLUMNS: Final = 16
@@ -80,10 +81,10 @@ def pack(weight: torch.Tensor) -> torch.Tensor:
 
     Returns:
         uint8 [N], where N follows from the sizes. Nearly all weights of a model take 12 bits in place of 16, without
-        loss, and the rest of the memory is not written to (see `packed_weight.h`).
+        loss (see `packed_weight.h`), and the rest of the memory is that of other weights.
     """
     packed: torch.Tensor = torch.ops.outrider.pack_weight(weight)
-    return packed
+    return WEIGHTS.place(packed, torch.ops.outrider.written_bytes(packed))
 
 
 def pack_bytes(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -108,7 +109,7 @@ def pack_bytes(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     packed = (padded + _BYTE_OFFSET).to(torch.uint8).view(blocks, _COLUMNS, quads, _QUAD).permute(0, 2, 1, 3)
     padded_scales = scales.new_zeros(blocks * _COLUMNS)
     padded_scales[:num_out] = scales
-    return packed.contiguous(), padded_scales.view(-1, _COLUMNS)
+    return WEIGHTS.place(packed.contiguous(), packed.numel()), padded_scales.view(-1, _COLUMNS)
 
 
 def _loaded(library: Path) -> Variant | None:

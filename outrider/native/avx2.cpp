@@ -27,7 +27,8 @@ struct Avx2 {
   // In two steps, each with half of the weights: the registers then hold the sums of six rows.
   static constexpr int kSteps = 2;
   static constexpr int kRegisters = 16, kSumRegisters = 2, kWeightRegisters = 2, kPairRegisters = 1;
-  static constexpr int kFewRows = 4, kRows = 6;
+  static constexpr int kFewRows = 4, kRows = 6, kMostBlocks = 1;
+  static constexpr int64_t kLinesAhead = 36;
   static constexpr bool kWidensRows = true;
   static constexpr int kScoreRows = 6, kScoreBlocks = 1, kValueRows = 2, kValueBlocks = 2;
   static constexpr int64_t kTransposed = 8;

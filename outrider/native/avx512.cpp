@@ -20,7 +20,8 @@ struct Avx512 : Avx512Vectors {
 
   static constexpr int kSteps = 1;
   static constexpr int kRegisters = 32, kSumRegisters = 1, kWeightRegisters = 2, kPairRegisters = 2;
-  static constexpr int kFewRows = 8, kRows = 8;
+  static constexpr int kFewRows = 8, kRows = 8, kMostBlocks = 4;
+  static constexpr int64_t kLinesAhead = 24;
   static constexpr bool kWidensRows = true;
 
   // With a mask, not the bits to keep: these would take the register that sums of eight rows need.

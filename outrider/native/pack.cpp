@@ -165,8 +165,30 @@ Tensor pack_weight(const Tensor& weight) {
   return packed;
 }
 
+// packed: what `pack_weight` returned. Returns how many bytes of it were written, from the first on.
+int64_t written_bytes(const Tensor& packed) {
+  PackedHeader header{};
+  STD_TORCH_CHECK(packed.numel() >= static_cast<int64_t>(sizeof(header)), "the weight is not packed");
+  const auto* memory = static_cast<const uint8_t*>(packed.const_data_ptr());
+  std::memcpy(&header, memory, sizeof(header));
+  STD_TORCH_CHECK(header.num_bytes == packed.numel(), "the weight is not packed");
+  const int64_t first_line = header.num_bytes - header.num_blocks * header.num_pairs * kLineBytes;
+  const int64_t num_segments = (header.num_pairs + kSegmentPairs - 1) / kSegmentPairs;
+  if (header.num_blocks == 0) return first_line;
+  uint32_t last;
+  std::memcpy(&last, memory + sizeof(header) + (header.num_blocks * num_segments - 1) * sizeof(last), sizeof(last));
+  const int64_t num_lines = last & 1 ? kCompressedLines : header.num_pairs - (num_segments - 1) * kSegmentPairs;
+  return first_line + (static_cast<int64_t>(last >> 1) + num_lines) * kLineBytes;
+}
+
 }  // namespace
 
-STABLE_TORCH_LIBRARY_FRAGMENT(outrider, library) { library.def("pack_weight(Tensor weight) -> Tensor"); }
+STABLE_TORCH_LIBRARY_FRAGMENT(outrider, library) {
+  library.def("pack_weight(Tensor weight) -> Tensor");
+  library.def("written_bytes(Tensor packed) -> int");
+}
 
-STABLE_TORCH_LIBRARY_IMPL(outrider, CPU, library) { library.impl("pack_weight", TORCH_BOX(&pack_weight)); }
+STABLE_TORCH_LIBRARY_IMPL(outrider, CPU, library) {
+  library.impl("pack_weight", TORCH_BOX(&pack_weight));
+  library.impl("written_bytes", TORCH_BOX(&written_bytes));
+}

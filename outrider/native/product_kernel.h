@@ -1,5 +1,7 @@
 // The product's loops, for any instruction set: `Isa` says how 16 columns are loaded, and how they are added up: a pair
 // in kSteps steps, up to kFewRows rows straight from the weights as they are stored, more by bands of up to kRows.
+// A tile has up to kMostBlocks blocks: more would read from more places at once than the CPU fetches well. Of few rows
+// kLinesAhead lines of each are fetched ahead: the CPU's own fetching stops at the end of each memory page.
 //
 // Each output is one chain of additions in order of k, which no tile, block or thread splits: its bits depend on its
 // row and its weights alone. Of a pair of inputs (k, k + 1) the odd one is added first, and additions are fused, as in
@@ -26,13 +28,9 @@
 namespace outrider {
 namespace {
 
-// More would read from more places at once than the CPU fetches well.
-constexpr int kMostBlocks = 4;
 // Bytes of weights that stay in the innermost cache while all rows of a panel pass over them.
 constexpr int64_t kPartBytes = 12 << 10;
 constexpr int64_t kRowsAtOnce = 64;
-// Lines that are fetched ahead of a single pass: the CPU's own fetching stops at the end of each memory page.
-constexpr int64_t kLinesAhead = 24;
 
 // Lines of weights that are fetched while other ones are used: one for every pair.
 struct Ahead {
@@ -191,7 +189,7 @@ inline void product_tile(const Product& product, int64_t block) {
     const uint8_t* ahead[BLOCKS];
     for (int b = 0; b < BLOCKS; ++b) {
       cells[b] = segment_cells<Isa>(product.weight, block + b, segment, memory[b]);
-      ahead[b] = stored_segment(product.weight, block + b, segment) + kLinesAhead * kLineBytes;
+      ahead[b] = stored_segment(product.weight, block + b, segment) + Isa::kLinesAhead * kLineBytes;
     }
     const int64_t first = segment * kSegmentPairs, num = std::min(kSegmentPairs, product.num_pairs - first);
     const Inputs<Isa, ROWS> inputs(product, 0, first);
@@ -208,7 +206,7 @@ inline void product_tile(const Product& product, int64_t block) {
 template <class Isa, int ROWS>
 constexpr int blocks_of_tile() {
   constexpr int free = Isa::kRegisters - Isa::kPairRegisters;
-  return std::clamp(free / (ROWS * Isa::kSumRegisters + Isa::kWeightRegisters), 1, kMostBlocks);
+  return std::clamp(free / (ROWS * Isa::kSumRegisters + Isa::kWeightRegisters), 1, Isa::kMostBlocks);
 }
 
 // Blocks [block, end), BLOCKS at a time, and the last ones by half as many: a single one waits for its own additions.
@@ -305,13 +303,17 @@ inline void product_group(const Product& product, int64_t block, int64_t end) {
     const int64_t next_block = is_last ? block + BLOCKS : block, next_segment = is_last ? 0 : last / kSegmentPairs;
     for (int64_t band = 0; band < bands; ++band) {
       const int64_t row = band_start<Isa>(product, band);
-      // The first bands fetch one or two blocks each of the next part.
+      // The first bands fetch one or two blocks each of the next part; if there is one block, each fetches its share.
       const int64_t each = bands >= BLOCKS ? 1 : 2;
+      const int64_t num_lines = part.kSegments * kCompressedLines;
+      const int64_t from = BLOCKS == 1 ? num_lines * band / bands : 0;
+      const int64_t to = BLOCKS == 1 ? num_lines * (band + 1) / bands : num_lines;
       const auto next = [&](int64_t number) -> Ahead {
         if (number >= BLOCKS || next_block + number >= end) return {nullptr, 0};
-        return {stored_segment(weight, next_block + number, next_segment), part.kSegments * kCompressedLines};
+        return {stored_segment(weight, next_block + number, next_segment) + from * kLineBytes, to - from};
       };
-      const Ahead ahead[] = {next(band * each), each == 2 ? next(band * each + 1) : Ahead{nullptr, 0}};
+      const Ahead ahead[] = {
+          next(BLOCKS == 1 ? 0 : band * each), each == 2 ? next(band * each + 1) : Ahead{nullptr, 0}};
       const int64_t num_rows = band_start<Isa>(product, band + 1) - row;
       float* sums = panel + row * BLOCKS * kColumns;
       product_band<Isa, Isa::kRows, BLOCKS>(product, row, num_rows, block, first, num_pairs, part, sums, ahead);

@@ -17,7 +17,8 @@ struct Avx512Bf16 : Avx512Vectors {
 
   static constexpr int kSteps = 1;
   static constexpr int kRegisters = 32, kSumRegisters = 1, kWeightRegisters = 1, kPairRegisters = 1;
-  static constexpr int kFewRows = 8, kRows = 8;
+  static constexpr int kFewRows = 8, kRows = 8, kMostBlocks = 4;
+  static constexpr int64_t kLinesAhead = 24;
   static constexpr bool kWidensRows = false;
 
   static Weights split(Cells cells) { return cells; }
