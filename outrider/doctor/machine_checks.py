@@ -30,6 +30,7 @@ _GROUPS: Final = (
 )
 """Files of the limits of a container, by version of cgroups."""
 _WEIGHTS: Final = ("*.safetensors", "*.bin", "*.gguf")
+_HUGE_PAGES: Final = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +60,7 @@ def check_machine(plan: LocalStackPlan) -> list[Finding]:
         found.append(_check_model(name))
     found.append(_check_memory(plan, device))
     if device == "cpu":
-        found += [_check_cores(), *_check_compiler()]
+        found += [_check_cores(), *_check_compiler(), *_check_huge_pages()]
     elif device.startswith("cuda"):
         found.append(_check_kernel_compiler())
     found.append(_check_redis(plan.redis_url))
@@ -211,6 +212,20 @@ def _check_compiler() -> Iterator[Finding]:
         yield Finding("compiler", State.ADVICE, "no C++ compiler", remedy)
     else:
         yield Finding("compiler", State.HOLDS, compiler)
+
+
+def _check_huge_pages() -> Iterator[Finding]:
+    """Check whether a target's weights and KV cache may lie in pages of 2 MiB."""
+    try:
+        modes = _HUGE_PAGES.read_text()
+    except OSError:  # Linux alone has them
+        return
+    chosen = modes.partition("[")[2].partition("]")[0]
+    if chosen == "never":
+        remedy = f"as root: echo madvise > {_HUGE_PAGES}"
+        yield Finding("huge pages", State.ADVICE, "turned off: weights are read more slowly", remedy)
+    else:
+        yield Finding("huge pages", State.HOLDS, chosen)
 
 
 def _check_redis(url: str) -> Finding:

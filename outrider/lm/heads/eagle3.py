@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from transformers import LlamaConfig
 
-from outrider.lm.heads.layers import GatedMlp, rotary_embedding, rotated
+from outrider.lm.heads.layers import GatedMlp, RmsNorm, rotary_embedding, rotated
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 """Maps rotated queries [B, heads, T, dim], keys and values [B, kv_heads, T, dim] of new rows to [B, T, heads * dim].
@@ -74,9 +74,9 @@ class Eagle3Layer(nn.Module):
         self.norm_before_residual = config.norm_before_residual
         self.self_attn = Eagle3Attention(layer)
         self.mlp = GatedMlp(layer)
-        self.input_layernorm = nn.RMSNorm(layer.hidden_size, layer.rms_norm_eps)
-        self.hidden_norm = nn.RMSNorm(layer.hidden_size, layer.rms_norm_eps)
-        self.post_attention_layernorm = nn.RMSNorm(layer.hidden_size, layer.rms_norm_eps)
+        self.input_layernorm = RmsNorm(layer.hidden_size, layer.rms_norm_eps)
+        self.hidden_norm = RmsNorm(layer.hidden_size, layer.rms_norm_eps)
+        self.post_attention_layernorm = RmsNorm(layer.hidden_size, layer.rms_norm_eps)
 
     def forward(self, embeddings: Tensor, hidden: Tensor, rotation: tuple[Tensor, Tensor], attend: Attend) -> Tensor:
         """Return the outputs [B, T, H] of new rows.
@@ -118,7 +118,7 @@ class Eagle3Head(nn.Module):
         layer = config.layer
         self.fc = nn.Linear(NUM_FEATURES * config.target_hidden_size, layer.hidden_size, bias=False)
         self.midlayer = Eagle3Layer(config)
-        self.norm = nn.RMSNorm(layer.hidden_size, layer.rms_norm_eps)
+        self.norm = RmsNorm(layer.hidden_size, layer.rms_norm_eps)
         self.lm_head = nn.Linear(layer.hidden_size, config.draft_vocab_size, bias=False)
         self.rotary = rotary_embedding(layer)
 

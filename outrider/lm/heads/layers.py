@@ -5,11 +5,32 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 from transformers import LlamaConfig
 from transformers.activations import ACT2FN
 
 Rotary = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 """Maps rows [B, T, H], for their device and dtype, and positions, int64 [B, T], to cosines and sines [B, T, dim]."""
+
+
+class RmsNorm(nn.Module):
+    """The norm of a Llama layer (Zhang and Sennrich 2019, equation 4), computed in float32 whatever the rows are in.
+
+    PyTorch's own warns where rows and weight differ in their type, as they do in training.
+
+    Args:
+        width: numbers of a row.
+        eps: that is added to the mean square.
+    """
+
+    def __init__(self, width: int, eps: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(width))
+        self.eps = eps
+
+    def forward(self, rows: Tensor) -> Tensor:
+        """Return the normalised rows, [..., H], in the type that rows and weight have together."""
+        return self.weight * functional.rms_norm(rows.float(), self.weight.shape, eps=self.eps).to(rows.dtype)
 
 
 class GatedMlp(nn.Module):

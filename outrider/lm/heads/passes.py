@@ -16,6 +16,7 @@ from transformers.activations import SiLUActivation
 from outrider import native
 from outrider.lm.heads.block import BlockHead, Transition
 from outrider.lm.heads.eagle3 import Eagle3Head
+from outrider.lm.heads.layers import RmsNorm
 from outrider.lm.packed_linear import ByteLinear, NativeLinear, packed_kind
 
 _VARYING_ROPE = ("dynamic", "longrope")
@@ -225,7 +226,7 @@ class HeadPasses:
             )
             return found
         hidden = residual + self._o(attended)
-        gate, up = self._gate_up(self._norms[0](hidden)).chunk(2, dim=-1)
+        gate, up = self._gate_up(_norm(self._norms[0], hidden)).chunk(2, dim=-1)
         outputs: Tensor = hidden + self._down(self._act(gate) * up)
         return outputs
 
@@ -237,7 +238,7 @@ class HeadPasses:
                 outputs, norm.weight, norm.eps, output.tensors, output.out_features, self._variant
             )
             return states, logits
-        states = self._norms[1](outputs)
+        states = _norm(self._norms[1], outputs)
         return states, self._output(states)
 
     def _rotations_to(self, end: int) -> tuple[Tensor, Tensor]:
@@ -327,3 +328,7 @@ def _variant_of(products: Sequence[nn.Module]) -> int | None:
     """Return the variant of a head's native operators; None where one of its products is not theirs."""
     variants = [item.variant for item in products if isinstance(item, ByteLinear)]
     return variants[0] if len(variants) == len(products) else None
+
+
+def _norm(norm: RmsNorm, rows: Tensor) -> Tensor:
+    return functional.rms_norm(rows, norm.weight.shape, norm.weight, norm.eps)

@@ -5,10 +5,15 @@ from typing import Any
 import pytest
 import torch
 from transformers import LlamaConfig
-from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRotaryEmbedding, apply_rotary_pos_emb
+from transformers.models.llama.modeling_llama import (
+    LlamaMLP,
+    LlamaRMSNorm,
+    LlamaRotaryEmbedding,
+    apply_rotary_pos_emb,
+)
 
 from outrider.lm.heads.eagle3 import Eagle3Config, Eagle3Head
-from outrider.lm.heads.layers import GatedMlp, rotary_embedding, rotated
+from outrider.lm.heads.layers import GatedMlp, RmsNorm, rotary_embedding, rotated
 
 KINDS: dict[str, dict[str, Any]] = {
     "default": {},
@@ -66,3 +71,16 @@ def test_the_gated_unit_is_that_of_transformers(activation: str, has_bias: bool)
     unit.load_state_dict(wanted.state_dict())
     rows = torch.randn(5, 32)
     assert torch.equal(unit(rows), wanted(rows))
+
+
+@pytest.mark.parametrize("of_rows", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("of_weight", [torch.float32, torch.bfloat16])
+def test_the_norm_is_that_of_transformers(of_rows: torch.dtype, of_weight: torch.dtype) -> None:
+    """In training, rows are in bfloat16 and weights in float32."""
+    torch.manual_seed(0)
+    norm, wanted = RmsNorm(32, 1e-5).to(of_weight), LlamaRMSNorm(32, 1e-5).to(of_weight)
+    for item in (norm, wanted):
+        item.weight.data.copy_(torch.linspace(0.5, 2, 32))
+    rows = torch.randn(5, 32).to(of_rows)
+    found, expected = norm(rows), wanted(rows)
+    assert found.dtype == expected.dtype and torch.allclose(found, expected, rtol=0.01)
