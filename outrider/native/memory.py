@@ -41,7 +41,7 @@ class WeightMemory:
 
         Args:
             weight: on a CPU, dense.
-            num_written: bytes of it that count. Those behind them are of other weights, or nobody's.
+            num_written: bytes that are used, from the first on. The memory of the other bytes is other weights'.
         """
         content = weight.view(-1).view(torch.uint8)
         with self._lock:
