@@ -41,6 +41,13 @@ def bounded(most: int) -> Callable[[Any], Any]:
     return checked
 
 
+def few_prompts(prompt: Any) -> Any:
+    """Refuse more prompts than choices before each is looked at: 100,000 would hold the event loop for a second."""
+    if isinstance(prompt, list) and len(prompt) > MAX_CHOICES and isinstance(prompt[0], str | list):
+        raise PydanticCustomError("too_many", "may have at most {num} prompts", {"num": MAX_CHOICES})
+    return prompt
+
+
 class SpeculationOptions(Body):
     """How a request speculates; see SpeculationParameters in generation.proto."""
 
@@ -204,12 +211,13 @@ class CompletionBody(Common):
         "add_special_tokens": (True,),
     }
 
-    prompt: (
+    prompt: Annotated[
         str
         | Annotated[list[str], Field(fail_fast=True)]
         | Annotated[list[Count], Field(fail_fast=True)]
-        | Annotated[list[Annotated[list[Count], Field(fail_fast=True)]], Field(fail_fast=True)]
-    )
+        | Annotated[list[Annotated[list[Count], Field(fail_fast=True)]], Field(fail_fast=True)],
+        BeforeValidator(few_prompts),
+    ]
     logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     echo: bool | None = None
 
