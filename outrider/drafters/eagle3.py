@@ -238,15 +238,16 @@ class Eagle3Drafter(Drafter):
         return Rows(hidden, self._passes.embed(token_ids), positions, num_columns + num_before, mask)
 
     def _run(self, proposals: Sequence[OpenProposal], rows: Sequence[Columns | Rows]) -> tuple[Tensor, ...]:
-        """Run the rows of all sessions together; return each one's outputs, [T, H]."""
-        states, lens = [self._state(item) for item in proposals], [item.num_rows for item in rows]
+        """Run the rows of all sessions together; return each one's outputs, [T, H], of the rows that predict tokens."""
+        states = [self._state(item) for item in proposals]
         columns = [item for item in rows if isinstance(item, Columns)]
         if len(columns) < len(rows) or not self._passes.has_columns:
-            return torch.split(self._run_parts(states, rows), lens)
-        for state, item in zip(states, columns, strict=True):
-            state.reserve(item.end)
-        outputs = self._passes.columns(columns, [item.keys for item in states], [item.values for item in states])
-        return torch.split(outputs, lens)
+            outputs = self._run_parts(states, rows)
+        else:
+            for state, item in zip(states, columns, strict=True):
+                state.reserve(item.end)
+            outputs = self._passes.columns(columns, [item.keys for item in states], [item.values for item in states])
+        return torch.split(outputs, [item.num_outputs for item in rows])
 
     def _run_parts(self, states: Sequence[HeadState], rows: Sequence[Columns | Rows]) -> Tensor:
         """Run rows of which some attend to other slots than all those up to their own."""
@@ -257,22 +258,25 @@ class Eagle3Drafter(Drafter):
         embeddings = _joined([item.embeddings for item in given])
         query, key, value, residual = self._passes.project(embeddings, hidden, positions)
         parts = zip(states, given, *(torch.split(item, lens, 1) for item in (query, key, value)), strict=True)
-        attended = _joined([state.attend(q, k, v, item.first, item.mask) for state, item, q, k, v in parts])
-        return self._passes.finish(attended, residual)
+        attended = [state.attend(q, k, v, item.first, item.mask) for state, item, q, k, v in parts]
+        lasts = [slice(item.num_rows - item.num_outputs, None) for item in rows]
+        residuals = zip(torch.split(residual, lens), lasts, strict=True)
+        return self._passes.finish(
+            _joined([item[last] for item, last in zip(attended, lasts, strict=True)]),
+            _joined([item[last] for item, last in residuals]),
+        )
 
     def _store(self, proposal: OpenProposal, output: Tensor, num_columns: int) -> None:
-        """Store the outputs of a pass for a session."""
+        """Store the outputs of a pass for a session; those of columns begin with the last one's."""
         state, item = self._state(proposal), self._trees.get(proposal)
         if item is not None:
             item.outputs.update(zip(item.edge, torch.split(output, 1), strict=True))
             return
         first = state.num_columns
-        # From the last column on: behind it are the rows of its block, where it has one.
-        last = output[num_columns - 1 :]
-        state.extend(proposal.token_ids[first : first + num_columns + 1], last)
+        state.extend(proposal.token_ids[first : first + num_columns + 1], output)
         self._states.weigh(proposal.session_id)
         if state.num_columns == len(proposal.token_ids) - 1:
-            self._root(proposal, last)
+            self._root(proposal, output)
 
     def _root(self, proposal: OpenProposal, output: Tensor) -> None:
         state = self._state(proposal)

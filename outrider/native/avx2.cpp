@@ -180,40 +180,46 @@ struct Avx2 {
   }
 };
 
-// A quad's even and odd inputs are multiplied as pairs of 16 bits.
+// A quad's even and its odd inputs are multiplied as pairs of 16 bits, each pair a part.
 struct Avx2Bytes : Avx2 {
   struct Integers {
     __m256i low, high;
   };
-  struct Quads {
-    Integers even, odd;
-  };
-  struct Inputs {
-    __m256i even, odd;
-  };
+  using Quads = Integers;
 
-  static constexpr int kSumRegisters = 2, kWeightRegisters = 4, kInputRegisters = 2;
-  static constexpr int kRows = 4;
+  static constexpr int kSumRegisters = 2, kWeightRegisters = 2, kInputRegisters = 2;
+  static constexpr int kRows = 6, kParts = 2;
 
+  // Rounds a row (see `ByteRowKernel`), and widens its integers to 16 bits: of each quad the even ones, then the odd.
+  static ByteRow row(const uint16_t* row, int64_t num, int8_t* written) {
+    // They are rounded into the half behind those that are written first.
+    const int64_t num_quads = (num + kQuad - 1) / kQuad;
+    int8_t* integers = written + num_quads * kQuad;
+    const ByteRow found = byte_row(row, num, integers);
+    for (int64_t quad = 0; quad < num_quads; ++quad) {
+      int32_t bits;
+      std::memcpy(&bits, integers + quad * kQuad, sizeof(bits));
+      const __m128i words = _mm_cvtepi8_epi16(_mm_cvtsi32_si128(bits));
+      _mm_storel_epi64(reinterpret_cast<__m128i*>(written + quad * kParts * kSpreadBytes), _mm_shufflelo_epi16(words, 0xd8));
+    }
+    return found;
+  }
   static Integers none() { return {_mm256_setzero_si256(), _mm256_setzero_si256()}; }
-  static __m256i low_bytes(__m256i words) { return _mm256_and_si256(words, _mm256_set1_epi16(0xff)); }
-  static Quads load(const uint8_t* line) {
-    const __m256i low = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(line));
-    const __m256i high = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(line + 32));
-    return {{low_bytes(low), low_bytes(high)}, {_mm256_srli_epi16(low, 8), _mm256_srli_epi16(high, 8)}};
+  static __m256i bytes_of(const uint8_t* half, int part) {
+    const __m256i words = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(half));
+    return part == 0 ? _mm256_and_si256(words, _mm256_set1_epi16(0xff)) : _mm256_srli_epi16(words, 8);
   }
-  static Inputs spread(const int8_t* quad) {
+  static Quads load(const uint8_t* line, int part) { return {bytes_of(line, part), bytes_of(line + 32, part)}; }
+  static __m256i spread(const int8_t* pair) {
     int32_t bits;
-    std::memcpy(&bits, quad, sizeof(bits));
-    const __m256i inputs = _mm256_set1_epi32(bits);
-    return {_mm256_srai_epi16(_mm256_slli_epi16(inputs, 8), 8), _mm256_srai_epi16(inputs, 8)};
+    std::memcpy(&bits, pair, sizeof(bits));
+    return _mm256_set1_epi32(bits);
   }
-  static __m256i sum_of(__m256i sums, __m256i weights, __m256i inputs) {
-    return _mm256_add_epi32(sums, _mm256_madd_epi16(weights, inputs));
-  }
-  static void add(Integers& sums, const Quads& weights, const Inputs& inputs) {
-    sums.low = sum_of(sum_of(sums.low, weights.even.low, inputs.even), weights.odd.low, inputs.odd);
-    sums.high = sum_of(sum_of(sums.high, weights.even.high, inputs.even), weights.odd.high, inputs.odd);
+  static void add(Integers& sums, const Quads& weights, __m256i inputs) {
+    sums.low = _mm256_add_epi32(sums.low, _mm256_madd_epi16(weights.low, inputs));
+    sums.high = _mm256_add_epi32(sums.high, _mm256_madd_epi16(weights.high, inputs));
+    // The compiler must not add up the parts' products first: there are registers for the sums alone.
+    __asm__("" : "+x"(sums.low), "+x"(sums.high));
   }
   static __m256 without(__m256i sums, int32_t offset) {
     return _mm256_cvtepi32_ps(_mm256_sub_epi32(sums, _mm256_set1_epi32(offset)));
@@ -231,11 +237,9 @@ void product_avx2(const Product& product, int64_t begin, int64_t end) {
 
 HeadKernels head_kernels_avx2() { return head_kernels(); }
 
-void byte_product_avx2(const ByteProduct& product, int64_t begin, int64_t end) {
-  byte_product<Avx2Bytes>(product, begin, end);
+ByteKernels byte_kernels_avx2() {
+  return {Avx2Bytes::row, byte_product<Avx2Bytes>, Avx2Bytes::kParts * kSpreadBytes};
 }
-
-ByteRow byte_row_avx2(const uint16_t* row, int64_t num, int8_t* integers) { return byte_row(row, num, integers); }
 
 void uniforms_avx2(const Counter& counter, const int64_t* token_ids, int64_t num, double* output) {
   uniforms(counter, token_ids, num, output);

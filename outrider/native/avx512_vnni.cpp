@@ -4,6 +4,7 @@
 
 #include <bit>
 
+#include "byte_row.h"
 #include "bytes_kernel.h"
 #include "vectors_avx512.h"
 
@@ -15,10 +16,10 @@ struct Vnni : Avx512Vectors {
   using Quads = __m512i;
 
   static constexpr int kRegisters = 32, kSumRegisters = 1, kWeightRegisters = 1, kInputRegisters = 2;
-  static constexpr int kRows = 8;
+  static constexpr int kRows = 8, kParts = 1;
 
   static Integers none() { return _mm512_setzero_si512(); }
-  static Quads load(const uint8_t* line) { return _mm512_loadu_si512(line); }
+  static Quads load(const uint8_t* line, int) { return _mm512_loadu_si512(line); }
   static __m512i spread(const int8_t* quad) {
     int32_t bits;
     std::memcpy(&bits, quad, sizeof(bits));
@@ -33,8 +34,6 @@ struct Vnni : Avx512Vectors {
 
 }  // namespace
 
-void byte_product_vnni(const ByteProduct& product, int64_t begin, int64_t end) {
-  byte_product<Vnni>(product, begin, end);
-}
+ByteKernels byte_kernels_vnni() { return {byte_row, byte_product<Vnni>, Vnni::kParts * kSpreadBytes}; }
 
 }  // namespace outrider

@@ -1,4 +1,5 @@
 // A product of rows with packed weights, both in 8 bits, with integer sums: exact, in whatever order they are added.
+// What a kernel reads of a row is written by the kernel beside it.
 
 #pragma once
 
@@ -18,7 +19,7 @@ constexpr int32_t kByteOffset = 128;
 constexpr int64_t kMostByteInputs = 65536;
 
 struct ByteProduct {
-  const int8_t* rows;       // [num_rows, num_quads, kQuad]
+  const int8_t* rows;       // [num_rows, num_quads, bytes of a quad], as `ByteRowKernel` writes them
   const float* row_scales;  // [num_rows]: a number of a row is its integer times this
   const int32_t* offsets;   // [num_rows]: kByteOffset times the sum of the row
   const uint8_t* weights;   // [blocks, num_quads, kByteColumns, kQuad], each plus kByteOffset
@@ -33,15 +34,21 @@ struct ByteProduct {
 // Computes the columns of blocks [begin, end) for all rows.
 using ByteProductKernel = void (*)(const ByteProduct& product, int64_t begin, int64_t end);
 
-void byte_product_avx2(const ByteProduct& product, int64_t begin, int64_t end);
-void byte_product_vnni(const ByteProduct& product, int64_t begin, int64_t end);
-
 // Rounds a row of bfloat16 to the nearest multiples of its scale, 127 of which are its largest number; writes zeros
 // behind it up to the end of its last quad. Returns the scale, and kByteOffset times the sum.
 struct ByteRow {
   float scale;
   int32_t offset;
 };
-ByteRow byte_row_avx2(const uint16_t* row, int64_t num, int8_t* integers);
+using ByteRowKernel = ByteRow (*)(const uint16_t* row, int64_t num, int8_t* written);
+
+struct ByteKernels {
+  ByteRowKernel row;
+  ByteProductKernel product;
+  int64_t quad_bytes;
+};
+
+ByteKernels byte_kernels_avx2();
+ByteKernels byte_kernels_vnni();
 
 }  // namespace outrider

@@ -1,4 +1,5 @@
-// The loops of a product in 8 bits: `Isa` says how a quad of inputs is added to 16 sums.
+// The loops of a product in 8 bits: `Isa` says how a quad of inputs is added to 16 sums, in one or several parts of
+// `kSpreadBytes` each.
 
 #pragma once
 
@@ -14,6 +15,8 @@
 namespace outrider {
 namespace {
 
+// What is broadcast of a row at once.
+constexpr int64_t kSpreadBytes = 4;
 constexpr int kMostByteBlocks = 8;
 // Lines that are fetched ahead: the CPU's own fetching stops at the end of each memory page.
 constexpr int64_t kByteLinesAhead = 24;
@@ -31,27 +34,41 @@ inline void store_byte_sums(const ByteProduct& product, int64_t row, int64_t blo
   if (to == columns) std::memcpy(output, columns, num * sizeof(uint16_t));
 }
 
+// A function of its own, and loops that are unrolled before the compiler decides what stays in registers: else some of
+// the sums go to memory and back for every quad.
 template <class Isa, int ROWS, int BLOCKS>
-inline void byte_tile(const ByteProduct& product, int64_t row, int64_t block) {
+[[gnu::noinline]] void byte_tile(const ByteProduct& product, int64_t row, int64_t block) {
   typename Isa::Integers sums[ROWS][BLOCKS];
-  for (auto& own : sums)
-    for (auto& sum : own) sum = Isa::none();
-  const int64_t row_bytes = product.num_quads * kQuad, block_bytes = row_bytes * kByteColumns;
+#pragma GCC unroll 8
+  for (int r = 0; r < ROWS; ++r)
+#pragma GCC unroll 8
+    for (int b = 0; b < BLOCKS; ++b) sums[r][b] = Isa::none();
+  const int64_t row_bytes = product.num_quads * Isa::kParts * kSpreadBytes, block_bytes = product.num_quads * kLineBytes;
   const int8_t* rows = product.rows + row * row_bytes;
   const uint8_t* weights = product.weights + block * block_bytes;
   for (int64_t quad = 0; quad < product.num_quads; ++quad) {
-    typename Isa::Quads loaded[BLOCKS];
-    for (int b = 0; b < BLOCKS; ++b) {
-      const uint8_t* line = weights + b * block_bytes + quad * kLineBytes;
-      loaded[b] = Isa::load(line);
-      _mm_prefetch(reinterpret_cast<const char*>(line + kByteLinesAhead * kLineBytes), _MM_HINT_T0);
-    }
-    for (int r = 0; r < ROWS; ++r) {
-      const auto inputs = Isa::spread(rows + r * row_bytes + quad * kQuad);
-      for (int b = 0; b < BLOCKS; ++b) Isa::add(sums[r][b], loaded[b], inputs);
+    const uint8_t* lines = weights + quad * kLineBytes;
+    // Behind the end of a block is the next one, which is read already, but for the last.
+    const bool is_beyond = quad + kByteLinesAhead >= product.num_quads;
+    const uint8_t* ahead = lines + kByteLinesAhead * kLineBytes + (is_beyond ? (BLOCKS - 1) * block_bytes : 0);
+#pragma GCC unroll 8
+    for (int b = 0; b < BLOCKS; ++b) _mm_prefetch(reinterpret_cast<const char*>(ahead + b * block_bytes), _MM_HINT_T0);
+#pragma GCC unroll 2
+    for (int part = 0; part < Isa::kParts; ++part) {
+      typename Isa::Quads loaded[BLOCKS];
+#pragma GCC unroll 8
+      for (int b = 0; b < BLOCKS; ++b) loaded[b] = Isa::load(lines + b * block_bytes, part);
+#pragma GCC unroll 8
+      for (int r = 0; r < ROWS; ++r) {
+        const auto inputs = Isa::spread(rows + r * row_bytes + (quad * Isa::kParts + part) * kSpreadBytes);
+#pragma GCC unroll 8
+        for (int b = 0; b < BLOCKS; ++b) Isa::add(sums[r][b], loaded[b], inputs);
+      }
     }
   }
+#pragma GCC unroll 8
   for (int r = 0; r < ROWS; ++r)
+#pragma GCC unroll 8
     for (int b = 0; b < BLOCKS; ++b) store_byte_sums<Isa>(product, row + r, block + b, sums[r][b]);
 }
 

@@ -30,11 +30,14 @@ class ColumnRows {
           "a session has a column, no less than 0 mask rows, and slots from 0 on");
       for (int64_t row = 0; row < num_of(session); ++row) positions.push_back(firsts[session] + row);
       num_columns_of_all += num_columns[session];
+      num_outputs_of_all += num_outputs(session);
       most_masks = std::max(most_masks, num_masks[session]);
     }
   }
 
   int64_t num_of(size_t session) const { return num_columns_[session] + num_masks_[session]; }
+  // Of its last column and its mask rows; of the other columns only keys and values are used.
+  int64_t num_outputs(size_t session) const { return 1 + num_masks_[session]; }
 
   // Writes the rows' halves, [num, width] each. fused: of the columns. masks: [2, most, width].
   void write(
@@ -58,7 +61,7 @@ class ColumnRows {
   }
 
   std::vector<int64_t> positions;
-  int64_t num_columns_of_all = 0, most_masks = 0;
+  int64_t num_columns_of_all = 0, num_outputs_of_all = 0, most_masks = 0;
 
  private:
   const std::vector<int64_t>& num_columns_;
@@ -66,26 +69,27 @@ class ColumnRows {
 };
 
 // Stores the keys and values of a session's rows, whose heads, [num_rows, heads + 2 * key_heads, dim], are queries, keys
-// and values, and writes what the rows attend to, [num_rows, heads, dim]: all slots up to their own, which is the
-// position.
+// and values, and writes what the last `num_outputs` rows attend to, [num_outputs, heads, dim]: all slots up to their own,
+// which is the position.
 void attend_columns(
-    const uint16_t* heads, int64_t num_rows, const int64_t* positions, Tensor& keys, Tensor& values, int64_t num_heads,
-    uint16_t* attended, int64_t variant) {
+    const uint16_t* heads, int64_t num_rows, int64_t num_outputs, const int64_t* positions, Tensor& keys, Tensor& values,
+    int64_t num_heads, uint16_t* attended, int64_t variant) {
   const int64_t num_key_heads = keys.size(1), dim = keys.size(2), row_size = (num_heads + 2 * num_key_heads) * dim;
   const int64_t stored_bytes = num_key_heads * dim * static_cast<int64_t>(sizeof(uint16_t));
-  std::vector<int32_t> pages(positions[num_rows - 1] / kPageLen + 1);
-  std::iota(pages.begin(), pages.end(), 0);
-  std::vector<AttentionRow> rows;
   for (int64_t row = 0; row < num_rows; ++row) {
     const uint16_t* key = heads + row * row_size + num_heads * dim;
     const int64_t at = positions[row] * num_key_heads * dim;
     std::memcpy(changed(keys) + at, key, stored_bytes);
     std::memcpy(changed(values) + at, key + num_key_heads * dim, stored_bytes);
-    rows.push_back({row, positions[row], pages.data()});
   }
+  std::vector<int32_t> pages(positions[num_rows - 1] / kPageLen + 1);
+  std::iota(pages.begin(), pages.end(), 0);
+  const int64_t first = num_rows - num_outputs;
+  std::vector<AttentionRow> rows;
+  for (int64_t row = 0; row < num_outputs; ++row) rows.push_back({row, positions[first + row], pages.data()});
   constexpr int64_t kCell = 2;
   attend(
-      {reinterpret_cast<const uint32_t*>(heads),
+      {reinterpret_cast<const uint32_t*>(heads + first * row_size),
        dim / kCell,
        row_size / kCell,
        static_cast<const uint32_t*>(keys.const_data_ptr()),
@@ -107,8 +111,8 @@ void attend_columns(
 // features: bfloat16 [C, F], of all columns. token_ids: of them, below V. num_columns, num_masks, firsts: of each session,
 // firsts being slots and positions. keys, values: each session's, bfloat16 [slots, key_heads, dim]; those of the rows are
 // stored. embedding: bfloat16 [V, H]. masks: bfloat16 [2, M, H], the embeddings of mask rows and what is added to their
-// features. norms: bfloat16 [3, H], of embeddings, of features, and after attention. Returns the outputs of all rows,
-// session by session: bfloat16 [N, H].
+// features. norms: bfloat16 [3, H], of embeddings, of features, and after attention. Returns the outputs of each session's
+// last column and of the mask rows behind it: bfloat16 [N, H].
 Tensor head_columns(
     const Tensor& features, const std::vector<int64_t>& token_ids, const std::vector<int64_t>& num_columns,
     const std::vector<int64_t>& num_masks, const std::vector<int64_t>& firsts, std::vector<Tensor> keys,
@@ -164,24 +168,30 @@ Tensor head_columns(
   rows.write(
       fused.data(), token_ids, numbers_of(embedding), numbers_of(masks), masks.size(1), width, kernels_of(variant).add,
       embeddings.data(), hidden.data());
-  std::vector<uint16_t> heads(num * num_all * dim), normed(num * width), attended(num * num_heads * dim);
+  std::vector<uint16_t> heads(num * num_all * dim), normed(num * width);
   const uint16_t* norm = numbers_of(norms);
   const auto bound = static_cast<float>(epsilon);
   project_rows(
       {embeddings.data(), hidden.data(), rows.positions.data(), num, width}, norm, bound, project,
       {numbers_of(cosines), numbers_of(sines), dim}, num_all, num_heads + num_key_heads, heads.data(), normed.data(),
       variant);
-  int64_t first = 0;
+  const int64_t num_outputs = rows.num_outputs_of_all;
+  std::vector<uint16_t> attended(num_outputs * num_heads * dim), residual;
+  int64_t first = 0, output_row = 0;
   for (size_t session = 0; session < keys.size(); ++session) {
+    const int64_t own = rows.num_outputs(session), end = first + rows.num_of(session);
     attend_columns(
-        heads.data() + first * num_all * dim, rows.num_of(session), rows.positions.data() + first, keys[session],
-        values[session], num_heads, attended.data() + first * num_heads * dim, variant);
-    first += rows.num_of(session);
+        heads.data() + first * num_all * dim, end - first, own, rows.positions.data() + first, keys[session],
+        values[session], num_heads, attended.data() + output_row * num_heads * dim, variant);
+    const uint16_t* added = (starts_normed ? normed : hidden).data();
+    residual.insert(residual.end(), added + (end - own) * width, added + end * width);
+    first = end;
+    output_row += own;
   }
-  Tensor output = empty({num, width}, ScalarType::BFloat16);
+  Tensor output = empty({num_outputs, width}, ScalarType::BFloat16);
   finish_rows(
-      attended.data(), (starts_normed ? normed : hidden).data(), num, width, {after_attention, before, after, num_inner},
-      norm + 2 * width, bound, changed(output), variant);
+      attended.data(), residual.data(), num_outputs, width, {after_attention, before, after, num_inner}, norm + 2 * width,
+      bound, changed(output), variant);
   return output;
 }
 

@@ -36,9 +36,10 @@ inline const uint16_t* numbers_of(const Tensor& tensor) { return static_cast<con
 inline uint16_t* changed(const Tensor& tensor) { return static_cast<uint16_t*>(tensor.mutable_data_ptr()); }
 
 // All variants give the same bits.
-inline ByteProductKernel byte_product_of(int64_t variant) {
-  static const bool has_vnni = __builtin_cpu_supports("avx512vnni");
-  return variant > 0 && has_vnni ? byte_product_vnni : byte_product_avx2;
+inline const ByteKernels& byte_kernels_of(int64_t variant) {
+  static const ByteKernels narrow = byte_kernels_avx2();
+  static const ByteKernels widest = __builtin_cpu_supports("avx512vnni") ? byte_kernels_vnni() : narrow;
+  return variant > 0 ? widest : narrow;
 }
 
 // A layer with weights of 8 bits: uint8 [blocks, quads, 16, 4], each plus 128; scales, float32 [blocks, 16]; where it has
@@ -71,12 +72,14 @@ class Layer {
 
   // Multiplies rows, bfloat16 [num_rows, num_inputs], by all threads.
   void multiply(const uint16_t* rows, int64_t num_rows, uint16_t* output, int64_t variant) const {
-    const int64_t num_blocks = tensors_[0].size(0), num_quads = tensors_[0].size(1), width = num_quads * kQuad;
-    std::vector<int8_t> integers(num_rows * width);
+    const auto& kernels = byte_kernels_of(variant);
+    const int64_t num_blocks = tensors_[0].size(0), num_quads = tensors_[0].size(1);
+    const int64_t row_bytes = num_quads * kernels.quad_bytes;
+    std::vector<int8_t> integers(num_rows * row_bytes);
     std::vector<float> scales(num_rows);
     std::vector<int32_t> offsets(num_rows);
     for_each_row(num_rows, [&](int64_t row) {
-      const auto given = byte_row_avx2(rows + row * num_inputs_, num_inputs_, integers.data() + row * width);
+      const ByteRow given = kernels.row(rows + row * num_inputs_, num_inputs_, integers.data() + row * row_bytes);
       scales[row] = given.scale;
       offsets[row] = given.offset;
     });
@@ -91,11 +94,10 @@ class Layer {
         num_rows,
         num_quads,
         out_features_};
-    const int64_t block_work = std::max<int64_t>(1, num_rows * width * kByteColumns);
-    const auto kernel = byte_product_of(variant);
+    const int64_t block_work = std::max<int64_t>(1, num_rows * num_quads * kQuad * kByteColumns);
     torch::stable::parallel_for(
         0, num_blocks, (kLeastWork + block_work - 1) / block_work,
-        [&](int64_t begin, int64_t end) { kernel(product, begin, end); });
+        [&](int64_t begin, int64_t end) { kernels.product(product, begin, end); });
   }
 
  private:

@@ -261,6 +261,6 @@ def test_columns_that_do_not_fit_are_an_error(change: dict[str, object], message
         "num_inner": INNER,
         "variant": 0,
     }
-    assert OPERATORS.head_columns.default(**arguments).shape == (5, H)
+    assert OPERATORS.head_columns.default(**arguments).shape == (4, H)
     with pytest.raises(RuntimeError, match=message):
         OPERATORS.head_columns.default(**arguments | change)

@@ -46,6 +46,11 @@ class Columns:
         return len(self.token_ids) + self.num_masks
 
     @property
+    def num_outputs(self) -> int:
+        """Rows whose outputs predict tokens: the last column and the mask rows."""
+        return 1 + self.num_masks
+
+    @property
     def end(self) -> int:
         """Slot and position behind the last row."""
         return self.first + self.num_rows
@@ -73,6 +78,11 @@ class Rows:
     def num_rows(self) -> int:
         """Their number."""
         return len(self.positions)
+
+    @property
+    def num_outputs(self) -> int:
+        """All of them: each is a node, whose output predicts tokens."""
+        return self.num_rows
 
 
 class HeadPasses:
@@ -126,7 +136,7 @@ class HeadPasses:
         return self._column_variant is not None
 
     def columns(self, sessions: Sequence[Columns], keys: Sequence[Tensor], values: Sequence[Tensor]) -> Tensor:
-        """Return the outputs of new columns and of the mask rows behind them, session by session: [N, H].
+        """Return the outputs of each session's last column and of the mask rows behind it: [N, H].
 
         Args:
             sessions: each one's columns.

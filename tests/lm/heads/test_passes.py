@@ -84,7 +84,8 @@ def test_new_columns_of_sessions(*, norm_before_residual: bool) -> None:
     expected_caches = [[item.clone() for item in both] for both in caches]
     found = passes.columns(sessions, *(list(item) for item in zip(*caches, strict=True)))
     expected = [
-        attended(passes, passes.rows(item), *cache) for item, cache in zip(sessions, expected_caches, strict=True)
+        attended(passes, passes.rows(item), *cache)[-item.num_outputs :]
+        for item, cache in zip(sessions, expected_caches, strict=True)
     ]
     assert_near(found, torch.cat(expected))
     for both, expected_both in zip(caches, expected_caches, strict=True):
