@@ -49,8 +49,8 @@ class _Drafting:
     @property
     def is_wanted(self) -> bool:
         """Whether the request still waits for more of the proposal."""
-        waits = self.request.base == self.base and _waits(self.request)
-        return waits and not self.sent.proposal.complete
+        # Whether it waits is decided anew where nodes have come, so that is asked last.
+        return not self.sent.proposal.complete and self.request.base == self.base and _waits(self.request)
 
     def give(self, step_time_s: float, now: float) -> None:
         """Hand over the nodes drafted since the last time; a request that cannot be drafted for decodes plainly."""
