@@ -52,6 +52,8 @@ def named(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
             patch.setattr(native, "best_variant", lambda: None)
         options = LoadOptions(
             device="cuda" if how == "gpu" else "cpu",
+            # All of it is written where free pages are spoilt.
+            kv_budget_bytes=32 << 20,
             compiles=how == "compiled",
             quantization=INT8 if how == "int8" else None,
         )
