@@ -42,6 +42,7 @@ struct ByteRow {
 };
 using ByteRowKernel = ByteRow (*)(const uint16_t* row, int64_t num, int8_t* written);
 
+// Of an instruction set: what writes rows, what reads them, and the bytes that a quad of a written row takes.
 struct ByteKernels {
   ByteRowKernel row;
   ByteProductKernel product;
