@@ -2,7 +2,8 @@
 
 The pass runs the columns that are missing, as `eagle3` does, and behind the last one the mask rows of the block
 (`outrider.lm.heads.block`). The tree then grows depth by depth, over the nodes of all sessions together: row k of a
-session's block gives the logits after each of its nodes of that depth, with the transition from the node's token.
+session's block gives the logits after each of its nodes of that depth, with the transition from the node's token. Where
+it can, one native operator does all of that (`grown_tree`).
 """
 
 from collections.abc import Sequence
@@ -13,6 +14,7 @@ from torch import Tensor
 
 from outrider.drafters.drafter import DrafterInfo, OpenProposal, StepRows
 from outrider.drafters.eagle3 import Eagle3Drafter, HeadOptions, OpenTree
+from outrider.drafters.grown_tree import TreeGrower
 from outrider.drafters.tree_order import Node
 from outrider.lm.heads.block import BlockHead
 from outrider.lm.heads.passes import Columns, TransitionPass
@@ -39,6 +41,8 @@ class BlockDrafter(Eagle3Drafter):
         super().__init__(head, vocabulary, embedding, info, options)
         self._block_size = head.block.block_size
         self._transition = TransitionPass(head.transition, embedding)
+        self._grower = TreeGrower(self._passes, self._transition, embedding, vocabulary, options.tree, _WIDTH)
+        self._blocks: dict[OpenProposal, Tensor] = {}
 
     @property
     def tokens_per_step(self) -> int:
@@ -49,6 +53,7 @@ class BlockDrafter(Eagle3Drafter):
         """Run one pass: of each session columns that are missing, and its block once they end the text."""
         for item in proposals:
             item.num_speculative_tokens = min(item.num_speculative_tokens, self._block_size)
+        self._blocks.clear()
         return super().step(proposals)
 
     def _columns(self, proposal: OpenProposal, num: int) -> Columns:
@@ -61,8 +66,23 @@ class BlockDrafter(Eagle3Drafter):
         """Return the rows of a block: one for each token of a path."""
         return max(1, proposal.num_speculative_tokens)
 
+    def _root(self, proposal: OpenProposal, output: Tensor) -> None:
+        if self._grower.can_grow(proposal):
+            self._blocks[proposal] = output[: self._size(proposal)]
+        else:
+            super()._root(proposal, output)
+
     def _grow(self, proposals: Sequence[OpenProposal]) -> None:
-        """Grow the trees to the end, depth by depth, and complete their proposals."""
+        """Grow the trees to the end and complete their proposals."""
+        if self._blocks:
+            blocks, self._blocks = self._blocks, {}
+            for tree in self._grower.grow(list(blocks), list(blocks.values()), self._node_values):
+                self._state(tree.proposal).drafted = tree
+                tree.proposal.fill(tree.nodes())
+        self._grow_in_steps(proposals)
+
+    def _grow_in_steps(self, proposals: Sequence[OpenProposal]) -> None:
+        """Grow trees depth by depth, over the nodes of all sessions together."""
         items = [self._trees.pop(item) for item in proposals if item in self._trees]
         if not items:
             return

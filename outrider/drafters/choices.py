@@ -7,7 +7,7 @@ others are guesses, which are followed where the target's own token equals one o
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Final, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -31,9 +31,6 @@ from outrider.speculation.sampling import (
 from outrider.speculation.truncation import Support
 from outrider.speculation.verification import DecisionSource, draft_rejection
 from outrider.tokens import SparseDistribution
-
-_MOST_INVERSE: Final = 1e30
-"""Of a temperature, which may be as small as a number can be."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,7 +114,7 @@ class RankedChoices:
         self._source = KeyedSource(proposal.terms.parameters.seed or 0)
         self._allowed = AllowedTokens(proposal, vocabulary.target_size)
         self._truncates = not self._is_greedy and _truncates(proposal.terms, len(vocabulary))
-        self._keeps_logits = not self._truncates and proposal.terms.grammar is None and _changes_nothing(proposal.terms)
+        self._keeps_logits = keeps_logits(proposal.terms, len(vocabulary))
 
     def after(self, places: Sequence[Place], logits: Tensor, num: int) -> list[list[Choice]]:
         """Return the likeliest tokens after each place.
@@ -168,7 +165,6 @@ class RankedChoices:
         """Return logits as they are under greedy, else the logarithms of weight / noise, if nothing is truncated."""
         if self._is_greedy:
             return logits
-        temperature = self._proposal.terms.parameters.temperature
         variant = (
             native.loaded_variant() if logits.device.type == "cpu" and logits.dtype in native.SCORE_TYPES else None
         )
@@ -181,13 +177,13 @@ class RankedChoices:
                 self._vocabulary.token_ids,
                 torch.tensor([(*Counter(Purpose.TARGET, at).words, *self._source.key) for at in rows]),
                 [rows[at] for at in positions],
-                min(1 / temperature, _MOST_INVERSE),
+                1 / self._proposal.terms.parameters.temperature,
                 int(variant),
             )
             return drawn
         # The largest is subtracted first, because a small temperature would make it infinite.
         scores = logits.float()
-        scores = (scores - scores.amax(-1, keepdim=True)).div_(temperature)
+        scores = (scores - scores.amax(-1, keepdim=True)).div_(self._proposal.terms.parameters.temperature)
         return scores.sub_(self._noise(paths, scores.device).float().log_())
 
     def _positions(self, paths: Sequence[tuple[int, ...]]) -> list[int]:
@@ -284,6 +280,12 @@ class _History:
         if terms.parameters.needs_history:
             return TokenHistory(token_ids[: terms.prompt_len], token_ids[terms.prompt_len :], terms.parameters)
         return TokenHistory((), range(len(token_ids) - terms.prompt_len), terms.parameters)
+
+
+def keeps_logits(terms: DraftTerms, vocabulary_size: int) -> bool:
+    """Return whether the choices under `coupled` follow from the logits as they are, the temperature and the noise."""
+    truncates = not terms.parameters.is_greedy and _truncates(terms, vocabulary_size)
+    return not truncates and terms.grammar is None and _changes_nothing(terms)
 
 
 def _changes_nothing(terms: DraftTerms) -> bool:

@@ -10,6 +10,7 @@ from torch.nn import functional
 
 from outrider import native
 from outrider.drafters.features import FeatureBuffer
+from outrider.drafters.grown_tree import GrownTree
 from outrider.drafters.node_values import NodeValues
 from outrider.drafters.tree import DraftTree
 from outrider.lm.attention.native import PAGE_LEN, lay_out
@@ -39,7 +40,7 @@ class HeadState:
         """Output of the last column, [1, H], and of the rows of its block behind it: [K, H]."""
         self.node_values = NodeValues.of_one_session()
         """Of this session's nodes."""
-        self.drafted: DraftTree | None = None
+        self.drafted: DraftTree | GrownTree | None = None
         """The last tree that was drafted, whose outcome has yet to be observed."""
         self._token_ids = array("I")
         self._agreed_len = 0

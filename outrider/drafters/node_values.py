@@ -9,7 +9,7 @@ import heapq
 from collections.abc import Callable, Sequence
 from typing import Final
 
-from outrider.speculation.acceptance import AcceptanceRates
+from outrider.speculation.acceptance import MAX_DEPTH, AcceptanceRates
 
 _DECAY: Final = 0.998
 _WEIGHT: Final = 30.0
@@ -68,6 +68,18 @@ class NodeValues:
             likelihood: the draft's probability of it; 0 where it does not count.
         """
         return self._rates.weighed(self.ranks(depth)[rank - 1], rank, likelihood)
+
+    def numbers(self, num_depths: int) -> list[float]:
+        """Return what the values of nodes follow from, as `outrider.native` reads it.
+
+        Args:
+            num_depths: of the deepest nodes; at least 1.
+
+        Returns:
+            `ranks` of as many depths, at most `MAX_DEPTH`, one after another; and `AcceptanceRates.weights`.
+        """
+        depths = range(1, min(num_depths, MAX_DEPTH) + 1)
+        return [value for depth in depths for value in self.ranks(depth)] + self._rates.weights()
 
 
 def least_value(ranks: Callable[[int], Sequence[float]], depth: int, num_nodes: int) -> float:

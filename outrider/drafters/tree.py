@@ -29,6 +29,7 @@ from torch import Tensor
 from outrider.drafters.choices import Choice, Choices, Place, TreeOptions, new_choices
 from outrider.drafters.drafter import OpenProposal
 from outrider.drafters.node_values import NodeValues
+from outrider.drafters.tree_bounds import TreeBounds
 from outrider.drafters.tree_order import Node, NodeOrder
 from outrider.lm.heads.vocabulary import DraftVocabulary
 from outrider.parameters import AcceptanceRule
@@ -57,7 +58,7 @@ class DraftTree:
     def __init__(self, proposal: OpenProposal, max_nodes: int, choices: Choices, values: NodeValues) -> None:
         self.proposal = proposal
         self.root = Node(None, 0, Choice(0))
-        self._max_nodes = max_nodes
+        self._bounds = TreeBounds(proposal, max_nodes)
         self._choices = choices
         self._values = values
         self._order = NodeOrder(proposal, values)
@@ -72,7 +73,7 @@ class DraftTree:
     @property
     def has_run_root(self) -> bool:
         """Whether the draft's predictions after the root are known, or need not be."""
-        return self.root.children is not None or len(self.proposal.token_ids) >= self._end_len
+        return self.root.children is not None or len(self.proposal.token_ids) >= self._bounds.end_len
 
     @property
     def is_awaited(self) -> bool:
@@ -82,13 +83,7 @@ class DraftTree:
     @property
     def waits(self) -> bool:
         """Whether it waits for verdicts."""
-        return not self.proposal.lookahead
-
-    @property
-    def is_chain(self) -> bool:
-        """Whether nodes have one child at most."""
-        # Where neither request nor drafter bounds a proposal, one that waits is as large as one path of a round.
-        return self._given_bound <= self.proposal.num_speculative_tokens and (self.waits or self._given_bound > 0)
+        return self._bounds.waits
 
     def frontier(self, width: int = MAX_WIDTH) -> list[tuple[float, Node]]:
         """Return nodes to be run next, with their values, those worth most first; none where no more pays."""
@@ -113,7 +108,7 @@ class DraftTree:
     def expand(self, nodes: Sequence[Node], logits: Tensor) -> None:
         """Add the draft's predictions after nodes that were run: logits [F, D], over the draft's vocabulary."""
         places = [Place(self._path(node), node.segment) for node in nodes]
-        found = self._choices.after(places, logits, 1 if self.is_chain else MAX_RANK)
+        found = self._choices.after(places, logits, 1 if self._bounds.is_chain else MAX_RANK)
         for node, choices in zip(nodes, found, strict=True):
             node.children = [Node(node, rank, choice) for rank, choice in enumerate(choices, 1)]
             for child in filter(self._is_sent_at_once, node.children):
@@ -157,25 +152,6 @@ class DraftTree:
         self._decide()
 
     @property
-    def _given_bound(self) -> int:
-        """Bound on the nodes by the request or the drafter; 0 where neither has one."""
-        item = self.proposal
-        return item.max_nodes or (max(self._max_nodes, item.num_speculative_tokens) if self._max_nodes else 0)
-
-    @property
-    def _bound(self) -> int:
-        """Bound on the nodes that are live at a time."""
-        item, given = self.proposal, self._given_bound
-        if self.waits:
-            return given or item.num_speculative_tokens
-        return min(given, item.lookahead) if given else item.lookahead
-
-    @property
-    def _end_len(self) -> int:
-        terms = self.proposal.terms
-        return min(self.proposal.max_len, terms.prompt_len + terms.parameters.max_tokens)
-
-    @property
     def _compares(self) -> bool:
         """Whether the best nodes are known only once all nodes with possibly better children have been run."""
         return self.waits and self._is_coupled
@@ -188,13 +164,7 @@ class DraftTree:
         """Return from which value on a choice becomes a node, as long as more nodes are to be run; see the module."""
         if self.waits:
             return 0.0 if self._compares else math.inf
-        return 0.0 if self.is_chain else self._order.least_value(self.root.depth, self._bound)
-
-    @property
-    def _end_depth(self) -> int:
-        """Depth of nodes after which no choice may become one."""
-        end = self._end_len - self.proposal.root_len
-        return min(end, self.root.depth + self.proposal.num_speculative_tokens) if self.waits else end
+        return 0.0 if self._bounds.is_chain else self._order.least_value(self.root.depth, self._bounds.num_nodes)
 
     def _may_run(self, node: Node, end_depth: int) -> bool:
         is_end = node.token_id in self.proposal.terms.stop_token_ids
@@ -216,9 +186,9 @@ class DraftTree:
 
     def _best(self, least: float) -> list[tuple[float, Node]]:
         """Return the nodes that were sent, and the best choices for which there is room beside them."""
-        room, num_sent = self._bound - self._num_live, self._num_live
+        room, num_sent = self._bounds.num_nodes - self._num_live, self._num_live
         best: list[tuple[float, Node]] = []
-        for value, node in self._order.best_first(self.root, self._end_depth):
+        for value, node in self._order.best_first(self.root, self._bounds.end_depth(self.root.depth)):
             if node.number:
                 num_sent -= 1
             elif room > 0 and value >= least:
@@ -235,11 +205,11 @@ class DraftTree:
         if self.waits and self._num_steps >= self.proposal.num_speculative_tokens:
             return []
         # Whatever the choices after a node that is sent, there is room for the first of them.
-        room = self._bound - (self._num_live if self._compares else len(best))
+        room = self._bounds.num_nodes - (self._num_live if self._compares else len(best))
         least = 0.0 if self.waits else self._least
-        if self._compares and len(best) >= self._bound:
+        if self._compares and len(best) >= self._bounds.num_nodes:
             least = best[-1][0]
-        end_depth = self._end_depth
+        end_depth = self._bounds.end_depth(self.root.depth)
         found = [
             (value, node)
             for value, node in best

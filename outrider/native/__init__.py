@@ -19,7 +19,8 @@ The others are for drafts, which need not be exact. `largest_scores` finds the l
 share each has of the sum; `drawn_scores` scores the tokens of a race by approximate noise. `byte_product` multiplies
 rows with packed weights, both in 8 bits, in exact sums. `head_columns` runs a head's layer over new columns of
 sessions; `head_project`, `head_finish`, `head_logits` and `transition_logits` are the other parts of its pass
-(`outrider.lm.heads.passes`): a head is so small that the way into an operator takes as long as a product.
+(`outrider.lm.heads.passes`): a head is so small that the way into an operator takes as long as a product. `head_trees`
+grows the trees of a block head from its outputs to their ends (`outrider.drafters.grown_tree`).
 
 Which variant runs follows from the CPU's features (`Variant`). All have equal results, but for AMX: its instruction
 adds up 32 inputs by itself, so that `packed_product`, and attention in bfloat16, have another order of additions.

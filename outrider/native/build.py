@@ -34,6 +34,7 @@ _FLAGS: Final = {
     "scores.cpp": _OPERATORS,
     "head.cpp": _OPERATORS,
     "head_columns.cpp": _OPERATORS,
+    "head_trees.cpp": _OPERATORS,
     "avx2.cpp": ("-mfma", "-mavx2"),
     "avx512.cpp": _AVX512,
     "avx512_bf16.cpp": (*_AVX512, "-mavx512bf16"),

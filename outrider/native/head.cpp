@@ -4,7 +4,6 @@
 #include <torch/csrc/stable/library.h>
 
 #include <cstdint>
-#include <cstring>
 #include <tuple>
 #include <vector>
 
@@ -98,16 +97,12 @@ std::tuple<Tensor, Tensor> head_logits(
   check_weight(norm, width, "norm");
   const Layer layer(output, width, num_logits);
 
-  const auto& kernels = kernels_of(variant);
   const Tensor given = dense(outputs);
   Tensor states = empty({num_rows, width}, ScalarType::BFloat16);
   Tensor logits = empty({num_rows, num_logits}, ScalarType::BFloat16);
-  for_each_row(num_rows, [&](int64_t row) {
-    kernels.norm(
-        numbers_of(given) + row * width, numbers_of(norm), width, static_cast<float>(epsilon),
-        changed(states) + row * width);
-  });
-  layer.multiply(numbers_of(states), num_rows, changed(logits), variant);
+  logits_of_rows(
+      numbers_of(given), num_rows, width, numbers_of(norm), static_cast<float>(epsilon), layer, changed(states),
+      changed(logits), variant);
   return {states, logits};
 }
 
@@ -134,21 +129,9 @@ Tensor transition_logits(
   }
   const Layer before(token, width, rank), after(output, rank, num_logits);
 
-  const auto& kernels = kernels_of(variant);
   Tensor found = empty({num_nodes, num_logits}, ScalarType::BFloat16);
-  std::vector<uint16_t> embedded(num_nodes * width), inner(num_nodes * rank);
-  for (int64_t node = 0; node < num_nodes; ++node) {
-    std::memcpy(
-        embedded.data() + node * width, numbers_of(embedding) + token_ids[node] * width, width * sizeof(uint16_t));
-  }
-  before.multiply(embedded.data(), num_nodes, inner.data(), variant);
-  for (int64_t node = 0; node < num_nodes; ++node) {
-    kernels.silu(inner.data() + node * rank, numbers_of(states) + rows[node] * rank, rank);
-  }
-  after.multiply(inner.data(), num_nodes, changed(found), variant);
-  for (int64_t node = 0; node < num_nodes; ++node) {
-    kernels.add(changed(found) + node * num_logits, numbers_of(logits) + rows[node] * num_logits, num_logits);
-  }
+  const Transition transition{before, after, numbers_of(embedding), width, rank, num_logits};
+  transition.add(numbers_of(logits), numbers_of(states), rows, token_ids, changed(found), variant);
   return found;
 }
 

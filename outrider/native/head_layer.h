@@ -189,5 +189,46 @@ inline void finish_rows(
   for_each_row(num_rows, [&](int64_t row) { kernels.add(output + row * width, hidden.data() + row * width, width); });
 }
 
+// Writes the norms of rows' outputs, [num_rows, width], and what a layer makes of them: logits.
+inline void logits_of_rows(
+    const uint16_t* outputs, int64_t num_rows, int64_t width, const uint16_t* norm, float epsilon, const Layer& layer,
+    uint16_t* states, uint16_t* logits, int64_t variant) {
+  const auto& kernels = kernels_of(variant);
+  for_each_row(num_rows, [&](int64_t row) {
+    kernels.norm(outputs + row * width, norm, width, epsilon, states + row * width);
+  });
+  layer.multiply(states, num_rows, logits, variant);
+}
+
+// The sequential part of a block head: output(silu(token(embedding of the token before) + state)), added to logits.
+struct Transition {
+  const Layer& token;
+  const Layer& output;
+  const uint16_t* embedding;
+  int64_t width;
+  int64_t rank;
+  int64_t num_logits;
+
+  // Writes the logits after nodes, [F, num_logits]: those of their rows, with what the token before adds.
+  void add(
+      const uint16_t* logits, const uint16_t* states, const std::vector<int64_t>& rows,
+      const std::vector<int64_t>& token_ids, uint16_t* found, int64_t variant) const {
+    const auto& kernels = kernels_of(variant);
+    const auto num_nodes = static_cast<int64_t>(rows.size());
+    std::vector<uint16_t> embedded(num_nodes * width), inner(num_nodes * rank);
+    for (int64_t node = 0; node < num_nodes; ++node) {
+      std::memcpy(embedded.data() + node * width, embedding + token_ids[node] * width, width * sizeof(uint16_t));
+    }
+    token.multiply(embedded.data(), num_nodes, inner.data(), variant);
+    for (int64_t node = 0; node < num_nodes; ++node) {
+      kernels.silu(inner.data() + node * rank, states + rows[node] * rank, rank);
+    }
+    output.multiply(inner.data(), num_nodes, found, variant);
+    for (int64_t node = 0; node < num_nodes; ++node) {
+      kernels.add(found + node * num_logits, logits + rows[node] * num_logits, num_logits);
+    }
+  }
+};
+
 }  // namespace
 }  // namespace outrider

@@ -9,9 +9,8 @@
 #include <tuple>
 #include <vector>
 
-#include "largest.h"
 #include "operators.h"
-#include "race.h"
+#include "score_kernels.h"
 
 namespace {
 
@@ -19,51 +18,10 @@ using outrider::kLeastWork;
 using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
 
-// In the order of `outrider.native.Variant`.
-constexpr outrider::UniformKernel kUniforms[] = {
-    outrider::uniforms_avx2,
-    outrider::uniforms_avx512,
-    outrider::uniforms_avx512,
-    outrider::uniforms_avx512,
-};
-
-constexpr outrider::LogNoiseKernel kLogNoises[] = {
-    outrider::log_noise_avx2,
-    outrider::log_noise_avx512,
-    outrider::log_noise_avx512,
-    outrider::log_noise_avx512,
-};
-
-constexpr outrider::RaceKernel kRaces[] = {
-    outrider::race_avx2,
-    outrider::race_avx512,
-    outrider::race_avx512,
-    outrider::race_avx512,
-};
-
-constexpr outrider::LargestKernel kLargest[] = {
-    outrider::largest_avx2,
-    outrider::largest_avx512,
-    outrider::largest_avx512,
-    outrider::largest_avx512,
-};
-
-constexpr outrider::PlaceKernel kPlaces[] = {
-    outrider::place_of_largest_avx2,
-    outrider::place_of_largest_avx512,
-    outrider::place_of_largest_avx512,
-    outrider::place_of_largest_avx512,
-};
-
 // Share by which a bound may be wrong.
 constexpr float kSlack = 2e-3f;
 // Tokens that one thread looks at, at least.
 constexpr int64_t kLeastTokens = 8192;
-
-outrider::Counter counter_of(const int64_t* numbers) {
-  const auto word = [&](int index) { return static_cast<uint32_t>(numbers[index]); };
-  return {{word(0), word(1), word(2)}, {word(3), word(4)}};
-}
 
 // token_ids: int64 [1 or R, N], from 0 to 2^33 - 1. counters: int64 [R, 5], three words of a Philox counter and two of
 // its key. Returns float64 [R, N].
@@ -77,7 +35,7 @@ Tensor uniform_noise(const Tensor& token_ids, const Tensor& counters, int64_t va
   STD_TORCH_CHECK(
       token_ids.is_contiguous() && counters.is_contiguous() && (token_ids.size(0) == 1 || token_ids.size(0) == num_rows),
       "both must be contiguous, and have as many rows");
-  outrider::check_variant(variant);
+  const auto& kernels = outrider::score_kernels(variant);
 
   Tensor output = torch::stable::new_empty(counters, {num_rows, num_tokens}, ScalarType::Double);
   const auto* tokens = static_cast<const int64_t*>(token_ids.const_data_ptr());
@@ -90,8 +48,8 @@ Tensor uniform_noise(const Tensor& token_ids, const Tensor& counters, int64_t va
     for (int64_t part = first; part < last; ++part) {
       const int64_t row = part / num_parts, begin = part % num_parts * kLeastTokens;
       const int64_t num = std::min(kLeastTokens, num_tokens - begin);
-      kUniforms[variant](
-          counter_of(numbers + row * 5), tokens + row * step + begin, num, values + row * num_tokens + begin);
+      kernels.uniforms(
+          outrider::counter_of(numbers + row * 5), tokens + row * step + begin, num, values + row * num_tokens + begin);
     }
   });
   return output;
@@ -152,20 +110,20 @@ std::tuple<Tensor, Tensor> race_candidates(
           counters.dim() == 2 && counters.size(0) == num_rows && counters.size(1) == 5,
       "temperatures and counters must be contiguous, and have as many rows");
   STD_TORCH_CHECK(num_tokens > 0, "a race needs a token");
-  outrider::check_variant(variant);
+  const auto& kernels = outrider::score_kernels(variant);
 
   Tensor tops = torch::stable::new_empty(scores, {num_rows}, ScalarType::Float);
   auto* top = static_cast<float*>(tops.mutable_data_ptr());
-  given.for_each([&](int64_t row) { top[row] = given.score(row, kPlaces[variant](given.row(row, true))); });
+  given.for_each([&](int64_t row) { top[row] = given.score(row, kernels.place(given.row(row, true))); });
 
   const auto* scales = static_cast<const float*>(inverse_temperatures.const_data_ptr());
   const auto* numbers = static_cast<const int64_t*>(counters.const_data_ptr());
   const int64_t num_groups = (num_tokens + outrider::kRaceTokens - 1) / outrider::kRaceTokens;
   std::vector<outrider::RaceBounds> groups(num_rows * num_groups);
   const auto race_of = [&](int64_t row, int64_t group, float* bounds) {
-    const outrider::RaceRow race{given.row(row, true), top[row], scales[row], counter_of(numbers + row * 5)};
+    const outrider::RaceRow race{given.row(row, true), top[row], scales[row], outrider::counter_of(numbers + row * 5)};
     const int64_t begin = group * outrider::kRaceTokens;
-    return kRaces[variant](race, begin, std::min(begin + outrider::kRaceTokens, num_tokens), bounds);
+    return kernels.race(race, begin, std::min(begin + outrider::kRaceTokens, num_tokens), bounds);
   };
   constexpr int64_t kGroups = kLeastTokens / outrider::kRaceTokens;
   torch::stable::parallel_for(0, num_rows * num_groups, kGroups, [&](int64_t first, int64_t last) {
@@ -212,7 +170,7 @@ std::tuple<Tensor, Tensor> largest_scores(const Tensor& scores, int64_t num, boo
   const Scores given(scores);
   STD_TORCH_CHECK(
       num > 0 && num <= given.num_scores(), "a row of ", given.num_scores(), " scores has no ", num, " largest");
-  outrider::check_variant(variant);
+  const auto& kernels = outrider::score_kernels(variant);
 
   Tensor places = torch::stable::new_empty(scores, {given.num_rows(), num}, ScalarType::Long);
   Tensor shares = torch::stable::new_empty(scores, {given.num_rows(), num}, ScalarType::Float);
@@ -220,7 +178,7 @@ std::tuple<Tensor, Tensor> largest_scores(const Tensor& scores, int64_t num, boo
   auto* share = static_cast<float*>(shares.mutable_data_ptr());
   given.for_each([&](int64_t row) {
     float* scratch = outrider::thread_scratch(outrider::largest_scratch(given.num_scores()));
-    kLargest[variant](given.row(row, is_softmax), num, scratch, place + row * num, share + row * num);
+    kernels.largest(given.row(row, is_softmax), num, scratch, place + row * num, share + row * num);
   });
   return {places, shares};
 }
@@ -230,12 +188,12 @@ std::tuple<Tensor, Tensor> largest_scores(const Tensor& scores, int64_t num, boo
 Tensor places_of_largest(const Tensor& scores, int64_t variant) {
   const Scores given(scores);
   STD_TORCH_CHECK(given.num_scores() > 0, "a row has no scores");
-  outrider::check_variant(variant);
+  const auto& kernels = outrider::score_kernels(variant);
 
   Tensor output = torch::stable::new_empty(scores, {2, given.num_rows()}, ScalarType::Long);
   auto* places = static_cast<int64_t*>(output.mutable_data_ptr());
   given.for_each([&](int64_t row) {
-    places[row] = kPlaces[variant](given.row(row, false));
+    places[row] = kernels.place(given.row(row, false));
     places[given.num_rows() + row] = std::isfinite(given.score(row, places[row]));
   });
   return output;
@@ -259,21 +217,21 @@ Tensor drawn_scores(
       "counters must be int64 [R, 5]");
   STD_TORCH_CHECK(static_cast<int64_t>(noise_rows.size()) == num_rows, "each row has a counter");
   for (const int64_t row : noise_rows) STD_TORCH_CHECK(row >= 0 && row < counters.size(0), "there is no counter ", row);
-  outrider::check_variant(variant);
+  const auto& kernels = outrider::score_kernels(variant);
 
   const auto* tokens = static_cast<const int64_t*>(token_ids.const_data_ptr());
   const auto* numbers = static_cast<const int64_t*>(counters.const_data_ptr());
   std::vector<float> noise(counters.size(0) * num_tokens);
   torch::stable::parallel_for(0, counters.size(0), 1, [&](int64_t first, int64_t last) {
     for (int64_t row = first; row < last; ++row) {
-      kLogNoises[variant](counter_of(numbers + row * 5), tokens, num_tokens, noise.data() + row * num_tokens);
+      kernels.log_noise(outrider::counter_of(numbers + row * 5), tokens, num_tokens, noise.data() + row * num_tokens);
     }
   });
   Tensor output = outrider::empty({num_rows, num_tokens}, ScalarType::Float);
   auto* drawn = static_cast<float*>(output.mutable_data_ptr());
   const auto scale = static_cast<float>(inverse_temperature);
   given.for_each([&](int64_t row) {
-    const float top = given.score(row, kPlaces[variant](given.row(row, true)));
+    const float top = given.score(row, kernels.place(given.row(row, true)));
     const float* own_noise = noise.data() + noise_rows[row] * num_tokens;
     float* to = drawn + row * num_tokens;
     for (int64_t token = 0; token < num_tokens; ++token) {

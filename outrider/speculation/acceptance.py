@@ -18,7 +18,7 @@ value is the rate times that probability, relative to the mean for the rank (`li
 from collections.abc import Sequence
 from typing import Final
 
-from outrider.speculation.likelihoods import Likelihoods
+from outrider.speculation.likelihoods import MOST, Likelihoods
 
 MAX_RANK: Final = 8
 """Largest rank, counted from 1; a draft makes no more choices per token."""
@@ -151,6 +151,17 @@ class AcceptanceRates:
         """Return the value of a choice by the rate of its place, its rank, at most `MAX_RANK`, and its likelihood."""
         return max(LEAST_RATE, self._likelihoods.weighed(rate, rank, likelihood))
 
+    def weights(self) -> list[float]:
+        """Return the numbers from which `weighed` follows.
+
+        Returns:
+            By rank, up to `MAX_RANK`, the sums of the draft's probabilities, then as many numbers of them, all 0 where
+            they do not count; the least and the most that a value can be.
+        """
+        counts = self._likelihoods.count
+        observed = [self._likelihoods.observed(rank) if counts else (0.0, 0.0) for rank in range(1, MAX_RANK + 1)]
+        return [*(total for total, _ in observed), *(num for _, num in observed), LEAST_RATE, MOST if counts else 1.0]
+
     def _rate(self, depth: int, rank: int) -> float:
         prior = _PRIOR[rank - 1] if self._prior is None else self._prior._rate(depth, rank)
         pooled = self._by_rank[rank - 1].towards(prior, self._prior_weight)
@@ -158,7 +169,12 @@ class AcceptanceRates:
 
     def values(self, depth: int) -> Sequence[float]:
         """Return the values of ranks 1 to `MAX_RANK` at a depth."""
-        return [self._rate(depth, rank) for rank in range(1, MAX_RANK + 1)]
+        priors = _PRIOR if self._prior is None else self._prior.values(depth)
+        shares = zip(priors, self._by_rank, self._by_depth[min(depth, MAX_DEPTH) - 1], strict=True)
+        return [
+            max(LEAST_RATE, own.towards(pooled.towards(prior, self._prior_weight), self._pooled_weight))
+            for prior, pooled, own in shares
+        ]
 
     def expected_accepted(self, length: int, depth: int = 0) -> float:
         """Return the expected number of accepted tokens of a chain of `length` first choices below a depth."""

@@ -20,7 +20,8 @@ _EQUALLY: Final = 1.0
 _COMMON: Final = 8.0
 """Choices that those of all sessions count for in one session, at most."""
 _LEAST: Final = 1e-4
-_MOST: Final = 0.999
+MOST: Final = 0.999
+"""Largest value of a choice by its probability."""
 
 
 @dataclass(slots=True)
@@ -80,15 +81,25 @@ class Likelihoods:
             rank: of the choice, from 1.
             likelihood: the draft's probability of it; 0 where it does not say.
         """
-        return rate if likelihood <= 0 or self._evidence.value < 0 else self._value(rate, rank, likelihood)
+        return self._value(rate, rank, likelihood) if likelihood > 0 and self.count else rate
 
-    def _value(self, rate: float, rank: int, likelihood: float) -> float:
+    @property
+    def count(self) -> bool:
+        """Whether the draft's probabilities count."""
+        return self._evidence.value >= 0
+
+    def observed(self, rank: int) -> tuple[float, float]:
+        """Return the sum of the draft's probabilities of choices of a rank, and their number, both decayed."""
         total, num = self._sums[rank - 1], self._nums[rank - 1]
         if self._common is not None and (num_common := self._common._nums[rank - 1]):
             share = min(1.0, _COMMON / num_common)
             total, num = total + share * self._common._sums[rank - 1], num + share * num_common
+        return total, num
+
+    def _value(self, rate: float, rank: int, likelihood: float) -> float:
+        total, num = self.observed(rank)
         return _bounded(rate * (num * likelihood + _EQUALLY) / (total + _EQUALLY))
 
 
 def _bounded(value: float) -> float:
-    return min(_MOST, max(_LEAST, value))
+    return min(MOST, max(_LEAST, value))

@@ -91,6 +91,10 @@ class HeadPasses:
     Args:
         head: in bfloat16, on its device.
         embedding: the target's input embeddings: [V, H].
+
+    Attributes:
+        norm: of outputs.
+        output: the layer that makes logits of them, packed.
     """
 
     def __init__(self, head: Eagle3Head, embedding: Tensor) -> None:
@@ -103,7 +107,7 @@ class HeadPasses:
         else:
             self._masks = embedding.new_empty(2, 0, config.hidden_size)
         # Only what is used is kept, so that the head's own layers are freed with it.
-        self._norms = layer.post_attention_layernorm, head.norm
+        self._norm, self.norm = layer.post_attention_layernorm, head.norm
         # Of a token's embedding, of the feature beside it, and after attention: [3, H].
         norms = layer.input_layernorm, layer.hidden_norm, layer.post_attention_layernorm
         self._layer_norms = torch.stack([item.weight for item in norms]).detach()
@@ -121,14 +125,14 @@ class HeadPasses:
         self._o = joined(attention.o_proj)
         self._gate_up = joined(mlp.gate_proj, mlp.up_proj)
         self._down = joined(mlp.down_proj)
-        self._output = joined(head.lm_head)
+        self.output = joined(head.lm_head)
         rope = getattr(config, "rope_parameters", None) or {}
         self._varies = rope.get("rope_type", "default") in _VARYING_ROPE
         self._rotations: tuple[Tensor, Tensor] | None = None
-        products = (self._qkv, self._o, self._gate_up, self._down, self._output)
-        self._variant = _variant_of(products) if isinstance(self._act, SiLUActivation | nn.SiLU) else None
+        products = (self._qkv, self._o, self._gate_up, self._down, self.output)
+        self._variant = variant_of(products) if isinstance(self._act, SiLUActivation | nn.SiLU) else None
         can_pair = self._head_dim % 2 == 0 and embedding.is_contiguous()
-        self._column_variant = self._variant if can_pair and _variant_of([self._fc]) is not None else None
+        self._column_variant = self._variant if can_pair and variant_of([self._fc]) is not None else None
 
     @property
     def has_columns(self) -> bool:
@@ -227,7 +231,7 @@ class HeadPasses:
                 attended,
                 residual,
                 self._o.tensors,
-                self._norms[0].weight,
+                self._norm.weight,
                 self._epsilon,
                 self._gate_up.tensors,
                 self._down.tensors,
@@ -236,20 +240,20 @@ class HeadPasses:
             )
             return found
         hidden = residual + self._o(attended)
-        gate, up = self._gate_up(_norm(self._norms[0], hidden)).chunk(2, dim=-1)
+        gate, up = self._gate_up(_norm(self._norm, hidden)).chunk(2, dim=-1)
         outputs: Tensor = hidden + self._down(self._act(gate) * up)
         return outputs
 
     def logits(self, outputs: Tensor) -> tuple[Tensor, Tensor]:
         """Return the normalised outputs, [N, H], and the logits of the draft's tokens, [N, D]."""
         if self._variant is not None:
-            output, norm = self._output, self._norms[1]
+            output, norm = self.output, self.norm
             states, logits = torch.ops.outrider.head_logits.default(
                 outputs, norm.weight, norm.eps, output.tensors, output.out_features, self._variant
             )
             return states, logits
-        states = _norm(self._norms[1], outputs)
-        return states, self._output(states)
+        states = _norm(self.norm, outputs)
+        return states, self.output(states)
 
     def _rotations_to(self, end: int) -> tuple[Tensor, Tensor]:
         """Return cosines and sines of positions: [P, dim], at least of those before `end`."""
@@ -270,17 +274,24 @@ class TransitionPass:
     Args:
         transition: in bfloat16, on its device.
         embedding: the target's input embeddings: [V, H].
+
+    Attributes:
+        token: the layer over the embedding of the token before, packed.
+        state: that over the state.
+        output: that over both.
+        rank: their numbers between.
     """
 
     def __init__(self, transition: Transition, embedding: Tensor) -> None:
-        self._token, self._state = joined(transition.token), joined(transition.state)
-        self._output = joined(transition.output)
+        self.token, self.state = joined(transition.token), joined(transition.state)
+        self.output = joined(transition.output)
+        self.rank = transition.output.in_features
         self._embedding = embedding
-        self._variant = _variant_of((self._token, self._output)) if embedding.is_contiguous() else None
+        self._variant = variant_of((self.token, self.output)) if embedding.is_contiguous() else None
 
     def states(self, states: Tensor) -> Tensor:
         """Return what states, [R, H], add to a transition: [R, rank]."""
-        added: Tensor = self._state(states)
+        added: Tensor = self.state(states)
         return added
 
     def logits(self, logits: Tensor, states: Tensor, rows: list[int], token_ids: list[int]) -> Tensor:
@@ -299,14 +310,14 @@ class TransitionPass:
                 rows,
                 token_ids,
                 self._embedding,
-                self._token.tensors,
-                self._output.tensors,
+                self.token.tensors,
+                self.output.tensors,
                 self._variant,
             )
             return found
         chosen, previous = torch.tensor([rows, token_ids], device=states.device)
         embedded = functional.embedding(previous, self._embedding)
-        added: Tensor = self._output(functional.silu(self._token(embedded) + states[chosen]))
+        added: Tensor = self.output(functional.silu(self.token(embedded) + states[chosen]))
         return logits[chosen] + added
 
 
@@ -334,7 +345,7 @@ def joined(*linears: nn.Linear) -> nn.Module:
     return whole.requires_grad_(False)
 
 
-def _variant_of(products: Sequence[nn.Module]) -> int | None:
+def variant_of(products: Sequence[nn.Module]) -> int | None:
     """Return the variant of a head's native operators; None where one of its products is not theirs."""
     variants = [item.variant for item in products if isinstance(item, ByteLinear)]
     return variants[0] if len(variants) == len(products) else None
