@@ -133,13 +133,13 @@ sanitize: install ## Runs the tests of the native operators with each access to 
 	@$(BIN)/python -m outrider.native "g++ -fsanitize=address -g"
 	@trap 'rm -f outrider/native/operators-*.so' EXIT; \
 	  LD_PRELOAD="$$(g++ -print-file-name=libasan.so) $$(g++ -print-file-name=libstdc++.so)" ASAN_OPTIONS=detect_leaks=0 \
-	  $(BIN)/python -m pytest -q tests/native tests/lm/test_packed_linear.py tests/drafters/test_largest.py $(ARGS)
+	  $(BIN)/python -m pytest -q tests/native tests/lm/test_packed_linear.py tests/drafters/test_largest.py tests/drafters/test_grown_tree.py $(ARGS)
 
 emulate: install ## Runs the tests of the native operators with instructions that this CPU lacks emulated (AVX-512, bfloat16, AMX); installs Debian's SIMDe. Takes 4 minutes.
 	@test -e /usr/include/simde/x86/avx512.h || { echo "install: libsimde-dev"; $(AS_ROOT) apt-get update -qq; \
 	  $(AS_ROOT) apt-get install -y -qq --no-install-recommends libsimde-dev >/dev/null; }
 	@$(BIN)/python -m outrider.native $(CURDIR)/tests/native/emulating_compiler
-	@trap 'rm -f outrider/native/operators-*.so' EXIT; $(BIN)/python -m pytest -q tests/native tests/lm/test_packed_linear.py $(ARGS)
+	@trap 'rm -f outrider/native/operators-*.so' EXIT; $(BIN)/python -m pytest -q tests/native tests/lm/test_packed_linear.py tests/drafters/test_grown_tree.py $(ARGS)
 
 attacks: install ## Tries every attack of docs/reliability.md on real servers.
 	@$(BIN)/python -m pytest -q tests/attacks -m 'slow or not slow' $(ARGS)

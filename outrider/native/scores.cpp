@@ -20,6 +20,8 @@ using torch::stable::Tensor;
 
 // Share by which a bound may be wrong.
 constexpr float kSlack = 2e-3f;
+// And by which weight / noise may be, in double precision: the temperature is rounded.
+constexpr double kExactSlack = 1e-4;
 // Tokens that one thread looks at, at least.
 constexpr int64_t kLeastTokens = 8192;
 
@@ -133,8 +135,10 @@ std::tuple<Tensor, Tensor> race_candidates(
       }
     }
   });
-  // The few groups with a token that can win are looked at once more, in place of keeping the bounds of all tokens.
-  std::vector<int64_t> rows, tokens;
+  // The few groups with a token that can win are looked at once more, in place of keeping the bounds of all tokens. And
+  // of these few tokens only those are left that exact noise cannot tell apart: nearly always one.
+  std::vector<int64_t> rows, tokens, own_tokens;
+  std::vector<double> values;
   float bounds[outrider::kRaceTokens];
   for (int64_t row = 0; row < num_rows; ++row) {
     if (!std::isfinite(top[row])) {
@@ -146,16 +150,30 @@ std::tuple<Tensor, Tensor> race_candidates(
     float least = 0.0f;
     for (int64_t group = 0; group < num_groups; ++group) least = std::max(least, own[group].below);
     least *= 1.0f - kSlack;
+    own_tokens.clear();
     for (int64_t group = 0; group < num_groups; ++group) {
       if (own[group].above < least) continue;
       race_of(row, group, bounds);
       const int64_t begin = group * outrider::kRaceTokens;
       const int64_t num = std::min(outrider::kRaceTokens, num_tokens - begin);
       for (int64_t token = 0; token < num; ++token) {
-        if (bounds[token] < least) continue;
-        rows.push_back(row);
-        tokens.push_back(begin + token);
+        if (bounds[token] >= least) own_tokens.push_back(begin + token);
       }
+    }
+    values.resize(own_tokens.size());
+    kernels.uniforms(
+        outrider::counter_of(numbers + row * 5), own_tokens.data(), static_cast<int64_t>(own_tokens.size()),
+        values.data());
+    double best = 0.0;
+    for (size_t at = 0; at < values.size(); ++at) {
+      const double distance = static_cast<double>(given.score(row, own_tokens[at])) - top[row];
+      values[at] = std::exp(distance * scales[row]) / -std::log(values[at]);
+      best = std::max(best, values[at]);
+    }
+    for (size_t at = 0; at < values.size(); ++at) {
+      if (values[at] < best * (1.0 - kExactSlack)) continue;
+      rows.push_back(row);
+      tokens.push_back(own_tokens[at]);
     }
   }
   Tensor output = torch::stable::new_empty(counters, {2, static_cast<int64_t>(rows.size())});

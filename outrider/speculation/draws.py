@@ -63,12 +63,13 @@ def target_draws(logits: Tensor, draws: Sequence[Draw]) -> list[int | None]:
     if not draws:
         return []
     chunks = list(_chunks(draws, logits.shape[-1], 0 if logits.device.type == "cpu" else _NUM_ON_GPU))
-    drawn = torch.cat([_drawn(logits, [draws[index] for index in chunk]) for chunk in chunks], dim=1)
-    order = torch.tensor([index for chunk in chunks for index in chunk])
-    host = drawn.cpu()
-    token_ids, are_finite = torch.empty_like(host).index_copy_(1, order, host).tolist()
-    pairs = zip(token_ids, are_finite, strict=True)
-    return [token_id if is_finite else None for token_id, is_finite in pairs]
+    parts = [_drawn(logits, [draws[index] for index in chunk]) for chunk in chunks]
+    token_ids, are_finite = (parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)).tolist()
+    found: list[int | None] = [None] * len(draws)
+    order = (index for chunk in chunks for index in chunk)
+    for index, token_id, is_finite in zip(order, token_ids, are_finite, strict=True):
+        found[index] = token_id if is_finite else None
+    return found
 
 
 def _chunks(draws: Sequence[Draw], vocabulary_size: int, least: int) -> Iterator[list[int]]:
@@ -171,7 +172,7 @@ def _raced(scores: Tensor, draws: Sequence[Draw], variant: int) -> Tensor:
     find = torch.ops.outrider.race_candidates.default
     (rows, token_ids), tops = find(scores.contiguous(), temperatures.reciprocal().float(), counters, int(variant))
     winners = token_ids
-    # Most rows have one contender, and a row without another needs no race.
+    # Nearly all rows have one contender, and a row without another needs no race.
     if len(rows) > len(draws):
         weights = (scores[rows, token_ids].double() - tops.double()[rows]).div_(temperatures[rows]).exp_()
         winners = _race(Support(rows, token_ids, weights, len(draws)), draws)
