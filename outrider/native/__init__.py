@@ -9,7 +9,8 @@ reading them. They lie in pages of 2 MiB (`outrider.native.memory`).
 row and on what it sees only: keys and values are added in order of position.
 
 `race_candidates` finds the few tokens that can win the race of a sampled row (`outrider.speculation.draws`), by bounds
-of their weight and noise, nearly always one; the winner of several is then found exactly, with the bits of a race of all.
+of their weight and noise, nearly always one; of several the winner is then found exactly, with the bits of a race of
+all.
 
 `places_of_largest` finds the largest score of each row.
 
