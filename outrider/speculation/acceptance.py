@@ -158,23 +158,23 @@ class AcceptanceRates:
             By rank, up to `MAX_RANK`, the sums of the draft's probabilities, then as many numbers of them, all 0 where
             they do not count; the least and the most that a value can be.
         """
-        counts = self._likelihoods.count
-        observed = [self._likelihoods.observed(rank) if counts else (0.0, 0.0) for rank in range(1, MAX_RANK + 1)]
-        return [*(total for total, _ in observed), *(num for _, num in observed), LEAST_RATE, MOST if counts else 1.0]
+        used = self._likelihoods.are_used
+        observed = [self._likelihoods.observed(rank) if used else (0.0, 0.0) for rank in range(1, MAX_RANK + 1)]
+        return [*(total for total, _ in observed), *(num for _, num in observed), LEAST_RATE, MOST if used else 1.0]
 
     def _rate(self, depth: int, rank: int) -> float:
         prior = _PRIOR[rank - 1] if self._prior is None else self._prior._rate(depth, rank)
-        pooled = self._by_rank[rank - 1].towards(prior, self._prior_weight)
-        return max(LEAST_RATE, self._by_depth[min(depth, MAX_DEPTH) - 1][rank - 1].towards(pooled, self._pooled_weight))
+        return self._smoothed(self._by_depth[min(depth, MAX_DEPTH) - 1][rank - 1], self._by_rank[rank - 1], prior)
+
+    def _smoothed(self, own: _Share, pooled: _Share, prior: float) -> float:
+        """Return the rate of a depth and rank, given its share, that of the rank over all depths, and the prior."""
+        return max(LEAST_RATE, own.towards(pooled.towards(prior, self._prior_weight), self._pooled_weight))
 
     def values(self, depth: int) -> Sequence[float]:
         """Return the values of ranks 1 to `MAX_RANK` at a depth."""
         priors = _PRIOR if self._prior is None else self._prior.values(depth)
-        shares = zip(priors, self._by_rank, self._by_depth[min(depth, MAX_DEPTH) - 1], strict=True)
-        return [
-            max(LEAST_RATE, own.towards(pooled.towards(prior, self._prior_weight), self._pooled_weight))
-            for prior, pooled, own in shares
-        ]
+        shares = zip(self._by_depth[min(depth, MAX_DEPTH) - 1], self._by_rank, priors, strict=True)
+        return [self._smoothed(own, pooled, prior) for own, pooled, prior in shares]
 
     def expected_accepted(self, length: int, depth: int = 0) -> float:
         """Return the expected number of accepted tokens of a chain of `length` first choices below a depth."""

@@ -81,10 +81,10 @@ class Likelihoods:
             rank: of the choice, from 1.
             likelihood: the draft's probability of it; 0 where it does not say.
         """
-        return self._value(rate, rank, likelihood) if likelihood > 0 and self.count else rate
+        return self._value(rate, rank, likelihood) if likelihood > 0 and self.are_used else rate
 
     @property
-    def count(self) -> bool:
+    def are_used(self) -> bool:
         """Whether the draft's probabilities count."""
         return self._evidence.value >= 0
 
