@@ -30,7 +30,7 @@ class HeadState:
     """
 
     def __init__(self, num_heads: int, head_dim: int, feature_width: int, device: torch.device) -> None:
-        # By slots, as the native operator has pages: [slots, kv_heads, dim].
+        # By slots: [slots, kv_heads, dim].
         size = (_FIRST_CAPACITY, num_heads, head_dim)
         self.keys = torch.zeros(size, dtype=torch.bfloat16, device=device)
         self.values = torch.zeros_like(self.keys)
@@ -114,8 +114,8 @@ class HeadState:
                 query[None],
                 key[None],
                 value[None],
-                self.keys,
-                self.values,
+                _pages(self.keys),
+                _pages(self.values),
                 layout,
                 query.shape[-1] ** -0.5,
                 0,
@@ -141,6 +141,11 @@ class HeadState:
             more = -(-max(more, len(self.keys)) // PAGE_LEN) * PAGE_LEN
             padding = (0, 0, 0, 0, 0, more)
             self.keys, self.values = functional.pad(self.keys, padding), functional.pad(self.values, padding)
+
+
+def _pages(stored: Tensor) -> Tensor:
+    """Return slots as the native operator has them: [pages, kv_heads, page_len, dim]."""
+    return stored.view(-1, PAGE_LEN, *stored.shape[1:]).transpose(1, 2)
 
 
 def _rows_of(first: int, end: int) -> PassRows:

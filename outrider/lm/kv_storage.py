@@ -26,7 +26,10 @@ class LayerShape:
 
 
 class KVStorage:
-    """The tensors of keys and values over all slots of all pages: slot = page * page_len + offset.
+    """The tensors of keys and values of all pages.
+
+    A page of a layer has its positions in order of their slots, slot = page * page_len + offset; or those of its first
+    head, then those of the next one, so that a kernel which reads head by head reads memory in order.
 
     Args:
         shapes: cached shapes of every layer.
@@ -36,6 +39,7 @@ class KVStorage:
         device: device of the tensors.
         reads_masked: whether attention reads positions that no row sees: it multiplies them by 0, so that they must be
             numbers: new pages are cleared, and pages are copied as a whole.
+        by_heads: whether a page has its positions head by head.
     """
 
     def __init__(
@@ -47,6 +51,7 @@ class KVStorage:
         device: torch.device,
         *,
         reads_masked: bool = True,
+        by_heads: bool = False,
     ) -> None:
         self.page_len = page_len
         self.num_pages = num_pages
@@ -62,18 +67,27 @@ class KVStorage:
                 numbers[kind] = numbers.get(kind, 0) + 1
         for kind, num in numbers.items():
             # Zeros, because masked slots may be multiplied by 0, and NaN would remain NaN.
-            size = (num, num_pages * page_len, *kind[1:])
-            self._planes[kind] = lazy_zeros(size, dtype, device)
+            _, num_heads, dim = kind
+            page_size = (num_pages, num_heads, page_len) if by_heads else (num_pages * page_len, num_heads)
+            self._planes[kind] = lazy_zeros((num, *page_size, dim), dtype, device)
         layers = [layer for plane in self._planes.values() for layer in plane]
         self._prefault = Prefault(layers, num_pages) if device.type == "cpu" else None
-        self._pages = [plane.view(plane.shape[0], num_pages, page_len, -1) for plane in self._planes.values()]
+        self._pages = [
+            plane.transpose(2, 3) if by_heads else plane.view(len(plane), num_pages, page_len, num_heads, dim)
+            for (_, num_heads, dim), plane in self._planes.items()
+        ]
         ordered = [self._planes[kind][number] for kind, number in places]
         self.tensors = [alone(layer) if device.type == "cpu" else layer for layer in ordered]
         """Keys and values of layer 0, then of layer 1, ..."""
         self.device = device
 
     def layer(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return a layer's keys [num_slots, num_heads, key_dim] and values [num_slots, num_heads, value_dim]."""
+        """Return a layer's keys and values.
+
+        Returns:
+            [num_slots, num_heads, key_dim] and [num_slots, num_heads, value_dim]; head by head [num_pages, num_heads,
+            page_len, key_dim] and [num_pages, num_heads, page_len, value_dim].
+        """
         return self.tensors[2 * index], self.tensors[2 * index + 1]
 
     @property
@@ -83,7 +97,7 @@ class KVStorage:
         return f"{kinds} {self.tensors[0].dtype} pages of {self.page_len}".replace("torch.", "")
 
     def read_page(self, page: int) -> torch.Tensor:
-        """Return the keys and values of a page as bytes: uint8 [page_bytes]."""
+        """Return the keys and values of a page as bytes in order of its slots: uint8 [page_bytes]."""
         return torch.cat([pages[:, page].flatten().view(torch.uint8) for pages in self._pages])
 
     def write_page(self, page: int, content: torch.Tensor) -> None:

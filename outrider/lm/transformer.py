@@ -120,8 +120,15 @@ class TransformersModel:
                 f"the KV cache budget of {options.kv_budget_bytes} bytes holds {num_pages} pages of {_PAGE_LEN} "
                 f"tokens, {_PAGE_LEN * token_bytes} bytes each; at least {_MIN_PAGES} are needed"
             )
-        num_all, reads_masked = num_pages + 1, not self._is_native
-        self._storage = KVStorage(shapes.shapes, num_all, _PAGE_LEN, kv_dtype, self._device, reads_masked=reads_masked)
+        self._storage = KVStorage(
+            shapes.shapes,
+            num_pages + 1,
+            _PAGE_LEN,
+            kv_dtype,
+            self._device,
+            reads_masked=not self._is_native,
+            by_heads=self._is_native,
+        )
         shapes.attach(self._storage, -1 if variant is None else int(variant))
         self._pool, self._features = self._pages(num_pages, token_bytes, info)
         compiled = self._compile() if compiles else _UNCOMPILED

@@ -241,13 +241,14 @@ class TileProduct {
 class ByTiles : public ByVectors<Avx512Bf16, Pairs<Avx512Bf16>> {
  public:
   static constexpr bool kAddsWholePages = true;
+  static constexpr bool kFetchesInScores = false;
 
   ~ByTiles() {
     if (shaped_rows_ > 0) _tile_release();
   }
 
-  void score(const Attention& attention, const Workspace& space, int64_t query, int64_t end) {
-    if (attention.key_cells % kTilePairs != 0) return ByVectors::score(attention, space, query, end);
+  void score(const Attention& attention, const Workspace& space, int64_t query, int64_t end, Fetcher& fetcher) {
+    if (attention.key_cells % kTilePairs != 0) return ByVectors::score(attention, space, query, end, fetcher);
     const int64_t query_bytes = attention.key_cells * sizeof(uint32_t);
     before_tiles();
     for (; query < end; query += kTileRows) {
@@ -269,11 +270,11 @@ class ByTiles : public ByVectors<Avx512Bf16, Pairs<Avx512Bf16>> {
 
   // Lays the values of each two keys of a page side by side; what is missing in the last 16 numbers is zero.
   void pair_values(const Attention& attention, int64_t first_value, const Workspace& space, Fetcher& fetcher) {
-    const int64_t step = attention.num_key_heads * attention.value_dim;
+    const int64_t step = attention.value_steps.row;
     const auto* values = static_cast<const uint16_t*>(attention.values) + first_value;
     for (int64_t pair = 0; pair < kPagePairs; ++pair) {
       const uint16_t* given = values + 2 * pair * step;
-      fetcher.values.fetch_part();
+      fetcher.values.fetch(2 * attention.value_dim * sizeof(uint16_t));
       for (int64_t v = 0; v < space.value_lanes; v += kLanes) {
         const auto rest = std::min(kLanes, attention.value_dim - v);
         const auto mask = static_cast<__mmask16>((1u << rest) - 1);

@@ -11,8 +11,8 @@ constexpr int64_t kPageLen = 32;
 constexpr int64_t kMostQueries = 384;
 // Queries up to which reading keys and values takes longer than what is done with them.
 constexpr int64_t kFewQueries = 64;
-// Queries up to which values are widened wherever they are read, and not once in a copy.
-constexpr int64_t kStoredQueries = 24;
+// Tiles of queries up to which values are widened wherever they are read, and not once in a copy.
+constexpr int64_t kStoredTiles = 4;
 
 // A row: its number in the pass, its position in its session, and its session's pages in order of position.
 struct AttentionRow {
@@ -21,13 +21,21 @@ struct AttentionRow {
   const int32_t* pages;
 };
 
+// Where keys or values lie from the first number of their page on.
+struct PageSteps {
+  int64_t head;
+  int64_t row;  // of a position
+};
+
 // bfloat16 numbers are read as pairs, float32 ones singly: a `cell` has 32 bits of either.
 struct Attention {
   const uint32_t* query;   // [heads, rows, key_cells], with steps
   int64_t head_step;       // in cells
   int64_t row_step;        // in cells
-  const uint32_t* keys;    // [slots, key_heads, key_cells]
-  const void* values;      // [slots, key_heads, value_dim]
+  const uint32_t* keys;    // [pages, key_heads, kPageLen, key_cells], with steps
+  PageSteps key_steps;     // in cells
+  const void* values;      // [pages, key_heads, kPageLen, value_dim], with steps
+  PageSteps value_steps;   // in values
   void* output;            // [rows, heads, value_dim]
   int64_t num_key_heads;
   int64_t group;           // query heads of a key head
@@ -66,7 +74,7 @@ inline int64_t value_lanes(const Attention& attention) { return (attention.value
 inline int64_t head_scratch(const Attention& attention) {
   const int64_t num_values = value_lanes(attention);
   return kMostQueries * (2 * attention.key_cells + kPageLen + num_values + 16 + 2) +
-         kPageLen * (attention.key_cells + num_values) + kPageLen / 2 * num_values;
+         kPageLen * (2 * attention.key_cells + num_values) + kPageLen / 2 * num_values;
 }
 
 inline int64_t attention_scratch(const Attention& attention) {

@@ -13,7 +13,26 @@
 namespace outrider {
 namespace {
 
+// Eight numbers, of which the tiles of attention have several: of sixteen at once the registers would hold too few.
+struct Avx2Vector {
+  using Sum = __m256;
+
+  static constexpr int64_t kWidth = 8;
+
+  static Sum zero() { return _mm256_setzero_ps(); }
+  static Sum read(const float* values) { return _mm256_load_ps(values); }
+  static void store(float* values, Sum sum) { _mm256_store_ps(values, sum); }
+  static Sum spread_float(float value) { return _mm256_set1_ps(value); }
+  static Sum times(Sum one, Sum other) { return _mm256_mul_ps(one, other); }
+  static Sum fused(Sum one, Sum other, Sum added) { return _mm256_fmadd_ps(one, other, added); }
+  static Sum widened(const uint16_t* values) {
+    const __m128i given = _mm_loadu_si128(reinterpret_cast<const __m128i*>(values));
+    return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(given), 16));
+  }
+};
+
 struct Avx2 {
+  using Vector = Avx2Vector;
   struct Sum {
     __m256 low, high;
   };
@@ -23,6 +42,7 @@ struct Avx2 {
   struct Weights {
     Sum odd, even;
   };
+  using Lanes = __m256i;
 
   // In two steps, each with half of the weights: the registers then hold the sums of six rows.
   static constexpr int kSteps = 2;
@@ -30,7 +50,7 @@ struct Avx2 {
   static constexpr int kFewRows = 4, kRows = 6, kMostBlocks = 1;
   static constexpr int64_t kLinesAhead = 36;
   static constexpr bool kWidensRows = true;
-  static constexpr int kScoreRows = 6, kScoreBlocks = 1, kValueRows = 2, kValueBlocks = 2;
+  static constexpr int kScoreRows = 3, kScoreVectors = 4, kValueRows = 3, kValueVectors = 4;
   static constexpr int64_t kTransposed = 8;
 
   static Sum zero() { return {_mm256_setzero_ps(), _mm256_setzero_ps()}; }
@@ -77,11 +97,7 @@ struct Avx2 {
     sum.high = _mm256_fmadd_ps(input, weights.high, sum.high);
   }
   static Sum read(const float* values) { return {_mm256_load_ps(values), _mm256_load_ps(values + 8)}; }
-  static __m256 widened_half(const uint16_t* values) {
-    const __m128i given = _mm_loadu_si128(reinterpret_cast<const __m128i*>(values));
-    return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(given), 16));
-  }
-  static Sum widened(const uint16_t* values) { return {widened_half(values), widened_half(values + 8)}; }
+  static Sum widened(const uint16_t* values) { return {Vector::widened(values), Vector::widened(values + 8)}; }
   static Sum spread_float(float value) { return {_mm256_set1_ps(value), _mm256_set1_ps(value)}; }
   static Sum plus(Sum one, Sum other) {
     return {_mm256_add_ps(one.low, other.low), _mm256_add_ps(one.high, other.high)};
@@ -141,23 +157,30 @@ struct Avx2 {
     return {within_half(values.low, lanes, first, last, otherwise),
             within_half(values.high, more, first, last, otherwise)};
   }
-  static void transpose(const uint32_t* from, int64_t from_step, uint32_t* to, int64_t to_step) {
-    __m256 rows[8], pairs[8], quads[8];
-    for (int r = 0; r < 8; ++r) rows[r] = _mm256_loadu_ps(reinterpret_cast<const float*>(from + r * from_step));
-    for (int r = 0; r < 8; r += 2) {
-      pairs[r] = _mm256_unpacklo_ps(rows[r], rows[r + 1]);
-      pairs[r + 1] = _mm256_unpackhi_ps(rows[r], rows[r + 1]);
-    }
-    for (int r = 0; r < 8; r += 4)
-      for (int half = 0; half < 2; ++half) {
-        quads[r + 2 * half] = _mm256_shuffle_ps(pairs[r + half], pairs[r + half + 2], 0x44);
-        quads[r + 2 * half + 1] = _mm256_shuffle_ps(pairs[r + half], pairs[r + half + 2], 0xee);
+  static void store_lanes(uint32_t* memory, Lanes lanes) {
+    _mm256_store_si256(reinterpret_cast<__m256i*>(memory), lanes);
+  }
+  static void store_lanes(uint32_t* memory, __m256 lanes) { store_lanes(memory, _mm256_castps_si256(lanes)); }
+  // Calls `each` with the number of each of eight cells, and with that cell of eight rows.
+  template <class Each>
+  static void transpose(const uint32_t* from, int64_t step, const Each& each) {
+    const auto quarter = [&](int row, int cell) {
+      return _mm_loadu_ps(reinterpret_cast<const float*>(from + row * step + cell));
+    };
+#pragma GCC unroll 2
+    for (int cell = 0; cell < 8; cell += 4) {
+      // Four cells of a row, and beside them of the row four further on.
+      __m256 rows[4];
+#pragma GCC unroll 4
+      for (int r = 0; r < 4; ++r) {
+        rows[r] = _mm256_insertf128_ps(_mm256_castps128_ps256(quarter(r, cell)), quarter(r + 4, cell), 1);
       }
-    for (int r = 0; r < 4; ++r) {
-      float* low = reinterpret_cast<float*>(to + r * to_step);
-      float* high = reinterpret_cast<float*>(to + (r + 4) * to_step);
-      _mm256_storeu_ps(low, _mm256_permute2f128_ps(quads[r], quads[r + 4], 0x20));
-      _mm256_storeu_ps(high, _mm256_permute2f128_ps(quads[r], quads[r + 4], 0x31));
+      const auto pair_up = [&](__m256 first, __m256 second, int64_t number) {
+        each(number, _mm256_castps_si256(_mm256_shuffle_ps(first, second, 0x44)));
+        each(number + 1, _mm256_castps_si256(_mm256_shuffle_ps(first, second, 0xee)));
+      };
+      pair_up(_mm256_unpacklo_ps(rows[0], rows[1]), _mm256_unpacklo_ps(rows[2], rows[3]), cell);
+      pair_up(_mm256_unpackhi_ps(rows[0], rows[1]), _mm256_unpackhi_ps(rows[2], rows[3]), cell + 2);
     }
   }
   // The upper half of each number rounded to the nearest bfloat16, ties to even; what is no number stays none.

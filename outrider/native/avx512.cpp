@@ -24,11 +24,10 @@ struct Avx512 : Avx512Vectors {
   static constexpr int64_t kLinesAhead = 24;
   static constexpr bool kWidensRows = true;
 
+  static __m512i even(__m512i pairs) { return _mm512_slli_epi32(pairs, 16); }
   // With a mask, not the bits to keep: these would take the register that sums of eight rows need.
-  static Weights split(__m512i pairs) {
-    return {_mm512_castsi512_ps(_mm512_slli_epi32(pairs, 16)),
-            _mm512_castsi512_ps(_mm512_maskz_mov_epi16(0xaaaaaaaa, pairs))};
-  }
+  static __m512i odd(__m512i pairs) { return _mm512_maskz_mov_epi16(0xaaaaaaaa, pairs); }
+  static Weights split(__m512i pairs) { return {_mm512_castsi512_ps(even(pairs)), _mm512_castsi512_ps(odd(pairs))}; }
   static Weights load(const Weights& weights, int) { return weights; }
   static Weights load(const uint32_t* weights, int) { return split(cells(weights)); }
   static Pair spread(const WidePair& pair, int) { return {_mm512_set1_ps(pair.even), _mm512_set1_ps(pair.odd)}; }

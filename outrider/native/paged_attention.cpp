@@ -85,17 +85,32 @@ class Numbers {
   const int32_t* end_;
 };
 
+outrider::PageSteps steps_of(const Tensor& stored) { return {stored.stride(1), stored.stride(2)}; }
+
 // Copies new keys or values, [1, key_heads, rows, dim], to their slots.
 void write_slots(const Tensor& given, const Tensor& stored, const int32_t* rows, const int32_t* slots, int64_t num) {
-  const int64_t num_heads = stored.size(1), item = stored.element_size(), num_bytes = stored.size(2) * item;
+  const int64_t num_heads = stored.size(1), dim = stored.size(3), item = stored.element_size();
+  const auto [head_step, row_step] = steps_of(stored);
   const auto* from = static_cast<const char*>(given.const_data_ptr());
   auto* to = static_cast<char*>(stored.mutable_data_ptr());
   for (int64_t write = 0; write < num; ++write) {
+    const int64_t page = slots[write] / outrider::kPageLen, position = slots[write] % outrider::kPageLen;
     for (int64_t head = 0; head < num_heads; ++head) {
-      const char* row = from + (head * given.stride(1) + rows[write] * given.stride(2)) * item;
-      std::memcpy(to + (slots[write] * num_heads + head) * num_bytes, row, num_bytes);
+      const int64_t source = head * given.stride(1) + rows[write] * given.stride(2);
+      const int64_t target = page * stored.stride(0) + head * head_step + position * row_step;
+      std::memcpy(to + target * item, from + source * item, dim * item);
     }
   }
+}
+
+// Whether pages, [pages, key_heads, page_len, dim], have no gaps; the rows of a head, or the heads of a row, may be
+// together.
+bool are_dense_pages(const Tensor& stored) {
+  const int64_t num_heads = stored.size(1), dim = stored.size(3);
+  const auto has_steps = [&](int64_t head, int64_t row) { return stored.stride(1) == head && stored.stride(2) == row; };
+  return stored.size(2) == outrider::kPageLen && stored.stride(3) == 1 &&
+         stored.stride(0) == num_heads * outrider::kPageLen * dim &&
+         (has_steps(outrider::kPageLen * dim, dim) || has_steps(dim, num_heads * dim));
 }
 
 // Whether rows are dense, and begin at multiples of a cell.
@@ -105,8 +120,8 @@ bool has_whole_cells(const Tensor& tensor) {
          is_whole(tensor.stride(1) * tensor.element_size()) && is_whole(tensor.stride(2) * tensor.element_size());
 }
 
-// query: [1, heads, rows, key_dim]. new_keys, new_values: [1, key_heads, rows, ...]. keys, values: [slots, key_heads,
-// ...], contiguous, written first. All are bfloat16, key_dim being even, or float32. layout: int32, see `lay_out` in
+// query: [1, heads, rows, key_dim]. new_keys, new_values: [1, key_heads, rows, ...]. keys, values: [pages, key_heads,
+// page_len, ...] (see `are_dense_pages`), written first; slot `page * page_len + position`. All are bfloat16, key_dim being even, or float32. layout: int32, see `lay_out` in
 // outrider/lm/attention/native.py. Returns [1, rows, heads, value_dim], zero for rows that no branch has.
 Tensor paged_attention(
     const Tensor& query, const Tensor& new_keys, const Tensor& new_values, Tensor keys, Tensor values,
@@ -121,20 +136,22 @@ Tensor paged_attention(
   }
   for (const Tensor* tensor : {&keys, &values}) {
     STD_TORCH_CHECK(
-        tensor->scalar_type() == type && tensor->dim() == 3 && tensor->is_contiguous(),
-        "stored keys and values must have the query's type and three dimensions, and be contiguous");
+        tensor->scalar_type() == type && tensor->dim() == 4 && are_dense_pages(*tensor),
+        "stored keys and values must have the query's type and four dimensions, and be pages of ", outrider::kPageLen,
+        " positions without gaps");
   }
   STD_TORCH_CHECK(query.dim() == 4 && query.size(0) == 1, "the query must be of one batch");
   const int64_t num_heads = query.size(1), num_rows = query.size(2), key_dim = query.size(3);
-  const int64_t num_slots = keys.size(0), num_key_heads = keys.size(1), value_dim = values.size(2);
+  const int64_t num_pages = keys.size(0), num_key_heads = keys.size(1), value_dim = values.size(3);
+  const int64_t num_slots = num_pages * outrider::kPageLen;
   STD_TORCH_CHECK(
       num_heads > 0 && num_key_heads > 0 && num_heads % num_key_heads == 0, "key heads must divide the query's heads");
   STD_TORCH_CHECK(
       num_heads / num_key_heads <= outrider::kMostQueries, "more than ", outrider::kMostQueries,
       " heads of the query have one key head");
   STD_TORCH_CHECK(
-      keys.size(2) == key_dim && new_keys.size(3) == key_dim && new_values.size(3) == value_dim &&
-          values.size(0) == num_slots && values.size(1) == num_key_heads && new_keys.size(1) == num_key_heads &&
+      keys.size(3) == key_dim && new_keys.size(3) == key_dim && new_values.size(3) == value_dim &&
+          values.size(0) == num_pages && values.size(1) == num_key_heads && new_keys.size(1) == num_key_heads &&
           new_values.size(1) == num_key_heads && new_keys.size(2) == num_rows && new_values.size(2) == num_rows,
       "query, keys and values do not fit");
   STD_TORCH_CHECK(!is_bfloat16 || key_dim % 2 == 0, "keys of bfloat16 must have an even number of values");
@@ -154,7 +171,7 @@ Tensor paged_attention(
     const int32_t num = *numbers.take(1), table_len = *numbers.take(1);
     const int32_t* indices = numbers.take_below(num_rows, num);
     const int32_t* positions = numbers.take_below(int64_t{table_len} * outrider::kPageLen, num);
-    const int32_t* pages = numbers.take_below(num_slots / outrider::kPageLen, table_len);
+    const int32_t* pages = numbers.take_below(num_pages, table_len);
     for (int32_t index = 0; index < num; ++index) {
       STD_TORCH_CHECK(!has_row[indices[index]], "the layout has row ", indices[index], " twice");
       has_row[indices[index]] = true;
@@ -176,7 +193,9 @@ Tensor paged_attention(
       given.stride(1) / cell,
       given.stride(2) / cell,
       static_cast<const uint32_t*>(keys.const_data_ptr()),
+      {keys.stride(1) / cell, keys.stride(2) / cell},
       values.const_data_ptr(),
+      steps_of(values),
       output.mutable_data_ptr(),
       num_key_heads,
       num_heads / num_key_heads,

@@ -12,11 +12,13 @@ namespace outrider {
 namespace {
 
 struct Avx512Vectors {
+  using Vector = Avx512Vectors;
   using Sum = __m512;
   using Cells = __m512i;
+  using Lanes = __m512i;
 
-  static constexpr int kScoreRows = 12, kScoreBlocks = 2, kValueRows = 6, kValueBlocks = 4;
-  static constexpr int64_t kTransposed = 16;
+  static constexpr int kScoreRows = 12, kScoreVectors = 2, kValueRows = 6, kValueVectors = 4;
+  static constexpr int64_t kWidth = 16, kTransposed = 16;
 
   static Sum zero() { return _mm512_setzero_ps(); }
   static Sum read(const float* values) { return _mm512_load_ps(values); }
@@ -70,12 +72,15 @@ struct Avx512Vectors {
       two_pairs(pair + 2, _mm512_srli_epi16(codes, 4));
     }
   }
-  static void transpose(const uint32_t* from, int64_t from_step, uint32_t* to, int64_t to_step) {
+  static void store_lanes(uint32_t* memory, Lanes lanes) { _mm512_store_si512(memory, lanes); }
+  // Calls `each` with the number of each of eight cells, and with that cell of sixteen rows.
+  template <class Each>
+  static void transpose(const uint32_t* from, int64_t step, const Each& each) {
     // Row r, and beside it row r + 8.
     __m512 rows[8], pairs[8], quads[8];
     for (int r = 0; r < 8; ++r) {
       const auto row = [&](int64_t number) {
-        return _mm256_loadu_ps(reinterpret_cast<const float*>(from + number * from_step));
+        return _mm256_loadu_ps(reinterpret_cast<const float*>(from + number * step));
       };
       rows[r] = _mm512_insertf32x8(_mm512_castps256_ps512(row(r)), row(r + 8), 1);
     }
@@ -91,8 +96,8 @@ struct Avx512Vectors {
     const __m512i low = _mm512_setr_epi32(0, 1, 2, 3, 16, 17, 18, 19, 8, 9, 10, 11, 24, 25, 26, 27);
     const __m512i high = _mm512_add_epi32(low, _mm512_set1_epi32(4));
     for (int r = 0; r < 4; ++r) {
-      _mm512_storeu_ps(to + r * to_step, _mm512_permutex2var_ps(quads[r], low, quads[r + 4]));
-      _mm512_storeu_ps(to + (r + 4) * to_step, _mm512_permutex2var_ps(quads[r], high, quads[r + 4]));
+      each(r, _mm512_castps_si512(_mm512_permutex2var_ps(quads[r], low, quads[r + 4])));
+      each(r + 4, _mm512_castps_si512(_mm512_permutex2var_ps(quads[r], high, quads[r + 4])));
     }
   }
   // Rounds to the nearest bfloat16, ties to even; what is no number stays none.

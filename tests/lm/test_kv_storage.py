@@ -59,3 +59,21 @@ def test_of_a_page_only_what_is_read_is_copied() -> None:
         storage.prepare(new_pages=[2], copies=[PageCopy(1, 2, 3)])
         for tensor in storage.tensors:
             assert tensor[8:, 0, 0].tolist() == [1.0, 2.0, 3.0, 4.0][:num_copied] + [0.0] * (4 - num_copied)
+
+
+def test_pages_head_by_head_have_the_bytes_of_pages_by_slots() -> None:
+    kept = []
+    for by_heads in (False, True):
+        storage = KVStorage([LayerShape(2, 4, 8)] * 2, 3, 4, torch.float32, CPU, reads_masked=False, by_heads=by_heads)
+        size = storage.read_page(1).numel()
+        storage.write_page(1, torch.arange(size).to(torch.uint8))
+        storage.prepare(new_pages=[2], copies=[PageCopy(1, 2, 3)])
+        kept.append([storage.layout, *(storage.read_page(page).tolist() for page in range(3))])
+        if by_heads:
+            assert [tuple(tensor.shape) for tensor in storage.layer(1)] == [(3, 2, 4, 4), (3, 2, 4, 8)]
+            assert all(tensor.is_contiguous() for tensor in storage.tensors)
+            # Position 2 of the second head.
+            content = storage.layer(0)[0]
+            assert torch.equal(content[2, 1, 2], content[1, 1, 2])
+            assert not content[2, :, 3].any()
+    assert kept[0] == kept[1]

@@ -139,7 +139,12 @@ def run(
 ) -> torch.Tensor:
     attend: Callable[..., torch.Tensor] = torch.ops.outrider.paged_attention.default
     options = (scale(case), case.window, case.softcap, variant)
-    return attend(query, new_keys, new_values, keys, values, layout, *options)
+    return attend(query, new_keys, new_values, pages(keys), pages(values), layout, *options)
+
+
+def pages(stored: torch.Tensor) -> torch.Tensor:
+    """Returns slots as pages: [pages, key_heads, page_len, dim]."""
+    return stored.unflatten(0, (-1, PAGE_LEN)).transpose(1, 2) if stored.dim() == 3 else stored
 
 
 @pytest.fixture(params=[item for item in Variant if BEST is not None and item <= BEST], ids=lambda item: item.name)
@@ -188,6 +193,25 @@ def test_all_variants_have_equal_bits(case: Case, variant: int) -> None:
     rows = [(0, range(90)), (1, range(9, 10))]
     outputs = [Layer(case, (90, 10), seed=2).attend(rows, number) for number in (0, variant)]
     assert torch.equal(*outputs)
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_pages_may_be_stored_head_by_head(case: Case, variant: int) -> None:
+    layer, other = (Layer(case, (90, 64, 40), seed=6) for _ in range(2))
+    other.keys, other.values = pages(other.keys).contiguous(), pages(other.values).contiguous()
+    for rows in ([(0, range(90))], [(0, range(89, 90)), (1, range(60, 64)), (2, range(39, 40))]):
+        assert torch.equal(other.attend(rows, variant), layer.attend(rows, variant))
+
+
+def test_new_keys_and_values_are_stored_in_their_slots(variant: int) -> None:
+    layer = Layer(Case(), (40,), seed=7)
+    stored = [torch.zeros(3, 3, PAGE_LEN, 64, dtype=torch.bfloat16) for _ in range(2)]
+    new = [torch.randn(1, 3, 4, 64).bfloat16() for _ in range(2)]
+    rows = PassRows(4, [PassBranch((2, 1), (0, 1, 2, 3), (30, 31, 32, 33))], [0, 1, 2, 3], [94, 95, 32, 33])
+    run(torch.zeros(1, 9, 4, 64).bfloat16(), *new, *stored, lay_out(rows).layout, layer.case, variant)
+    for given, kept in zip(new, stored, strict=True):
+        assert torch.equal(kept[2, :, 30:], given[0, :, :2]) and torch.equal(kept[1, :, :2], given[0, :, 2:])
+        assert not kept[0].any() and not kept[2, :, :30].any() and not kept[1, :, 2:].any()
 
 
 def test_branches_that_share_pages_read_their_own_ends(variant: int) -> None:
@@ -272,8 +296,11 @@ def test_queries_may_be_views(variant: int) -> None:
         ({"new_values": torch.zeros(2, 2, 2, 8)}, "one batch"),
         ({"new_keys": torch.zeros(1, 2, 2, 8).bfloat16()}, "query's type"),
         ({"new_keys": torch.zeros(1, 2, 3, 8)}, "do not fit"),
-        ({"keys": torch.zeros(64, 8)}, "three dimensions"),
-        ({"values": torch.zeros(32, 2, 8)}, "do not fit"),
+        ({"keys": torch.zeros(64, 8)}, "four dimensions"),
+        ({"keys": torch.zeros(4, 2, 16, 8)}, "pages of 32"),
+        ({"keys": torch.zeros(2, 2, 8, 32).transpose(2, 3)}, "pages of 32"),
+        ({"values": torch.zeros(4, 2, 32, 8)[::2]}, "pages of 32"),
+        ({"values": torch.zeros(1, 2, 32, 8)}, "do not fit"),
         ({"layout": torch.zeros(3)}, "int32"),
         ({"layout": torch.tensor([], dtype=torch.int32)}, "ends too early"),
         ({"layout": torch.tensor([1, 2, 0, 0], dtype=torch.int32)}, "less than 2"),
@@ -293,8 +320,8 @@ def test_what_does_not_fit_is_an_error(change: dict[str, object], message: str) 
         "query": torch.zeros(1, 4, 2, 8),
         "new_keys": torch.zeros(1, 2, 2, 8),
         "new_values": torch.zeros(1, 2, 2, 8),
-        "keys": torch.zeros(64, 2, 8),
-        "values": torch.zeros(64, 2, 8),
+        "keys": torch.zeros(2, 2, 32, 8),
+        "values": torch.zeros(2, 2, 32, 8),
         "layout": torch.tensor([0, 1, 1, 1, 0, 0, 1], dtype=torch.int32),
         "scaling": 1.0,
         "window": 0,
