@@ -121,8 +121,9 @@ bool has_whole_cells(const Tensor& tensor) {
 }
 
 // query: [1, heads, rows, key_dim]. new_keys, new_values: [1, key_heads, rows, ...]. keys, values: [pages, key_heads,
-// page_len, ...] (see `are_dense_pages`), written first; slot `page * page_len + position`. All are bfloat16, key_dim being even, or float32. layout: int32, see `lay_out` in
-// outrider/lm/attention/native.py. Returns [1, rows, heads, value_dim], zero for rows that no branch has.
+// page_len, ...], see `are_dense_pages`; they are written first, a slot being page * page_len + position. All are
+// bfloat16, key_dim being even, or float32. layout: int32, see `lay_out` in outrider/lm/attention/native.py. Returns
+// [1, rows, heads, value_dim], zero for rows that no branch has.
 Tensor paged_attention(
     const Tensor& query, const Tensor& new_keys, const Tensor& new_values, Tensor keys, Tensor values,
     const Tensor& layout, double scaling, int64_t window, double softcap, int64_t variant) {
