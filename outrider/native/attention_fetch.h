@@ -57,8 +57,8 @@ class Lines {
   int64_t due_bytes_ = 0;
 };
 
-// Fetches the page that is read next while this one is read and computed, as many bytes as have been read: of more lines
-// at once than a core waits for the last ones would not be fetched.
+// Fetches the page that is read next, as many bytes at a time as are read of this one: of many lines at once a core drops
+// those for which it has no place.
 struct Fetcher {
   Lines keys;
   Lines values;
