@@ -171,7 +171,7 @@ async def test_now_and_then_a_pass_shows_what_it_takes_without_prompts(observed:
         async with asyncio.timeout(10):
             while not any(num_rows and not prompts for num_rows, prompts in observed):
                 await asyncio.sleep(0.001)
-        await caller.plain(2, _prompt(400), PARAMETERS.replace(max_tokens=1), stop_token_ids=())
+        await caller.plain(2, _prompt(1200), PARAMETERS.replace(max_tokens=1), stop_token_ids=())
         await decoding
     passes = " ".join(f"{'d' if num_rows else ''}{'p' if prompts else ''}" for num_rows, prompts in observed)
     assert re.fullmatch(r"p (d )+((dp ){16}d ){2,}(dp )*d.*", passes), passes
