@@ -57,9 +57,6 @@ _LEAST_YIELD: Final = 0.05
 """Accepted tokens a round, of proposals that no round waits for, below which they are not worth a draft's time."""
 _NEARLY: Final = 0.99
 _USUAL_ROUNDS: Final = 6
-_DECAY: Final = 0.998
-_PRIOR_WEIGHT: Final = 30.0
-"""Of the rates of all sessions: a session's first rounds count in its own values already."""
 
 
 @dataclass(slots=True)
@@ -92,7 +89,7 @@ class WorkerStatistics:
     """
 
     times: PassTimes = field(default_factory=PassTimes)
-    rates: AcceptanceRates = field(default_factory=lambda: AcceptanceRates(decay=_DECAY, prior_weight=_PRIOR_WEIGHT))
+    rates: AcceptanceRates = field(default_factory=AcceptanceRates.of_all_sessions)
     answers: AnswerTimes = field(default_factory=AnswerTimes)
     own_answers: AnswerTimes = field(default_factory=AnswerTimes)
     prediction_ratio: DecayingMean = field(default_factory=lambda: DecayingMean(0.02, 1.0, 20))

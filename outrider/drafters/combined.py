@@ -27,9 +27,6 @@ if TYPE_CHECKING:
 
 _MAX_SESSIONS: Final = 4096
 """Whose state is kept, those used last."""
-_DECAY: Final = 0.998
-_WEIGHT: Final = 30.0
-"""Where all sessions add to the rates, they are learnt slowly."""
 
 
 @dataclass(slots=True)
@@ -67,7 +64,7 @@ class CombinedDrafter(Drafter):
         self.times = main.times
         self.compiler = main.compiler
         self._round_times = RoundTimes()
-        self._all = _Session(AcceptanceRates(decay=_DECAY, prior_weight=_WEIGHT), Yields())
+        self._all = _Session(AcceptanceRates.of_all_sessions(), Yields())
         self._sessions: OrderedDict[str, _Session] = OrderedDict()
 
     @property

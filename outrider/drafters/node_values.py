@@ -7,13 +7,8 @@ the same way; here no rate of a later rank is above that of one before it.
 
 import heapq
 from collections.abc import Callable, Sequence
-from typing import Final
 
 from outrider.speculation.acceptance import MAX_DEPTH, AcceptanceRates
-
-_DECAY: Final = 0.998
-_WEIGHT: Final = 30.0
-"""Where all sessions add to the values, they are learnt slowly: fast changes would be noise in the order of nodes."""
 
 
 class NodeValues:
@@ -30,7 +25,7 @@ class NodeValues:
     @classmethod
     def of_all_sessions(cls) -> "NodeValues":
         """Return values that are learnt from all sessions of a drafter, and hold for each of them."""
-        return cls(AcceptanceRates(decay=_DECAY, prior_weight=_WEIGHT, pooled_weight=_WEIGHT))
+        return cls(AcceptanceRates.of_all_sessions())
 
     @classmethod
     def of_one_session(cls) -> "NodeValues":

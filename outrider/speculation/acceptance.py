@@ -12,13 +12,14 @@ Where a draft combines several drafters, each has rates of its own beside those 
 among its own choices.
 
 A rate is the mean over all choices of its depth and rank. Where the draft says how probable it finds a choice, its
-value is the rate times that probability, relative to the mean for the rank (`likelihoods`).
+value is the rate times that probability, relative to the mean for the rank (`likelihoods`). The probability then tells
+one text from another, and what a session's own rates add is mostly chance: those of all sessions count for more.
 """
 
 from collections.abc import Sequence
 from typing import Final
 
-from outrider.speculation.likelihoods import MOST, Likelihoods
+from outrider.speculation.likelihoods import MOST, NUM_COMMON, Likelihoods
 
 MAX_RANK: Final = 8
 """Largest rank, counted from 1; a draft makes no more choices per token."""
@@ -28,6 +29,9 @@ _PRIOR: Final = (0.7, 0.08, 0.04, 0.02, 0.015, 0.01, 0.008, 0.006)
 _PRIOR_WEIGHT: Final = 4.0
 _POOLED_WEIGHT: Final = 8.0
 _DECAY: Final = 0.98
+_SHARED_DECAY: Final = 0.998
+_SHARED_WEIGHT: Final = 30.0
+"""Where all sessions add to the rates, they are learnt slowly: fast changes would be noise in the order of nodes."""
 _MAX_DRAFTERS: Final = 8
 _OTHERS: Final = "others"
 LEAST_RATE: Final = 1e-4
@@ -85,6 +89,11 @@ class AcceptanceRates:
         self._likelihoods: Likelihoods = Likelihoods(MAX_RANK, decay, common, tests=tests_likelihoods)
         self._of: dict[str, AcceptanceRates] = {}
 
+    @classmethod
+    def of_all_sessions(cls) -> "AcceptanceRates":
+        """Return rates that are learnt from all sessions, such as are the `prior` of each."""
+        return cls(decay=_SHARED_DECAY, prior_weight=_SHARED_WEIGHT)
+
     def of(self, drafter: str) -> "AcceptanceRates":
         """Return the rates of one of the drafters that a draft combines; these themselves where it is not named.
 
@@ -121,7 +130,7 @@ class AcceptanceRates:
         if rank > MAX_RANK:
             return
         if likelihood > 0:
-            self._likelihoods.test(rank, likelihood, self._rate(depth, rank), hit)
+            self._likelihoods.test(rank, likelihood, self._rate(depth, rank, NUM_COMMON), hit)
         self._add(depth, rank, hit, likelihood)
 
     def _add(self, depth: int, rank: int, hit: bool, likelihood: float) -> None:
@@ -144,8 +153,9 @@ class AcceptanceRates:
         """
         if rank > MAX_RANK:
             return LEAST_RATE
-        rate = self._rate(depth, rank)
-        return self.weighed(rate, rank, likelihood) if likelihood > 0 else rate
+        if likelihood > 0 and self._likelihoods.are_used:
+            return self.weighed(self._rate(depth, rank, NUM_COMMON), rank, likelihood)
+        return self._rate(depth, rank)
 
     def weighed(self, rate: float, rank: int, likelihood: float) -> float:
         """Return the value of a choice by the rate of its place, its rank, at most `MAX_RANK`, and its likelihood."""
@@ -162,19 +172,25 @@ class AcceptanceRates:
         observed = [self._likelihoods.observed(rank) if used else (0.0, 0.0) for rank in range(1, MAX_RANK + 1)]
         return [*(total for total, _ in observed), *(num for _, num in observed), LEAST_RATE, MOST if used else 1.0]
 
-    def _rate(self, depth: int, rank: int) -> float:
-        prior = _PRIOR[rank - 1] if self._prior is None else self._prior._rate(depth, rank)
-        return self._smoothed(self._by_depth[min(depth, MAX_DEPTH) - 1][rank - 1], self._by_rank[rank - 1], prior)
-
-    def _smoothed(self, own: _Share, pooled: _Share, prior: float) -> float:
-        """Return the rate of a depth and rank, given its share, that of the rank over all depths, and the prior."""
-        return max(LEAST_RATE, own.towards(pooled.towards(prior, self._prior_weight), self._pooled_weight))
-
     def values(self, depth: int) -> Sequence[float]:
-        """Return the values of ranks 1 to `MAX_RANK` at a depth."""
-        priors = _PRIOR if self._prior is None else self._prior.values(depth)
-        shares = zip(self._by_depth[min(depth, MAX_DEPTH) - 1], self._by_rank, priors, strict=True)
-        return [self._smoothed(own, pooled, prior) for own, pooled, prior in shares]
+        """Return the values of ranks 1 to `MAX_RANK` at a depth, of choices that come without a probability."""
+        return [self._rate(depth, rank) for rank in range(1, MAX_RANK + 1)]
+
+    def _rate(self, depth: int, rank: int, num_common: float = 0.0) -> float:
+        """Return the rate of a depth and rank.
+
+        Args:
+            depth: of the choice.
+            rank: of the choice, at most `MAX_RANK`.
+            num_common: choices that the prior's count for beside the weights, where it has seen as many.
+        """
+        prior, num = _PRIOR[rank - 1], 0.0
+        if self._prior is not None:
+            prior = self._prior._rate(depth, rank)
+            num = min(num_common, self._prior._by_rank[rank - 1].num_cases)
+        pooled = self._by_rank[rank - 1].towards(prior, self._prior_weight + num)
+        own = self._by_depth[min(depth, MAX_DEPTH) - 1][rank - 1]
+        return max(LEAST_RATE, own.towards(pooled, self._pooled_weight + num))
 
     def expected_accepted(self, length: int, depth: int = 0) -> float:
         """Return the expected number of accepted tokens of a chain of `length` first choices below a depth."""

@@ -2,7 +2,7 @@
 
 Of two choices of one rank that one is worth more which the draft finds more probable. Its probability counts relative
 to the mean over choices of that rank which could be accepted: so values keep their measured mean, however over- or
-underconfident the draft is. A session whose text is hard has lower rates and lower means, and so both are its own.
+underconfident the draft is. A session whose text is hard has lower rates and lower means: that counts once.
 Before any outcome a probability counts nothing. Where a draft is just as sure of itself when it is wrong, its
 probabilities mislead: they count only as long as the outcomes of all sessions are more likely under values with them
 than under the rates alone.
@@ -17,7 +17,7 @@ _EVIDENCE: Final = 4.0
 _EVIDENCE_DECAY: Final = 0.998
 _EQUALLY: Final = 1.0
 """Is added to both sums whose ratio weighs a choice: a few outcomes count little."""
-_COMMON: Final = 8.0
+NUM_COMMON: Final = 32.0
 """Choices that those of all sessions count for in one session, at most."""
 _LEAST: Final = 1e-4
 MOST: Final = 0.999
@@ -92,7 +92,7 @@ class Likelihoods:
         """Return the sum of the draft's probabilities of choices of a rank, and their number, both decayed."""
         total, num = self._sums[rank - 1], self._nums[rank - 1]
         if self._common is not None and (num_common := self._common._nums[rank - 1]):
-            share = min(1.0, _COMMON / num_common)
+            share = min(1.0, NUM_COMMON / num_common)
             total, num = total + share * self._common._sums[rank - 1], num + share * num_common
         return total, num
 

@@ -22,8 +22,6 @@ from outrider.vllm.source import EngineRequest, Step
 from outrider.vllm.step_plan import Line, best_wait_s, verified
 from outrider.vllm.terms import is_draftable, open_message
 
-_DECAY: Final = 0.998
-_PRIOR_WEIGHT: Final = 30.0
 _LEAST_VALUE: Final = 0.05
 """Acceptance rate of a first token below which its request is drafted for in some rounds only, to learn of a change."""
 _MAX_EMPTY_ROUNDS: Final = 64
@@ -81,7 +79,7 @@ class RemoteDrafts:
         """Guards what follows, and the requests; notified of each part that arrives."""
         self._num_arrived = 0
         self._times = PassTimes()
-        self._rates = AcceptanceRates(decay=_DECAY, prior_weight=_PRIOR_WEIGHT)
+        self._rates = AcceptanceRates.of_all_sessions()
         self._answers = AnswerTimes()
         self._commands: list[Command] = []
         self._num_sessions = 0

@@ -57,6 +57,29 @@ def test_the_drafts_probabilities_weigh_rates_that_all_sessions_share() -> None:
         assert of_model.value(1, MAX_RANK + 1, 0.9) < 1e-3
 
 
+def test_the_difficulty_of_a_sessions_text_counts_once() -> None:
+    common, draw = AcceptanceRates.of_all_sessions(), random.Random(3)
+    sessions = {probability: AcceptanceRates(common) for probability in (0.7, 0.4)}
+    for _ in range(100):
+        for probability, rates in sessions.items():
+            rates.observe(1, [probability], 1 if draw.random() < probability else None)
+    for probability, rates in sessions.items():
+        assert rates.value(1, 1, probability) == pytest.approx(probability, abs=0.08)
+
+
+def test_chance_in_one_session_moves_values_by_probability_little() -> None:
+    common, draw = AcceptanceRates.of_all_sessions(), random.Random(4)
+    for _ in range(20):
+        rates = AcceptanceRates(common)
+        for _ in range(50):
+            rates.observe(1, [0.5, 0.1], 1 if draw.random() < 0.5 else 2 if draw.random() < 0.2 else None)
+    unlucky = AcceptanceRates(common)
+    for _ in range(12):
+        unlucky.observe(1, [0.5, 0.1], None)
+    assert unlucky.value(1, 1, 0.5) > 0.2 and unlucky.value(1, 2, 0.1) > 0.04
+    assert unlucky.value(1, 1) < 0.1, "without a probability the session's own rate is all that tells its text"
+
+
 def test_expected_accepted_is_the_sum_of_products() -> None:
     rates = AcceptanceRates()
     first, second = rates.value(1, 1), rates.value(2, 1)

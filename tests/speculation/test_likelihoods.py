@@ -62,13 +62,11 @@ def test_values_keep_the_measured_mean_of_a_draft_that_is_too_modest(factor: flo
     assert found.weighed(rate, 1, factor * 0.3) == pytest.approx(0.3, rel=0.1)
 
 
-def test_a_session_of_hard_text_has_its_own_mean_and_the_evidence_of_all() -> None:
+def test_the_evidence_is_that_of_all_sessions() -> None:
     common = Likelihoods(2, 0.998)
     hard, new = Likelihoods(2, 0.98, common), Likelihoods(2, 0.98, common)
     for _ in range(100):
         common.add(1, 0.7)
-        hard.add(1, 0.4)
-    assert hard.weighed(0.4, 1, 0.4) == pytest.approx(0.4, abs=0.05), "its difficulty counts once"
     assert new.weighed(0.7, 1, 0.7) == pytest.approx(0.7, abs=0.03), "it begins with what is known of others"
     for _ in range(200):
         hard.test(1, 0.1, 0.5, True)
