@@ -12,14 +12,14 @@ Where a draft combines several drafters, each has rates of its own beside those 
 among its own choices.
 
 A rate is the mean over all choices of its depth and rank. Where the draft says how probable it finds a choice, its
-value is the rate times that probability, relative to the mean for the rank (`likelihoods`). The probability then tells
-one text from another, and what a session's own rates add is mostly chance: those of all sessions count for more.
+value is the rate times that probability, relative to the mean for the rank (`likelihoods`). The probability tells one
+text from another then, and what the rates of one session would add is mostly chance: those of all sessions count.
 """
 
 from collections.abc import Sequence
 from typing import Final
 
-from outrider.speculation.likelihoods import MOST, NUM_COMMON, Likelihoods
+from outrider.speculation.likelihoods import MOST, Likelihoods
 
 MAX_RANK: Final = 8
 """Largest rank, counted from 1; a draft makes no more choices per token."""
@@ -85,8 +85,10 @@ class AcceptanceRates:
         self._tests_likelihoods = tests_likelihoods
         self._by_rank = [_Share(decay) for _ in range(MAX_RANK)]
         self._by_depth = [[_Share(decay) for _ in range(MAX_RANK)] for _ in range(MAX_DEPTH)]
-        common = None if prior is None else prior._likelihoods
-        self._likelihoods: Likelihoods = Likelihoods(MAX_RANK, decay, common, tests=tests_likelihoods)
+        self._common: AcceptanceRates = self if prior is None else prior
+        self._likelihoods: Likelihoods = (
+            Likelihoods(MAX_RANK, decay, tests=tests_likelihoods) if prior is None else prior._likelihoods
+        )
         self._of: dict[str, AcceptanceRates] = {}
 
     @classmethod
@@ -130,13 +132,13 @@ class AcceptanceRates:
         if rank > MAX_RANK:
             return
         if likelihood > 0:
-            self._likelihoods.test(rank, likelihood, self._rate(depth, rank, NUM_COMMON), hit)
+            self._likelihoods.test(rank, likelihood, self._common._rate(depth, rank), hit)
         self._add(depth, rank, hit, likelihood)
 
     def _add(self, depth: int, rank: int, hit: bool, likelihood: float) -> None:
         if self._prior is not None:
             self._prior._add(depth, rank, hit, likelihood)
-        if likelihood > 0:
+        elif likelihood > 0:
             self._likelihoods.add(rank, likelihood)
         self._by_rank[rank - 1].observe(hit)
         self._by_depth[min(depth, MAX_DEPTH) - 1][rank - 1].observe(hit)
@@ -154,7 +156,7 @@ class AcceptanceRates:
         if rank > MAX_RANK:
             return LEAST_RATE
         if likelihood > 0 and self._likelihoods.are_used:
-            return self.weighed(self._rate(depth, rank, NUM_COMMON), rank, likelihood)
+            return self.weighed(self._common._rate(depth, rank), rank, likelihood)
         return self._rate(depth, rank)
 
     def weighed(self, rate: float, rank: int, likelihood: float) -> float:
@@ -176,21 +178,11 @@ class AcceptanceRates:
         """Return the values of ranks 1 to `MAX_RANK` at a depth, of choices that come without a probability."""
         return [self._rate(depth, rank) for rank in range(1, MAX_RANK + 1)]
 
-    def _rate(self, depth: int, rank: int, num_common: float = 0.0) -> float:
-        """Return the rate of a depth and rank.
-
-        Args:
-            depth: of the choice.
-            rank: of the choice, at most `MAX_RANK`.
-            num_common: choices that the prior's count for beside the weights, where it has seen as many.
-        """
-        prior, num = _PRIOR[rank - 1], 0.0
-        if self._prior is not None:
-            prior = self._prior._rate(depth, rank)
-            num = min(num_common, self._prior._by_rank[rank - 1].num_cases)
-        pooled = self._by_rank[rank - 1].towards(prior, self._prior_weight + num)
+    def _rate(self, depth: int, rank: int) -> float:
+        prior = _PRIOR[rank - 1] if self._prior is None else self._prior._rate(depth, rank)
+        pooled = self._by_rank[rank - 1].towards(prior, self._prior_weight)
         own = self._by_depth[min(depth, MAX_DEPTH) - 1][rank - 1]
-        return max(LEAST_RATE, own.towards(pooled, self._pooled_weight + num))
+        return max(LEAST_RATE, own.towards(pooled, self._pooled_weight))
 
     def expected_accepted(self, length: int, depth: int = 0) -> float:
         """Return the expected number of accepted tokens of a chain of `length` first choices below a depth."""

@@ -2,13 +2,11 @@
 
 Of two choices of one rank that one is worth more which the draft finds more probable. Its probability counts relative
 to the mean over choices of that rank which could be accepted: so values keep their measured mean, however over- or
-underconfident the draft is. A session whose text is hard has lower rates and lower means: that counts once.
-Before any outcome a probability counts nothing. Where a draft is just as sure of itself when it is wrong, its
-probabilities mislead: they count only as long as the outcomes of all sessions are more likely under values with them
-than under the rates alone.
+underconfident the draft is. Before any outcome a probability counts nothing. Where a draft is just as sure of itself
+when it is wrong, its probabilities mislead: they count only as long as the outcomes are more likely under values with
+them than under the rates alone.
 """
 
-from dataclasses import dataclass
 from math import log
 from typing import Final
 
@@ -17,18 +15,9 @@ _EVIDENCE: Final = 4.0
 _EVIDENCE_DECAY: Final = 0.998
 _EQUALLY: Final = 1.0
 """Is added to both sums whose ratio weighs a choice: a few outcomes count little."""
-NUM_COMMON: Final = 32.0
-"""Choices that those of all sessions count for in one session, at most."""
 _LEAST: Final = 1e-4
 MOST: Final = 0.999
 """Largest value of a choice by its probability."""
-
-
-@dataclass(slots=True)
-class _Evidence:
-    """By how much the outcomes were more likely with the draft's probabilities than without, in nats."""
-
-    value: float = _EVIDENCE
 
 
 class Likelihoods:
@@ -37,17 +26,14 @@ class Likelihoods:
     Args:
         num_ranks: largest rank.
         decay: factor of the weight of a choice for each later one of its rank.
-        common: of all sessions; None for those themselves.
-        tests: whether outcomes decide if the probabilities count; else they always do. As `common` does, if there is.
+        tests: whether outcomes decide if the probabilities count; else they always do.
     """
 
-    def __init__(
-        self, num_ranks: int, decay: float, common: "Likelihoods | None" = None, *, tests: bool = True
-    ) -> None:
+    def __init__(self, num_ranks: int, decay: float, *, tests: bool = True) -> None:
         self._decay = decay
-        self._common = common
-        self._tests: bool = tests if common is None else common._tests
-        self._evidence: _Evidence = _Evidence() if common is None else common._evidence
+        self._tests = tests
+        # By how much the outcomes were more likely with the draft's probabilities than without, in nats.
+        self._evidence = _EVIDENCE
         self._sums = [0.0] * num_ranks
         self._nums = [0.0] * num_ranks
 
@@ -66,7 +52,7 @@ class Likelihoods:
         gain = log(value / without) if hit else log((1 - value) / (1 - without))
         # Once for all choices after a node.
         decay = _EVIDENCE_DECAY if rank == 1 else 1.0
-        self._evidence.value = decay * self._evidence.value + gain
+        self._evidence = decay * self._evidence + gain
 
     def add(self, rank: int, likelihood: float) -> None:
         """Add the draft's probability, above 0, of a choice whose parent the target has accepted, to the mean."""
@@ -86,15 +72,11 @@ class Likelihoods:
     @property
     def are_used(self) -> bool:
         """Whether the draft's probabilities count."""
-        return self._evidence.value >= 0
+        return self._evidence >= 0
 
     def observed(self, rank: int) -> tuple[float, float]:
         """Return the sum of the draft's probabilities of choices of a rank, and their number, both decayed."""
-        total, num = self._sums[rank - 1], self._nums[rank - 1]
-        if self._common is not None and (num_common := self._common._nums[rank - 1]):
-            share = min(1.0, NUM_COMMON / num_common)
-            total, num = total + share * self._common._sums[rank - 1], num + share * num_common
-        return total, num
+        return self._sums[rank - 1], self._nums[rank - 1]
 
     def _value(self, rate: float, rank: int, likelihood: float) -> float:
         total, num = self.observed(rank)

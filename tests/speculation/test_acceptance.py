@@ -67,7 +67,7 @@ def test_the_difficulty_of_a_sessions_text_counts_once() -> None:
         assert rates.value(1, 1, probability) == pytest.approx(probability, abs=0.08)
 
 
-def test_chance_in_one_session_moves_values_by_probability_little() -> None:
+def test_chance_in_one_session_does_not_move_values_by_probability() -> None:
     common, draw = AcceptanceRates.of_all_sessions(), random.Random(4)
     for _ in range(20):
         rates = AcceptanceRates(common)
@@ -76,8 +76,16 @@ def test_chance_in_one_session_moves_values_by_probability_little() -> None:
     unlucky = AcceptanceRates(common)
     for _ in range(12):
         unlucky.observe(1, [0.5, 0.1], None)
-    assert unlucky.value(1, 1, 0.5) > 0.2 and unlucky.value(1, 2, 0.1) > 0.04
+    assert unlucky.value(1, 1, 0.5) > 0.4 and unlucky.value(1, 2, 0.1) > 0.07
     assert unlucky.value(1, 1) < 0.1, "without a probability the session's own rate is all that tells its text"
+
+
+def test_probabilities_that_mislead_one_session_count_in_none() -> None:
+    common = AcceptanceRates.of_all_sessions()
+    misled, other = AcceptanceRates(common), AcceptanceRates(common)
+    for probability, matched in [(0.1, 1), (0.9, None)] * 20:
+        misled.observe(1, [probability], matched)
+    assert other.value(1, 1, 0.9) == other.value(1, 1, 0.1) == other.value(1, 1)
 
 
 def test_expected_accepted_is_the_sum_of_products() -> None:

@@ -60,15 +60,3 @@ def test_values_keep_the_measured_mean_of_a_draft_that_is_too_modest(factor: flo
     values = [found.weighed(rate, 1, factor * probability) for probability in certain]
     assert sum(values) / len(values) == pytest.approx(rate, rel=0.03)
     assert found.weighed(rate, 1, factor * 0.3) == pytest.approx(0.3, rel=0.1)
-
-
-def test_the_evidence_is_that_of_all_sessions() -> None:
-    common = Likelihoods(2, 0.998)
-    hard, new = Likelihoods(2, 0.98, common), Likelihoods(2, 0.98, common)
-    for _ in range(100):
-        common.add(1, 0.7)
-    assert new.weighed(0.7, 1, 0.7) == pytest.approx(0.7, abs=0.03), "it begins with what is known of others"
-    for _ in range(200):
-        hard.test(1, 0.1, 0.5, True)
-        hard.test(1, 0.9, 0.5, False)
-    assert new.weighed(0.7, 1, 0.9) == new.weighed(0.7, 1, 0.1) == 0.7
