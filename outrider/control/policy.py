@@ -209,9 +209,10 @@ class SpeculationPolicy:
         if self.max_wait_s <= 0 or max_depth <= 0:
             return RoundPlan(expects=self._now([]))
         is_running = (runs_ahead or is_answering) and depth > 0
+        accepted = self.rates.expected_accepted(max(depth, max_depth))
         if not self._adapts:
             waits = depth < max_depth
-            expects = self._waiting(max_depth, depth, is_running=is_running) if waits else self._now(stock)
+            expects = self._waiting(max_depth, depth, accepted, is_running=is_running) if waits else self._now(stock)
             return RoundPlan(self.max_wait_s if waits else 0.0, max_depth, max_depth, expects=expects)
         if not self._statistics.guard_of(own_draft=self._drafts_here).allows:
             return RoundPlan(expects=self._now(stock))
@@ -221,8 +222,8 @@ class SpeculationPolicy:
         weight = _RUNNING_WAIT if runs_ahead else 1.0
         goals = range(shortest, max_depth + 1)
         now = self._now(stock)
-        goal, pays = self._best(now, depth, goals, margin, weight, is_running=is_running)
-        self._expected_accepted = self.rates.expected_accepted(goal)
+        goal, pays = self._best(now, depth, goals, accepted, margin, weight, is_running=is_running)
+        self._expected_accepted = accepted[goal]
         if pays:
             self._plain_rounds.limit = self._statistics.plain_rounds.limit = _RETRY_ROUNDS
         elif self._waits_again or self._is_due():
@@ -233,7 +234,7 @@ class SpeculationPolicy:
             is_wanted, is_trial = runs_ahead and self._is_worth_drafting, self._is_trial
             num_wanted = shortest if is_wanted else max_depth if is_trial else 0
             return RoundPlan(0.0, depth, num_wanted, is_trial=is_trial and not is_wanted, expects=now)
-        expects = self._waiting(goal, depth, is_running=is_running)
+        expects = self._waiting(goal, depth, accepted, is_running=is_running)
         self._expected_wait_s = expects.wait_s if expects.is_known else None
         return RoundPlan(self._patience_s(), goal, goal, expects=expects)
 
@@ -245,7 +246,7 @@ class SpeculationPolicy:
 
     def expect_whole(self, max_depth: int) -> Expectation:
         """Return the expectation of a round once a main line of the greatest length has arrived."""
-        return self._waiting(max_depth, 0, is_running=False)
+        return self._waiting(max_depth, 0, self.rates.expected_accepted(max_depth), is_running=False)
 
     def observe_round(self, num_accepted: int, depth: int, num_nodes: int, wait_s: float, *, waited: bool) -> None:
         """Record a round that waited, or that verified nodes.
@@ -267,7 +268,8 @@ class SpeculationPolicy:
         if depth:
             self._width.observe(num_nodes / depth)
             self._num_nodes.observe(num_nodes)
-        self._observe_outcome(num_accepted, self.rates.expected_accepted(depth) if depth else self._expected_accepted)
+        expected = self.rates.expected_accepted(depth)[-1] if depth else self._expected_accepted
+        self._observe_outcome(num_accepted, expected)
         if depth == 0 and wait_s >= _NEARLY * self._patience_s():
             self.draft.record_timeout(wait_s)
 
@@ -283,7 +285,7 @@ class SpeculationPolicy:
             num_matching: how many of its tokens the target has output by itself.
             num_asked: length of the main line that was requested.
         """
-        self._observe_outcome(min(num_matching, num_asked), self.rates.expected_accepted(num_asked))
+        self._observe_outcome(min(num_matching, num_asked), self.rates.expected_accepted(num_asked)[-1])
 
     def _count_plain(self) -> None:
         self._waits_again = False
@@ -323,7 +325,15 @@ class SpeculationPolicy:
         return self._plain_rounds.num % _RUN_CYCLE < _RUN_ROUNDS or self._yield.value >= _LEAST_YIELD
 
     def _best(
-        self, now: Expectation, depth: int, goals: range, margin: float, weight: float, *, is_running: bool
+        self,
+        now: Expectation,
+        depth: int,
+        goals: range,
+        accepted: Sequence[float],
+        margin: float,
+        weight: float,
+        *,
+        is_running: bool,
     ) -> tuple[int, bool]:
         """Return the length of the main line to wait for, and whether waiting pays; at first it does."""
         if depth >= goals[-1]:
@@ -332,7 +342,7 @@ class SpeculationPolicy:
             return goals[-1], True
         best_goal, best, best_rate = goals[0], now, 0.0
         for goal in goals:
-            found = self._waiting(goal, depth, is_running=is_running)
+            found = self._waiting(goal, depth, accepted, is_running=is_running)
             if found.wait_s > self.max_wait_s and goal > goals[0]:
                 break
             rate = found.num_tokens / (weight * found.wait_s + found.round_s)
@@ -342,14 +352,17 @@ class SpeculationPolicy:
         lost_s = weight * best.wait_s + best.round_s - now.round_s
         return best_goal, gained_s * margin > lost_s
 
-    def _waiting(self, goal: int, depth: int, *, is_running: bool) -> Expectation:
-        """Return the expectation of a round that waits for `goal` tokens of a main line; `depth` have arrived."""
+    def _waiting(self, goal: int, depth: int, accepted: Sequence[float], *, is_running: bool) -> Expectation:
+        """Return the expectation of a round that waits for `goal` tokens of a main line; `depth` have arrived.
+
+        `accepted` has the tokens that are expected to be accepted of a main line of each length.
+        """
         if not (self.draft.known and self._times.known):
             return _UNKNOWN
         wait_s = self.draft.arrival_s(goal - depth, is_running=is_running)
         num_nodes = self._nodes_beside(goal)
-        accepted = self.rates.expected_accepted(goal) * self._prediction_ratio.value
-        return Expectation(wait_s, self._round_s(num_nodes), 1 + accepted, 1 + num_nodes)
+        num_tokens = 1 + accepted[goal] * self._prediction_ratio.value
+        return Expectation(wait_s, self._round_s(num_nodes), num_tokens, 1 + num_nodes)
 
     def _nodes_beside(self, goal: int) -> float:
         """Return the nodes that a round is expected to verify with a main line of that length, at least as many.

@@ -184,10 +184,10 @@ class AcceptanceRates:
         own = self._by_depth[min(depth, MAX_DEPTH) - 1][rank - 1]
         return max(LEAST_RATE, own.towards(pooled, self._pooled_weight))
 
-    def expected_accepted(self, length: int, depth: int = 0) -> float:
-        """Return the expected number of accepted tokens of a chain of `length` first choices below a depth."""
-        total, reached = 0.0, 1.0
-        for step in range(1, length + 1):
-            reached *= self.value(depth + step, 1)
-            total += reached
-        return total
+    def expected_accepted(self, max_length: int) -> list[float]:
+        """Return the expected number of accepted tokens of chains of 0 to `max_length` first choices."""
+        expected, reached = [0.0], 1.0
+        for depth in range(1, max_length + 1):
+            reached *= self.value(depth, 1)
+            expected.append(expected[-1] + reached)
+        return expected

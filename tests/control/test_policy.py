@@ -137,6 +137,13 @@ def test_what_is_here_is_not_waited_for() -> None:
     assert plan.wait_s > 0 and plan.wants_draft
 
 
+def test_of_a_line_longer_than_there_is_room_the_round_uses_what_it_may() -> None:
+    session = _Session(accepted=0.8)
+    session.settle()
+    plan = session.policy.begin([0.8, 0.6], DEPTH, 2)
+    assert plan.wait_s == 0 and plan.expects.num_rows == 3
+
+
 def test_a_full_batch_ends_speculation_and_a_choice_is_kept_while_it_is_nearly_as_good() -> None:
     session = _Session(accepted=0.5, times=_times(row_s=0.001), answer_s=0.004)
     session.settle()
