@@ -4,7 +4,6 @@ import asyncio
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from statistics import median
 
 import click
 from rich.console import Console
@@ -24,11 +23,18 @@ from outrider.drafter_names import HEADS, LOOKUPS
 from outrider.errors import OutriderError
 from outrider.local.stack_options import DraftOptions
 from outrider.parameters import SamplingParameters
+from outrider.statistics import SpeculationStatistics
 
-_REPEATS = 3
+_NUM_COPIES = 3
 _MAX_TOKENS = 96
 
-_PLAIN = "Explain in a few sentences why the sky is blue."
+# Of several kinds: how well an answer can be drafted depends on what it says, and a single one shows little.
+_QUESTIONS = (
+    "Explain in a few sentences why the sky is blue.",
+    "Write a Python function that reverses the words of a sentence.",
+    "I have two hours in a city that I do not know. What should I do?",
+    "List the steps to install a program from its source on Linux.",
+)
 _COPY = """Copy this text, word for word:
 
 The outrider rode ahead of the carriage to look at the road. Where the road was good he waved, and the carriage went on
@@ -39,19 +45,19 @@ it would not have gone without him, and it came home long before the others.
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """One prompt with speculation and without; tokens per second are medians over interleaved runs."""
+    """Prompts with speculation and without, in turn."""
 
     name: str
-    prompt: str
+    prompts: Sequence[str]
     draft: DraftOptions
     speculative: list[Generation] = field(default_factory=list)
     plain: list[Generation] = field(default_factory=list)
 
     @property
     def is_equal(self) -> bool:
-        """Whether every run gave the same tokens and the same text."""
-        runs = [(run.text, run.token_ids) for run in (*self.speculative, *self.plain)]
-        return all(run == runs[0] for run in runs)
+        """Whether every prompt gave the same tokens and the same text with speculation and without."""
+        pairs = zip(self.speculative, self.plain, strict=True)
+        return all((one.text, one.token_ids) == (other.text, other.token_ids) for one, other in pairs)
 
 
 @click.command(
@@ -91,11 +97,15 @@ def demo(max_tokens: int, **values: object) -> None:
 
 
 def _planned(drafts: Sequence[DraftOptions]) -> list[Comparison]:
-    """Return what to compare: a question at each place where a head drafts, and a copy where texts are looked up."""
+    """Return what to compare: questions at each place where a head drafts, and a copy where texts are looked up."""
     heads = [draft for draft in drafts if draft.main in HEADS] or list(drafts[:1]) or [DraftOptions()]
     # A head that texts are looked up beside does without a draft for copies.
     copying = next((draft for draft in drafts if draft.drafter in LOOKUPS), heads[-1])
-    return [*(Comparison("a question", _PLAIN, draft) for draft in heads), Comparison("a copy", _COPY, copying)]
+    questions = f"{len(_QUESTIONS)} questions"
+    return [
+        *(Comparison(questions, _QUESTIONS, draft) for draft in heads),
+        Comparison(f"a copy, {_NUM_COPIES} times", _NUM_COPIES * [_COPY], copying),
+    ]
 
 
 def _print_next_steps() -> None:
@@ -114,13 +124,13 @@ async def _answer(client: OutriderClient, parameters: SamplingParameters) -> Non
 
 async def _compare(client: OutriderClient, comparison: Comparison, parameters: SamplingParameters) -> Comparison:
     draft = comparison.draft
-    # Interleaved, so that whatever else the machine does falls on both.
-    for _ in range(_REPEATS):
+    # In turn, so that whatever else the machine does falls on both.
+    for prompt in comparison.prompts:
         for runs, speculation in (
             (comparison.speculative, Speculation(drafter=draft.drafter, draft_at=draft.at)),
             (comparison.plain, Speculation(disabled=True)),
         ):
-            runs.append(await client.complete(_request(comparison.prompt, parameters, speculation)))
+            runs.append(await client.complete(_request(prompt, parameters, speculation)))
     return comparison
 
 
@@ -129,20 +139,26 @@ def _request(prompt: str, parameters: SamplingParameters, speculation: Speculati
 
 
 def _table(comparisons: list[Comparison]) -> Table:
-    table = Table(f"greedy, median of {_REPEATS}", *(comparison.name for comparison in comparisons))
-    columns = [_figures(comparison) for comparison in comparisons]
+    table = Table("greedy", *(comparison.name for comparison in comparisons))
+    columns = [figures(comparison) for comparison in comparisons]
     for name in columns[0]:
         table.add_row(name, *(column[name] for column in columns))
     return table
 
 
-def _figures(comparison: Comparison) -> dict[str, str]:
-    statistics = comparison.speculative[0].statistics
+def figures(comparison: Comparison) -> dict[str, str]:
+    """Return the column of a comparison: figures over all its runs, by their names."""
+    found = [run.statistics for run in comparison.speculative]
+    statistics = SpeculationStatistics(
+        num_drafts=sum(item.num_drafts for item in found),
+        num_draft_tokens=sum(item.num_draft_tokens for item in found),
+        num_accepted_tokens=sum(item.num_accepted_tokens for item in found),
+    )
     speculative, plain = _speed(comparison.speculative), _speed(comparison.plain)
     return {
         "drafter": comparison.draft.drafter,
         "draft at": comparison.draft.at,
-        "tokens": str(len(comparison.speculative[0].token_ids)),
+        "tokens": str(sum(len(run.token_ids) for run in comparison.speculative)),
         "acceptance rate": f"{statistics.acceptance_rate:.0%}",
         "mean acceptance length": f"{statistics.mean_acceptance_length:.2f}",
         "tokens/s with speculation": f"{speculative:.1f}",
@@ -152,5 +168,8 @@ def _figures(comparison: Comparison) -> dict[str, str]:
     }
 
 
-def _speed(runs: list[Generation]) -> float:
-    return median(run.statistics.tokens_per_second for run in runs)
+def _speed(runs: Sequence[Generation]) -> float:
+    """Return the tokens per second between the first and the last token of each run, over all runs."""
+    timed = [(len(run.token_ids) - 1, run.statistics.tokens_per_second) for run in runs]
+    seconds = sum(num / per_second for num, per_second in timed if per_second)
+    return sum(num for num, per_second in timed if per_second) / seconds if seconds else 0.0
