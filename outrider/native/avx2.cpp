@@ -49,7 +49,7 @@ struct Avx2 {
   static constexpr int kRegisters = 16, kSumRegisters = 2, kWeightRegisters = 2, kPairRegisters = 1;
   static constexpr int kFewRows = 4, kRows = 6, kMostBlocks = 1;
   static constexpr int64_t kLinesAhead = 36;
-  static constexpr bool kWidensRows = true;
+  static constexpr bool kWidensRows = true, kInRegisters = false;
   static constexpr int kScoreRows = 3, kScoreVectors = 4, kValueRows = 3, kValueVectors = 4;
   static constexpr int64_t kTransposed = 8;
 

@@ -22,7 +22,7 @@ struct Avx512 : Avx512Vectors {
   static constexpr int kRegisters = 32, kSumRegisters = 1, kWeightRegisters = 2, kPairRegisters = 2;
   static constexpr int kFewRows = 8, kRows = 8, kMostBlocks = 4;
   static constexpr int64_t kLinesAhead = 24;
-  static constexpr bool kWidensRows = true;
+  static constexpr bool kWidensRows = true, kInRegisters = false;
 
   static __m512i even(__m512i pairs) { return _mm512_slli_epi32(pairs, 16); }
   // With a mask, not the bits to keep: these would take the register that sums of eight rows need.

@@ -1,7 +1,9 @@
 // The product's loops, for any instruction set: `Isa` says how 16 columns are loaded, and how they are added up: a pair
 // in kSteps steps, up to kFewRows rows straight from the weights as they are stored, more by bands of up to kRows.
-// A tile has up to kMostBlocks blocks: more would read from more places at once than the CPU fetches well. Of few rows
-// kLinesAhead lines of each are fetched ahead: the CPU's own fetching stops at the end of each memory page.
+// A tile has up to kMostBlocks blocks: more would read from more places at once than the CPU fetches well. With
+// kInRegisters few rows take one block at a time, whose weights never go through memory once they are expanded.
+// Of few rows kLinesAhead lines of each block are fetched ahead: the CPU's own fetching stops at the end of each memory
+// page.
 //
 // Each output is one chain of additions in order of k, which no tile, block or thread splits: its bits depend on its
 // row and its weights alone. Of a pair of inputs (k, k + 1) the odd one is added first, and additions are fused, as in
@@ -177,7 +179,43 @@ inline void add_pairs(
 
 inline void fetch_line(const void* address) { _mm_prefetch(static_cast<const char*>(address), _MM_HINT_T0); }
 
-// All pairs at once, for few rows: the time goes into reading the weights.
+// All pairs of a block, whose weights are used as they are expanded.
+template <class Isa, int ROWS>
+inline void product_block(const Product& product, int64_t block) {
+  typename Isa::Sum sums[ROWS];
+  for (auto& sum : sums) sum = Isa::zero();
+  for (int64_t segment = 0; segment < product.weight.num_segments; ++segment) {
+    const int64_t first = segment * kSegmentPairs, num = std::min(kSegmentPairs, product.num_pairs - first);
+    const Inputs<Isa, ROWS> inputs(product, 0, first);
+    const auto add = [&](int64_t pair, typename Isa::Cells cells) {
+      const auto weights = Isa::split(cells);
+#pragma GCC unroll 2
+      for (int step = 0; step < Isa::kSteps; ++step)
+#pragma GCC unroll 16
+        for (int r = 0; r < ROWS; ++r) {
+          Isa::add(sums[r], Isa::spread(inputs.at(r, pair), step), Isa::load(weights, step));
+        }
+    };
+    const uint8_t* stored = stored_segment(product.weight, block, segment);
+    const uint8_t* ahead = stored + Isa::kLinesAhead * kLineBytes;
+    if (is_compressed(product.weight, block, segment)) {
+      Isa::expand(stored, product.weight.upper_bytes, [&](int64_t pair, typename Isa::Cells cells) {
+        // Three lines hold four pairs.
+        if (pair % 4 != 3) fetch_line(ahead + (pair / 4 * 3 + pair % 4) * kLineBytes);
+        add(pair, cells);
+      });
+      continue;
+    }
+    const auto* cells = reinterpret_cast<const uint32_t*>(stored);
+    for (int64_t pair = 0; pair < num; ++pair) {
+      fetch_line(ahead + pair * kLineBytes);
+      add(pair, Isa::cells(cells + pair * kColumns));
+    }
+  }
+  for (int r = 0; r < ROWS; ++r) store_columns<Isa>(product, r, block, sums[r]);
+}
+
+// All pairs of some blocks at once, from memory where those of a segment are expanded.
 template <class Isa, int ROWS, int BLOCKS>
 inline void product_tile(const Product& product, int64_t block) {
   typename Isa::Sum sums[ROWS][BLOCKS];
@@ -216,11 +254,15 @@ inline void product_blocks(const Product& product, int64_t block, int64_t end) {
   if constexpr (BLOCKS > 1) product_blocks<Isa, ROWS, BLOCKS / 2>(product, block, end);
 }
 
-// ROWS rows are all there are.
+// ROWS rows are all there are: the time goes into reading the weights.
 template <class Isa, int ROWS>
 inline void product_few(const Product& product, int64_t begin, int64_t end) {
   if (product.num_rows == ROWS) {
-    product_blocks<Isa, ROWS, blocks_of_tile<Isa, ROWS>()>(product, begin, end);
+    if constexpr (Isa::kInRegisters) {
+      for (int64_t block = begin; block < end; ++block) product_block<Isa, ROWS>(product, block);
+    } else {
+      product_blocks<Isa, ROWS, blocks_of_tile<Isa, ROWS>()>(product, begin, end);
+    }
   } else if constexpr (ROWS > 1) {
     product_few<Isa, ROWS - 1>(product, begin, end);
   }

@@ -17,9 +17,9 @@ struct Avx512Bf16 : Avx512Vectors {
 
   static constexpr int kSteps = 1;
   static constexpr int kRegisters = 32, kSumRegisters = 1, kWeightRegisters = 1, kPairRegisters = 1;
-  static constexpr int kFewRows = 8, kRows = 8, kMostBlocks = 4;
-  static constexpr int64_t kLinesAhead = 24;
-  static constexpr bool kWidensRows = false;
+  static constexpr int kFewRows = 16, kRows = 8, kMostBlocks = 4;
+  static constexpr int64_t kLinesAhead = 36;
+  static constexpr bool kWidensRows = false, kInRegisters = true;
 
   static Weights split(Cells cells) { return cells; }
   static Weights load(const Weights& weights, int) { return weights; }
