@@ -17,7 +17,7 @@ struct Product {
   int64_t num_rows;
   int64_t num_pairs;
   int64_t num_columns;
-  const void* wide_rows = nullptr;  // see `widened_rows`, for kernels that widen rows
+  const void* laid_out_rows = nullptr;  // see the function of that name in product_kernel.h
 };
 
 // Computes the columns of blocks [begin, end) for all rows.

@@ -1,9 +1,12 @@
 // The product's loops, for any instruction set: `Isa` says how 16 columns are loaded, and how they are added up: a pair
-// in kSteps steps, up to kFewRows rows straight from the weights as they are stored, more by bands of up to kRows.
-// A tile has up to kMostBlocks blocks: more would read from more places at once than the CPU fetches well. With
-// kInRegisters few rows take one block at a time, whose weights never go through memory once they are expanded.
-// Of few rows kLinesAhead lines of each block are fetched ahead: the CPU's own fetching stops at the end of each memory
-// page.
+// in kSteps steps. Rows are taken in bands of up to kRows.
+//
+// With kInRegisters all bands pass over a block before the next one, with weights that are used as they are expanded.
+// Without, up to kFewRows rows take them from memory of a segment's size, and more from memory that stays in the
+// innermost cache while all bands pass over it. A tile then has up to kMostBlocks blocks: more would read from more
+// places at once than the CPU fetches well.
+//
+// kLinesAhead lines of each block are fetched ahead: the CPU's own fetching stops at the end of each memory page.
 //
 // Each output is one chain of additions in order of k, which no tile, block or thread splits: its bits depend on its
 // row and its weights alone. Of a pair of inputs (k, k + 1) the odd one is added first, and additions are fused, as in
@@ -25,7 +28,7 @@
 #include "cache_line.h"
 #include "no_subnormals.h"
 #include "product.h"
-#include "wide_pair.h"
+#include "input_pair.h"
 
 namespace outrider {
 namespace {
@@ -52,48 +55,60 @@ inline int64_t band_start(const Product& product, int64_t band) {
   return band * product.num_rows / num_bands<Isa>(product);
 }
 
-// Writes the numbers of rows in float32: each is needed once for every block of weights. Those of a band lie pair by
-// pair, row by row. The memory is this thread's, and kept for the next call.
+// A pair of a row's inputs, as the instruction set reads it.
 template <class Isa>
-inline const WidePair* widened_rows(const Product& product) {
-  thread_local std::vector<WidePair> memory;
+using Input = std::conditional_t<Isa::kWidensRows, WidePair, StoredPair>;
+
+// Writes the pairs of rows, in float32 where the instruction set needs that: each is read once for every block of
+// weights. Those of a band lie pair by pair, row by row, so that all are at one address and constant steps from it. The
+// memory is this thread's, and kept for the next call.
+template <class Isa>
+inline const Input<Isa>* laid_out_rows(const Product& product) {
+  thread_local std::vector<Input<Isa>> memory;
   const size_t num = product.num_rows * product.num_pairs;
   if (memory.size() < num) memory.resize(num);
   for (int64_t band = 0; band < num_bands<Isa>(product); ++band) {
     const int64_t first = band_start<Isa>(product, band), num_rows = band_start<Isa>(product, band + 1) - first;
     const uint32_t* from = product.rows + first * product.num_pairs;
-    WidePair* to = memory.data() + first * product.num_pairs;
+    Input<Isa>* to = memory.data() + first * product.num_pairs;
+    int64_t begun = 0;
+    if constexpr (!Isa::kWidensRows) {
+      for (; num_rows == Isa::kTransposed && begun + 8 <= product.num_pairs; begun += 8) {
+        Isa::transpose(from + begun, product.num_pairs, [&](int64_t number, const typename Isa::Lanes& lanes) {
+          std::memcpy(to + (begun + number) * Isa::kTransposed, &lanes, sizeof(lanes));
+        });
+      }
+    }
     for (int64_t row = 0; row < num_rows; ++row)
-      for (int64_t pair = 0; pair < product.num_pairs; ++pair) {
-        to[pair * num_rows + row] = widened(from[row * product.num_pairs + pair]);
+      for (int64_t pair = begun; pair < product.num_pairs; ++pair) {
+        const uint32_t given = from[row * product.num_pairs + pair];
+        if constexpr (Isa::kWidensRows) {
+          to[pair * num_rows + row] = widened(given);
+        } else {
+          to[pair * num_rows + row] = {given};
+        }
       }
   }
   return memory.data();
 }
 
-// The pairs, from `first` on, of a band of ROWS rows that begins with `row`, as the instruction set reads them.
+// The pairs, from `first` on, of a band of ROWS rows that begins with `row`.
 template <class Isa, int ROWS>
 class Inputs {
  public:
-  Inputs(const Product& product, int64_t row, int64_t first) : row_step_(product.num_pairs) {
-    if constexpr (Isa::kWidensRows) {
-      pairs_ = static_cast<const WidePair*>(product.wide_rows) + row * product.num_pairs + first * ROWS;
-    } else {
-      pairs_ = product.rows + row * product.num_pairs + first;
-    }
-  }
+  Inputs(const Product& product, int64_t row, int64_t first)
+      : pairs_(static_cast<const Input<Isa>*>(product.laid_out_rows) + row * product.num_pairs + first * ROWS) {}
 
   auto at(int64_t row, int64_t pair) const {
     if constexpr (Isa::kWidensRows) {
       return pairs_[pair * ROWS + row];
     } else {
-      return pairs_[row * row_step_ + pair];
+      return pairs_[pair * ROWS + row].both;
     }
   }
 
  private:
-  std::conditional_t<Isa::kWidensRows, const WidePair*, const uint32_t*> pairs_;
-  int64_t row_step_;
+  const Input<Isa>* pairs_;
 };
 
 // Adds the bias, rounds to the nearest bfloat16 (ties to even) and writes the columns that there are.
@@ -179,14 +194,15 @@ inline void add_pairs(
 
 inline void fetch_line(const void* address) { _mm_prefetch(static_cast<const char*>(address), _MM_HINT_T0); }
 
-// All pairs of a block, whose weights are used as they are expanded.
+// All pairs of a block and a band of rows. A function of its own: among others, the compiler would keep some of the sums
+// in memory.
 template <class Isa, int ROWS>
-inline void product_block(const Product& product, int64_t block) {
+[[gnu::noinline]] void product_block(const Product& product, int64_t row, int64_t block, int64_t num_lines_ahead) {
   typename Isa::Sum sums[ROWS];
   for (auto& sum : sums) sum = Isa::zero();
   for (int64_t segment = 0; segment < product.weight.num_segments; ++segment) {
     const int64_t first = segment * kSegmentPairs, num = std::min(kSegmentPairs, product.num_pairs - first);
-    const Inputs<Isa, ROWS> inputs(product, 0, first);
+    const Inputs<Isa, ROWS> inputs(product, row, first);
     const auto add = [&](int64_t pair, typename Isa::Cells cells) {
       const auto weights = Isa::split(cells);
 #pragma GCC unroll 2
@@ -197,7 +213,7 @@ inline void product_block(const Product& product, int64_t block) {
         }
     };
     const uint8_t* stored = stored_segment(product.weight, block, segment);
-    const uint8_t* ahead = stored + Isa::kLinesAhead * kLineBytes;
+    const uint8_t* ahead = stored + num_lines_ahead * kLineBytes;
     if (is_compressed(product.weight, block, segment)) {
       Isa::expand(stored, product.weight.upper_bytes, [&](int64_t pair, typename Isa::Cells cells) {
         // Three lines hold four pairs.
@@ -212,7 +228,29 @@ inline void product_block(const Product& product, int64_t block) {
       add(pair, Isa::cells(cells + pair * kColumns));
     }
   }
-  for (int r = 0; r < ROWS; ++r) store_columns<Isa>(product, r, block, sums[r]);
+  for (int r = 0; r < ROWS; ++r) store_columns<Isa>(product, row + r, block, sums[r]);
+}
+
+// A block and a band of up to ROWS rows.
+template <class Isa, int ROWS>
+inline void block_of_band(
+    const Product& product, int64_t row, int64_t num_rows, int64_t block, int64_t num_lines_ahead) {
+  if (num_rows == ROWS) {
+    product_block<Isa, ROWS>(product, row, block, num_lines_ahead);
+  } else if constexpr (ROWS > 1) {
+    block_of_band<Isa, ROWS - 1>(product, row, num_rows, block, num_lines_ahead);
+  }
+}
+
+// All bands pass over a block before the next one: those after the first have it in their caches.
+template <class Isa>
+inline void product_in_registers(const Product& product, int64_t begin, int64_t end) {
+  const int64_t bands = num_bands<Isa>(product);
+  for (int64_t block = begin; block < end; ++block)
+    for (int64_t band = 0; band < bands; ++band) {
+      const int64_t row = band_start<Isa>(product, band), num_rows = band_start<Isa>(product, band + 1) - row;
+      block_of_band<Isa, Isa::kRows>(product, row, num_rows, block, band == 0 ? Isa::kLinesAhead : 0);
+    }
 }
 
 // All pairs of some blocks at once, from memory where those of a segment are expanded.
@@ -258,11 +296,7 @@ inline void product_blocks(const Product& product, int64_t block, int64_t end) {
 template <class Isa, int ROWS>
 inline void product_few(const Product& product, int64_t begin, int64_t end) {
   if (product.num_rows == ROWS) {
-    if constexpr (Isa::kInRegisters) {
-      for (int64_t block = begin; block < end; ++block) product_block<Isa, ROWS>(product, block);
-    } else {
-      product_blocks<Isa, ROWS, blocks_of_tile<Isa, ROWS>()>(product, begin, end);
-    }
+    product_blocks<Isa, ROWS, blocks_of_tile<Isa, ROWS>()>(product, begin, end);
   } else if constexpr (ROWS > 1) {
     product_few<Isa, ROWS - 1>(product, begin, end);
   }
@@ -382,8 +416,12 @@ inline void product_cells(const Product& product, int64_t begin, int64_t end) {
     panel.rows += row * product.num_pairs;
     panel.output += row * product.num_columns;
     panel.num_rows = std::min(kRowsAtOnce, product.num_rows - row);
-    if constexpr (Isa::kWidensRows) panel.wide_rows = widened_rows<Isa>(panel);
-    product_panel<Isa>(panel, begin, end);
+    panel.laid_out_rows = laid_out_rows<Isa>(panel);
+    if constexpr (Isa::kInRegisters) {
+      product_in_registers<Isa>(panel, begin, end);
+    } else {
+      product_panel<Isa>(panel, begin, end);
+    }
   }
 }
 

@@ -15,10 +15,8 @@ struct Avx512Bf16 : Avx512Vectors {
   using Weights = __m512i;
   using Pair = __m512i;
 
-  static constexpr int kSteps = 1;
-  static constexpr int kRegisters = 32, kSumRegisters = 1, kWeightRegisters = 1, kPairRegisters = 1;
-  static constexpr int kFewRows = 16, kRows = 8, kMostBlocks = 4;
-  static constexpr int64_t kLinesAhead = 36;
+  static constexpr int kSteps = 1, kRows = 16;
+  static constexpr int64_t kLinesAhead = 48;
   static constexpr bool kWidensRows = false, kInRegisters = true;
 
   static Weights split(Cells cells) { return cells; }
