@@ -26,9 +26,9 @@
 #include <vector>
 
 #include "cache_line.h"
+#include "input_pair.h"
 #include "no_subnormals.h"
 #include "product.h"
-#include "input_pair.h"
 
 namespace outrider {
 namespace {
@@ -194,8 +194,8 @@ inline void add_pairs(
 
 inline void fetch_line(const void* address) { _mm_prefetch(static_cast<const char*>(address), _MM_HINT_T0); }
 
-// All pairs of a block and a band of rows. A function of its own: among others, the compiler would keep some of the sums
-// in memory.
+// All pairs of a block and a band of rows. A function of its own: inlined beside those of other numbers of rows, it would
+// have some of its sums in memory.
 template <class Isa, int ROWS>
 [[gnu::noinline]] void product_block(const Product& product, int64_t row, int64_t block, int64_t num_lines_ahead) {
   typename Isa::Sum sums[ROWS];
