@@ -61,7 +61,7 @@ _METHODS = ("eagle3", "block", "layers", "medusa")
 @click.option(
     "--start",
     type=click.Path(exists=True, file_okay=False, path_type=Path),
-    help="EAGLE-3 head that `block` begins as.",
+    help="EAGLE-3 head that `block` begins as, or block head to train on.",
 )
 @click.option("--batch", default=2048, show_default=True, type=click.IntRange(1), help="Tokens of one pass.")
 @click.option("--accumulate", default=1, show_default=True, type=click.IntRange(1), help="Passes of one step.")

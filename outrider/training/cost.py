@@ -6,6 +6,7 @@ from typing import Final
 
 import torch
 
+from outrider.lm.heads.eagle3 import EVERY_COLUMN
 from outrider.training.methods import Method
 from outrider.training.teacher import Teacher
 from outrider.training.teacher_batches import TeacherBatch
@@ -24,7 +25,7 @@ def cost_ratio(teacher: Teacher, method: Method) -> float:
     one = torch.ones(1, dtype=torch.long, device=teacher.device)
     batch = TeacherBatch(token_ids, one, one * 0, one > 0, features, hidden, totals)
     with torch.autocast(teacher.device.type, torch.bfloat16):
-        draft_s = _median_s(lambda: [method.head(state) for state in method.states(batch, 1)])
+        draft_s = _median_s(lambda: [method.head(state) for state in method.states(batch, 1, EVERY_COLUMN)])
     return draft_s / _median_s(lambda: teacher.model(token_ids, use_cache=False))
 
 

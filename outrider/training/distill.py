@@ -9,7 +9,7 @@ from typing import Final, Protocol
 import torch
 
 from outrider.errors import InvalidArgument
-from outrider.lm.heads.checkpoint import load_eagle3
+from outrider.lm.heads.checkpoint import load_eagle3_or_block
 from outrider.lm.heads.vocabulary import DraftVocabulary
 from outrider.lm.load_options import LoadOptions
 from outrider.lm.loading import load_model
@@ -79,7 +79,7 @@ def distill(options: DistillOptions, data: DataOptions, command: str, reporter: 
         raise InvalidArgument(f"{len(corpus)} conversations are too few for training and measurement", "data")
     counts = torch.from_numpy(train.counts(teacher.vocabulary_size))
     if options.start is not None:
-        vocabulary = load_eagle3(options.start, teacher.output_layer.__getitem__)[1]
+        vocabulary = load_eagle3_or_block(options.start, teacher.output_layer.__getitem__)[1]
     else:
         vocabulary = DraftVocabulary.most_frequent(counts, options.draft_vocab_size, teacher.eos_token_ids)
     method = make_method(teacher, vocabulary, options)

@@ -13,7 +13,7 @@ from transformers import LlamaConfig, PreTrainedModel
 
 from outrider.errors import InvalidArgument, ModelUnsupported
 from outrider.lm.heads.block import BlockConfig, BlockHead
-from outrider.lm.heads.checkpoint import load_eagle3
+from outrider.lm.heads.checkpoint import load_eagle3_or_block
 from outrider.lm.heads.eagle3 import Eagle3Config, Eagle3Head
 from outrider.lm.heads.medusa import MedusaHeads
 from outrider.lm.heads.vocabulary import DraftVocabulary
@@ -37,7 +37,7 @@ class Method(ABC):
         depth: number of consecutive tokens that are predicted.
         trained_depth: number of depths in the loss.
         shallow_depth: number of depths that train all weights; steps with only these are cheaper.
-        num_parts: a step's loss is of one of so many parts of the tokens, in turn, at each depth.
+        num_parts: a step's loss is of the predictions from one of so many parts of the columns, in turn.
     """
 
     module: nn.Module
@@ -47,8 +47,14 @@ class Method(ABC):
     num_parts: int = 1
 
     @abstractmethod
-    def states(self, batch: TeacherBatch, depth: int) -> Iterator[Tensor]:
-        """Yield, for k = 0 .. depth - 1, the input of `head`: [B, T, H]; column t predicts token t + k + 2."""
+    def states(self, batch: TeacherBatch, depth: int, columns: slice) -> Iterator[Tensor]:
+        """Yield, for k = 0 .. depth - 1, the input of `head`: [B, N, H]; column t predicts token t + k + 2.
+
+        Args:
+            batch: texts of T tokens.
+            depth: number of depths.
+            columns: which N of the T columns: all of them, but for a method that has several parts.
+        """
 
     @property
     @abstractmethod
@@ -92,7 +98,7 @@ class Eagle3Method(Method):
         """The output layer."""
         return self.module.lm_head
 
-    def states(self, batch: TeacherBatch, depth: int) -> Iterator[Tensor]:
+    def states(self, batch: TeacherBatch, depth: int, columns: slice) -> Iterator[Tensor]:
         """See `Method`."""
         embeddings = (
             functional.embedding(_shifted(batch.token_ids, step + 1), self._embedding).to(self.module.fc.weight.dtype)
@@ -102,14 +108,16 @@ class Eagle3Method(Method):
 
 
 class BlockMethod(Method):
-    """A head that drafts a block in one pass; see `outrider.lm.heads.block`. It may begin as a trained EAGLE-3 head.
+    """A head that drafts a block in one pass; see `outrider.lm.heads.block`.
+
+    It may begin as a trained head: an EAGLE-3 head, or a block head that is trained on.
 
     Its loss is 0.1 of the cross entropy and 0.9 of the total variation between the draft's and the target's
     distributions: a sampled token is accepted with a probability of 1 minus that (DSpark, section 3.3).
     """
 
     module: BlockHead
-    # Of a step over all tokens the loss, over so many vocabularies, takes two thirds; neighbours teach much the same.
+    # Neighbours teach much the same, and a block at one column is five rows and as many vocabularies.
     num_parts = 3
 
     def __init__(self, teacher: Teacher, vocabulary: DraftVocabulary, options: DistillOptions) -> None:
@@ -122,18 +130,18 @@ class BlockMethod(Method):
         with torch.no_grad():
             self.module.mask_embeddings.normal_(std=float(teacher.embedding.float().std()))
         if options.start is not None:
-            _start_from(self.module, load_eagle3(options.start, teacher.output_layer.__getitem__)[0])
+            _start_from(self.module, load_eagle3_or_block(options.start, teacher.output_layer.__getitem__)[0])
 
     @property
     def head(self) -> nn.Linear:
         """The output layer."""
         return self.module.lm_head
 
-    def states(self, batch: TeacherBatch, depth: int) -> Iterator[Tensor]:
+    def states(self, batch: TeacherBatch, depth: int, columns: slice) -> Iterator[Tensor]:
         """See `Method`."""
         dtype = self.module.fc.weight.dtype
         anchors = functional.embedding(_shifted(batch.token_ids, 1), self._embedding).to(dtype)
-        return islice(self.module.unroll(batch.features.to(dtype), [anchors]), depth)
+        return islice(self.module.unroll(batch.features.to(dtype), [anchors], columns), depth)
 
     def logits(self, states: Tensor, previous: Tensor) -> Tensor:
         """See `Method`."""
@@ -160,7 +168,7 @@ class MedusaMethod(Method):
         """The output layer that all heads share."""
         return self.module.lm_head
 
-    def states(self, batch: TeacherBatch, depth: int) -> Iterator[Tensor]:
+    def states(self, batch: TeacherBatch, depth: int, columns: slice) -> Iterator[Tensor]:
         """See `Method`."""
         hidden = batch.hidden.to(self.module.lm_head.weight.dtype)
         for number, state in enumerate(self.module.unroll(hidden)):
@@ -189,7 +197,7 @@ class LayersMethod(Method):
         """The rows of the target's output layer for the draft vocabulary."""
         return self._head
 
-    def states(self, batch: TeacherBatch, depth: int) -> Iterator[Tensor]:
+    def states(self, batch: TeacherBatch, depth: int, columns: slice) -> Iterator[Tensor]:
         """See `Method`."""
         states = self.module(batch.token_ids, use_cache=False).last_hidden_state
         for number in range(depth):
@@ -257,7 +265,11 @@ def _initialise_as_last_layer(head: Eagle3Head, teacher: Teacher) -> None:
 
 
 def _start_from(head: BlockHead, trained: Eagle3Head) -> None:
-    """Take over the weights of a trained EAGLE-3 head; raise `InvalidArgument` where they do not fit."""
+    """Take over the weights of a trained EAGLE-3 or block head; raise `InvalidArgument` where they do not fit."""
+    if isinstance(trained, BlockHead) and trained.block.block_size != head.block.block_size:
+        raise InvalidArgument(
+            f"drafts {trained.block.block_size} tokens at a time, and the depth is {head.block.block_size}", "start"
+        )
     try:
         head.load_state_dict(trained.state_dict(), strict=False)
     except RuntimeError as error:

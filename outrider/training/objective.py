@@ -55,13 +55,14 @@ def predictions(
         batch: texts of the target.
         targets: of the batch.
         depth: number of depths.
-        part: which part of the targets, one of `method.num_parts`; None for all of them.
+        part: which part of the columns to predict from, one of `method.num_parts` in turn; None for all of them.
     """
-    for number, states in enumerate(method.states(batch, depth)):
-        places = (targets.columns >= number + 2).nonzero().squeeze(1)
-        if part is not None:
-            places = places[(part + number) % method.num_parts :: method.num_parts]
-        chosen = states[targets.rows[places], targets.columns[places] - number - 2]
+    stride = 1 if part is None else method.num_parts
+    first = (part or 0) % stride
+    for number, states in enumerate(method.states(batch, depth, slice(first, None, stride))):
+        columns = targets.columns - number - 2
+        places = ((columns >= 0) & (columns % stride == first)).nonzero().squeeze(1)
+        chosen = states[targets.rows[places], columns[places] // stride]
         yield method.logits(chosen, batch.token_ids[targets.rows[places], targets.columns[places] - 1]), places
 
 

@@ -33,8 +33,8 @@ class DistillOptions:
         depth: consecutive tokens that the draft is trained to predict, in [1, 16].
         draft_vocab_size: size of the draft vocabulary, at least 1.
         num_layers: layers of a `layers` draft, at least 1.
-        start: folder of an EAGLE-3 head that a `block` head begins as, with its vocabulary; None for the target's
-            last layer.
+        start: folder of an EAGLE-3 or block head that a `block` head begins as, with its vocabulary; None for the
+            target's last layer.
         tokens_per_batch: tokens per pass, padding included, at least 1.
         accumulate: passes per optimizer step, at least 1.
         learning_rate: highest learning rate of AdamW, above 0.

@@ -141,6 +141,30 @@ def test_a_trimmed_draft_leaves_out_what_is_the_targets(target: str, data: Path,
     assert torch.equal(head.lm_head.weight, teacher.output_layer[vocabulary.token_ids].bfloat16())
 
 
+@pytest.mark.parametrize("method", [MethodKind.EAGLE3, MethodKind.BLOCK])
+def test_a_block_head_begins_as_the_trained_head(method: MethodKind, target: str, data: Path, tmp_path: Path) -> None:
+    start, output = tmp_path / "start", tmp_path / "output"
+    distill(_options(target, start, method=method, num_steps=3), DataOptions(corpus=data), "", RecordedProgress())
+    options = _options(target, output, method=MethodKind.BLOCK, start=start, num_steps=1, learning_rate=1e-12)
+    distill(options, DataOptions(corpus=data), "", RecordedProgress())
+    before, after = (load_file(folder / "model.safetensors") for folder in (start, output))
+    assert [name for name, item in before.items() if not torch.equal(item, after[name])] == []
+    others = set(after) - set(before)
+    assert {name.partition(".")[0] for name in others} == (
+        {"mask_embeddings", "mask_features", "transition"} if method is MethodKind.EAGLE3 else set()
+    )
+
+
+def test_a_block_head_of_another_size_is_no_beginning(target: str, data: Path, tmp_path: Path) -> None:
+    start = tmp_path / "start"
+    options = _options(target, start, method=MethodKind.BLOCK, num_steps=1)
+    distill(options, DataOptions(corpus=data), "", RecordedProgress())
+    other = _options(target, tmp_path / "output", method=MethodKind.BLOCK, start=start, num_steps=1, depth=2)
+    with pytest.raises(InvalidArgument, match="drafts 3 tokens at a time, and the depth is 2") as raised:
+        distill(other, DataOptions(corpus=data), "", RecordedProgress())
+    assert raised.value.field == "start"
+
+
 def test_a_budget_is_kept_to(target: str, data: Path, tmp_path: Path) -> None:
     recorded = RecordedProgress()
     started_s = time.monotonic()

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from outrider.lm.heads.eagle3 import Eagle3Config, Eagle3Head, chain_attention
+from outrider.lm.heads.eagle3 import EVERY_COLUMN, Eagle3Config, Eagle3Head, chain_attention
 
 
 @dataclass(frozen=True)
@@ -85,38 +85,37 @@ class BlockHead(Eagle3Head):
         logits: Tensor = self.lm_head(states) + self.transition(previous, states)
         return logits
 
-    def unroll(self, features: Tensor, embeddings: Iterable[Tensor]) -> Iterator[Tensor]:
-        """Run a block at every column, as in training.
+    def unroll(self, features: Tensor, embeddings: Iterable[Tensor], columns: slice = EVERY_COLUMN) -> Iterator[Tensor]:
+        """Run a block at N of T columns, as in training.
 
         Args:
             features: features of positions 0 .. T - 1: [B, T, 3 * target_hidden_size].
             embeddings: of tokens 1 .. T: [B, T, H]; only the first is used.
+            columns: which N columns; the others are only attended to.
 
         Yields:
-            For each row k of the blocks, normalised outputs [B, T, H]; `logits` of column t predict token t + k + 2.
+            For each row k of the blocks, normalised outputs [B, N, H]; `logits` of column t predict token t + k + 2.
         """
         anchors = next(iter(embeddings))
         batch, length, _ = anchors.shape
         hidden = self.fc(features)
-        columns = torch.arange(length, device=features.device)[None]
-        past: list[tuple[Tensor, Tensor]] = []
-
-        def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-            past.append((key, value))
-            return chain_attention(query, past)
-
-        yield self.norm(self.midlayer(anchors, hidden, self.rotary(hidden, columns), attend))
+        positions = torch.arange(length, device=features.device)[None]
+        query, key, value, residual = self.midlayer.project(anchors, hidden, self.rotary(hidden, positions))
+        past = (key, value)
+        attended = chain_attention(query[:, :, columns], [past], columns)
+        yield self.norm(self.midlayer.finish(attended, residual[:, columns]))
         num = self.block.block_size - 1
         if not num:
             return
 
-        def attend_all(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
             own = list(zip(torch.split(key, batch), torch.split(value, batch), strict=True))
-            parts = torch.split(query, batch)
-            return torch.cat([chain_attention(part, [past[0], *own[: row + 1]]) for row, part in enumerate(parts)])
+            parts = enumerate(torch.split(query, batch))
+            return torch.cat([chain_attention(part, [past, *own[: row + 1]], columns) for row, part in parts])
 
-        embedded = self.mask_embeddings.repeat_interleave(batch, 0)[:, None].expand(-1, length, -1)
+        hidden, positions = hidden[:, columns], positions[:, columns]
+        embedded = self.mask_embeddings.repeat_interleave(batch, 0)[:, None].expand(-1, hidden.shape[1], -1)
         masked = hidden.repeat(num, 1, 1) + self.mask_features.repeat_interleave(batch, 0)[:, None]
-        positions = torch.cat([columns + 1 + row for row in range(num)]).repeat_interleave(batch, 0)
-        outputs = self.midlayer(embedded, masked, self.rotary(masked, positions), attend_all)
+        positions = torch.cat([positions + 1 + row for row in range(num)]).repeat_interleave(batch, 0)
+        outputs = self.midlayer(embedded, masked, self.rotary(masked, positions), attend)
         yield from torch.split(self.norm(outputs), batch)

@@ -171,6 +171,15 @@ def load_block(folder: Path, output_rows: OutputRows | None = None) -> tuple[Blo
     return head, vocabulary
 
 
+def load_eagle3_or_block(folder: Path, output_rows: OutputRows | None = None) -> tuple[Eagle3Head, DraftVocabulary]:
+    """Return a head that drafts from the target's features: an EAGLE-3 head, or a block head if the folder has one.
+
+    Arguments and errors as of `load_eagle3`.
+    """
+    load = load_block if _BLOCK in (_config(folder).get("architectures") or ()) else load_eagle3
+    return load(folder, output_rows)
+
+
 def save_medusa(folder: Path, heads: MedusaHeads, vocabulary: DraftVocabulary, manifest: DraftManifest) -> None:
     """Write Medusa's heads in bfloat16."""
     weights = {_published_name(name): item.to(torch.bfloat16) for name, item in heads.state_dict().items()}

@@ -21,6 +21,9 @@ Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 It stores the keys and values, and masks the stored ones for each row.
 """
 
+EVERY_COLUMN = slice(None)
+"""All columns of a text."""
+
 NUM_FEATURES = 3
 """Number of target layers whose features are fused: a low, a middle and a high one."""
 
@@ -151,22 +154,25 @@ def usual_feature_layers(num_layers: int) -> tuple[int, int, int]:
     return min(2, num_layers), num_layers // 2, max(num_layers - 3, 0)
 
 
-def chain_attention(query: Tensor, past: list[tuple[Tensor, Tensor]]) -> Tensor:
-    """Return the attention outputs of one draft step at every column.
+def chain_attention(query: Tensor, past: list[tuple[Tensor, Tensor]], columns: slice = EVERY_COLUMN) -> Tensor:
+    """Return the attention outputs of one draft step at N of T columns.
 
     Each column attends to the columns of the first step up to its own, and to its own column of the later steps.
 
     Args:
-        query: [B, heads, T, dim].
-        past: keys and values [B, kv_heads, T, dim] of each step so far, this one included.
+        query: of these columns: [B, heads, N, dim].
+        past: keys and values of each step so far, this one included: of the first step [B, kv_heads, T, dim], of the
+            later ones [B, kv_heads, N, dim].
+        columns: which N of the T columns.
 
     Returns:
-        [B, T, heads * dim].
+        [B, N, heads * dim].
     """
-    batch, _, length, dim = query.shape
-    grouped = query.reshape(batch, past[0][0].shape[1], -1, length, dim) / math.sqrt(dim)
+    batch, _, num, dim = query.shape
+    grouped = query.reshape(batch, past[0][0].shape[1], -1, num, dim) / math.sqrt(dim)
     keys, values = zip(*((key.unsqueeze(2), value.unsqueeze(2)) for key, value in past), strict=True)
-    later = torch.ones(length, length, dtype=torch.bool, device=query.device).triu(1)
+    length = past[0][0].shape[2]
+    later = torch.ones(length, length, dtype=torch.bool, device=query.device).triu(1)[columns]
     first = (grouped @ keys[0].transpose(-1, -2)).masked_fill(later, -torch.inf)
     own = [(grouped * key).sum(-1, keepdim=True) for key in keys[1:]]
     weights = torch.cat([first, *own], dim=-1).float().softmax(-1).to(values[0].dtype)
