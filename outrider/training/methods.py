@@ -38,6 +38,7 @@ class Method(ABC):
         trained_depth: number of depths in the loss.
         shallow_depth: number of depths that train all weights; steps with only these are cheaper.
         num_parts: a step's loss is of the predictions from one of so many parts of the columns, in turn.
+        greedy_temperature: of the target's distribution that the loss wants at greedy answers, above 0.
     """
 
     module: nn.Module
@@ -45,6 +46,7 @@ class Method(ABC):
     trained_depth: int
     shallow_depth: int = 1
     num_parts: int = 1
+    greedy_temperature: float = 1.0
 
     @abstractmethod
     def states(self, batch: TeacherBatch, depth: int, columns: slice) -> Iterator[Tensor]:
@@ -113,12 +115,14 @@ class BlockMethod(Method):
     It may begin as a trained head: an EAGLE-3 head, or a block head that is trained on.
 
     Its loss is 0.1 of the cross entropy and 0.9 of the total variation between the draft's and the target's
-    distributions: a sampled token is accepted with a probability of 1 minus that (DSpark, section 3.3).
+    distributions: a sampled token is accepted with a probability of 1 minus that (DSpark, section 3.3). Of a greedy
+    answer only the target's most likely tokens are of use, so there its distribution is that of a lower temperature.
     """
 
     module: BlockHead
     # Neighbours teach much the same, and a block at one column is five rows and as many vocabularies.
     num_parts = 3
+    greedy_temperature = 0.5
 
     def __init__(self, teacher: Teacher, vocabulary: DraftVocabulary, options: DistillOptions) -> None:
         self.depth = self.trained_depth = self.shallow_depth = options.depth

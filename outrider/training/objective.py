@@ -82,10 +82,21 @@ def loss_of(method: Method, batch: TeacherBatch, targets: Targets, depth: int, p
     weights = 0.0
     for number, (logits, places) in enumerate(predictions(method, batch, targets, depth, part)):
         if len(places):
-            wanted = targets.log_probs[places].exp()
+            is_greedy = batch.greedy[targets.rows[places]]
+            wanted = _wanted(targets.log_probs[places], is_greedy, method.greedy_temperature)
             total = total + DECAY**number * method.loss(logits, wanted)
             weights += DECAY**number
     return total / max(weights, 1.0)
+
+
+def _wanted(log_probs: Tensor, is_greedy: Tensor, greedy_temperature: float) -> Tensor:
+    """Return the probabilities that the loss wants: the target's, of greedy answers at another temperature.
+
+    What the draft's tokens have together stays the same.
+    """
+    probs = log_probs.exp()
+    changed = (log_probs / greedy_temperature).softmax(-1) * probs.sum(-1, keepdim=True)
+    return torch.where(is_greedy[:, None], changed, probs)
 
 
 @torch.no_grad()
