@@ -114,10 +114,10 @@ def draw_curve(path: Path, points: Sequence[dict[str, Any]]) -> None:
     matplotlib.use("agg")
     from matplotlib import pyplot
 
-    figure, (left, right) = pyplot.subplots(1, 2, figsize=(10.0, 4.0), layout="constrained")
+    figure, (left, right) = pyplot.subplots(1, 2, figsize=(11.0, 4.0), layout="constrained")
     losses = [(point["step"], point["loss"]) for point in points if "loss" in point]
     left.plot([step for step, _ in losses], [loss for _, loss in losses], linewidth=0.7)
-    left.set(xlabel="step", ylabel="cross entropy under the target", title="loss")
+    left.set(xlabel="step", ylabel="loss of a step", title="loss")
     measured = [point for point in points if "greedy" in point]
     for kind, style in (("greedy", "-"), ("sampled", "--")):
         for position in range(len(measured[0][kind]) if measured else 0):
@@ -125,7 +125,8 @@ def draw_curve(path: Path, points: Sequence[dict[str, Any]]) -> None:
             steps = [point["step"] for point in measured]
             right.plot(steps, values, style, marker=".", color=f"C{position}", label=f"{kind}, position {position + 1}")
     right.set(xlabel="step", ylabel="acceptance rate", title="held-out acceptance", ylim=(0, 1))
-    right.legend(fontsize="small")
+    # Beside the plots: inside, ten names hide the lines.
+    figure.legend(*right.get_legend_handles_labels(), loc="outside right upper", fontsize="small")
     figure.savefig(path, dpi=120)
     pyplot.close(figure)
 
