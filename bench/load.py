@@ -37,7 +37,8 @@ class Options:
     """Options of the benchmark.
 
     Attributes:
-        sessions: numbers of concurrent sessions, comma-separated; the figures are of 1 and 16.
+        sessions: numbers of concurrent sessions, comma-separated; the figures are of 1 and 16, and without 16 there is no
+            comparison with transformers.
         prompt_lens: prompt lengths, in tokens, assigned to the sessions in turn, comma-separated; questions have their
             own.
         num_tokens: output tokens per session.
@@ -134,7 +135,8 @@ class _Load:
     async def run(self) -> BenchResult:
         options = self._options
         await self._warm_up()
-        rows = [await self._generate()]
+        # Only the figures of many sessions are compared with it, and a round of it takes half a minute.
+        rows = [await self._generate()] if _MANY in options.loads else []
         for num_sessions in options.loads:
             rows += await self._compare(num_sessions)
         batch, skipped = await self._batch()

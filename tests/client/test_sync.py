@@ -101,8 +101,9 @@ def test_closing_ends_what_runs_in_other_threads(service: ScriptedService) -> No
 def test_an_interrupt_ends_the_generation_and_the_client(service: ScriptedService) -> None:
     service.scripts = [[accepted(), delta(0), HANG]]
     program = """
-import sys
+import faulthandler, sys
 from outrider import Client
+faulthandler.dump_traceback_later(15)
 with Client(sys.argv[1]) as client:
     for event in client.generate("Hello"):
         print(type(event).__name__, flush=True)
@@ -112,7 +113,12 @@ with Client(sys.argv[1]) as client:
         assert process.stdout is not None
         assert [process.stdout.readline() for _ in range(2)] == ["Accepted\n", "Delta\n"]
         process.send_signal(signal.SIGINT)
-        _, error = process.communicate(timeout=20)
+        try:
+            _, error = process.communicate(timeout=20)
+        except subprocess.TimeoutExpired:
+            # Where it stood is what a failure has to show.
+            process.kill()
+            _, error = process.communicate()
     assert error.strip().endswith("KeyboardInterrupt"), error
     assert error.count("Traceback") == 1 and "Warning" not in error, error
 
