@@ -37,7 +37,7 @@ class Options:
     """Options of the benchmark.
 
     Attributes:
-        sessions: numbers of concurrent sessions, comma-separated; the figures are of 1 and 16, and without 16 there is no
+        sessions: numbers of concurrent sessions, comma-separated; the figures are of 1 and 16; without 16 there is no
             comparison with transformers.
         prompt_lens: prompt lengths, in tokens, assigned to the sessions in turn, comma-separated; questions have their
             own.
