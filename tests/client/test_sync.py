@@ -116,9 +116,9 @@ with Client(sys.argv[1]) as client:
         try:
             _, error = process.communicate(timeout=20)
         except subprocess.TimeoutExpired:
-            # Where it stood is what a failure has to show.
+            # With what it wrote: where its threads stood.
             process.kill()
-            _, error = process.communicate()
+            pytest.fail(process.communicate()[1])
     assert error.strip().endswith("KeyboardInterrupt"), error
     assert error.count("Traceback") == 1 and "Warning" not in error, error
 
