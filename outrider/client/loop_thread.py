@@ -3,9 +3,9 @@
 import asyncio
 import threading
 from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator
-from concurrent.futures import Future
 from contextlib import suppress
-from typing import Any, Final, TypeVar
+from queue import Empty, SimpleQueue
+from typing import Any, Final, Generic, TypeVar, cast
 
 from outrider.client.retry import ClientClosed
 
@@ -13,6 +13,68 @@ T = TypeVar("T")
 
 _LAST_S: Final = 5.0
 """Seconds that running calls have to end after their connections were closed; they need none but for a fault."""
+
+
+_NOTICE_S: Final = 0.5
+"""Seconds after which a waiting thread looks for a signal: one that comes just before a thread begins to wait does not
+wake it."""
+
+
+class _Call(Generic[T]):
+    """A coroutine that runs on the loop, and its outcome, which another thread waits for.
+
+    That thread may be interrupted at any of its own lines, so it takes no lock that the loop needs too, as the
+    condition of a `concurrent.futures.Future` is one; the outcome comes through a queue written in C.
+    """
+
+    def __init__(self, work: Coroutine[Any, Any, T]) -> None:
+        self._work = work
+        self._task: asyncio.Task[None] | None = None
+        self._outcomes: SimpleQueue[tuple[T, None] | tuple[None, BaseException]] = SimpleQueue()
+
+    def begin(self) -> None:
+        """Begin the work; called on the loop."""
+        self._task = asyncio.get_running_loop().create_task(self._run())
+        # A task that is cancelled before its first step runs nothing.
+        self._task.add_done_callback(lambda _: self.drop())
+
+    def cancel(self) -> None:
+        """End the work, begun or not; called on the loop."""
+        if self._task is None:
+            self.drop()
+        else:
+            self._task.cancel()
+
+    def drop(self) -> None:
+        """End the work, which nothing will begin or go on with."""
+        self._work.close()
+
+    def result(self) -> T:
+        """Wait for the end of the work; return its result or raise its error."""
+        outcome = None
+        while outcome is None:
+            with suppress(Empty):
+                outcome = self._outcomes.get(timeout=_NOTICE_S)
+        value, error = outcome
+        if error is None:
+            return cast(T, value)
+        try:
+            raise error
+        finally:
+            # Its traceback holds this frame.
+            del error, outcome
+
+    async def _run(self) -> None:
+        try:
+            value = await self._work
+        except asyncio.CancelledError:
+            # By `close`; or by an interrupt, and then nobody waits any more.
+            self._outcomes.put((None, ClientClosed()))
+            raise
+        except BaseException as error:
+            self._outcomes.put((None, error))
+        else:
+            self._outcomes.put((value, None))
 
 
 class LoopThread:
@@ -27,41 +89,26 @@ class LoopThread:
         self._beginning = threading.Lock()
 
     def run(self, work: Coroutine[Any, Any, T]) -> T:
-        """Return the result of `work`, which runs on the loop; raise `ClientClosed` after `close`.
+        """Return the result of `work`, which runs on the loop; raise `ClientClosed` after `close` or ended by it.
 
         An exception that is raised in the waiting thread, such as KeyboardInterrupt, cancels the work.
         """
-        future: Future[T] | None = None
+        call = _Call(work)
         try:
             with self._beginning:
                 if self._is_closed:
                     # The loop may not get to it any more.
-                    work.close()
+                    call.drop()
                     raise ClientClosed
-                future = asyncio.run_coroutine_threadsafe(work, self._loop)
-            return future.result()
+                self._loop.call_soon_threadsafe(call.begin)
+            return call.result()
         except BaseException:
-            if future is not None:
-                future.cancel()
-            else:
-                self._end(work)
+            # After its beginning, if that was scheduled.
+            try:
+                self._loop.call_soon_threadsafe(call.cancel)
+            except RuntimeError:  # the loop is closed
+                call.drop()
             raise
-
-    def _end(self, work: Coroutine[Any, Any, Any]) -> None:
-        """Cancel `work` if the loop has it, else close it: the exception came around its scheduling."""
-
-        def end() -> None:
-            for task in asyncio.all_tasks(self._loop):
-                if task.get_coro() is work:
-                    task.cancel()
-                    return
-            work.close()
-
-        try:
-            # After what scheduled it, if anything did.
-            self._loop.call_soon_threadsafe(end)
-        except RuntimeError:  # the loop is closed
-            work.close()
 
     def iterate(self, items: AsyncGenerator[T, None]) -> Iterator[T]:
         """Yield the items of an asynchronous iterator; leaving the loop early closes it."""
@@ -98,9 +145,10 @@ class LoopThread:
             if self._is_closed:
                 return
             self._is_closed = True
-            ended = asyncio.run_coroutine_threadsafe(_end(last), self._loop)
+            ending = _Call(_end(last))
+            self._loop.call_soon_threadsafe(ending.begin)
         try:
-            ended.result()
+            ending.result()
         finally:
             self._loop.call_soon_threadsafe(self._loop.stop)
             self._thread.join()
