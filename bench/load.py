@@ -42,7 +42,7 @@ class Options:
         prompt_lens: prompt lengths, in tokens, assigned to the sessions in turn, comma-separated; questions have their
             own.
         num_tokens: output tokens per session.
-        num_rounds: measurements per load, of which the median is reported.
+        num_rounds: measurements per load, of which the median is reported; also of speculation over plain decoding.
         model: base model of the target: a model name, or a shape such as `shape:8b`.
         drafter: model, for the synthetic pair; or a drafter of the model itself: block or eagle3 for the shipped heads,
             suffix, ngram.
@@ -164,14 +164,16 @@ class _Load:
         return _row(1, GENERATE, median(rates))
 
     async def _compare(self, num_sessions: int) -> list[dict[str, Any]]:
-        """Measure a load without and with speculation, in turn."""
+        """Measure a load without and with speculation, in turn; each round begins with the other."""
         measured: dict[str, list[dict[str, Any]]] = {PLAIN: [], SPECULATION: []}
-        for _ in range(self._options.num_rounds):
-            for mode in measured:
+        for number in range(self._options.num_rounds):
+            for mode in reversed(measured) if number % 2 else measured:
                 self._step(f"{num_sessions} sessions, {mode}")
                 measured[mode].append(await self._served(num_sessions, mode))
         rows = [_median_row(measured[mode]) for mode in measured]
-        rows[1]["over_plain"] = rows[1]["tokens/s"] / rows[0]["tokens/s"]
+        # Of the rounds, since the machine's speed changes from one to the next.
+        rounds = zip(measured[SPECULATION], measured[PLAIN], strict=True)
+        rows[1]["over_plain"] = median(speculation["tokens/s"] / plain["tokens/s"] for speculation, plain in rounds)
         return rows
 
     async def _served(self, num_sessions: int, mode: str) -> dict[str, Any]:

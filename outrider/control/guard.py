@@ -5,7 +5,8 @@ drafts take from the target itself, where they share its cores, its memory or it
 and then all sessions of a target decode without drafts for a few passes, or, where speculation is off, with them; the
 output tokens a second decide which of both goes on. It is asked again the less often the more often it was confirmed.
 
-The rates depend on how many sessions decode: each power of two has its own, and begins as the one below has ended up.
+The rates depend on how many sessions there are: each power of two has its own, and begins as the one below has ended
+up. Those whose prompts are still read count too, so that drafts which will not pay do not hold up these prompts.
 From four sessions on it also begins without speculation where more sessions were found to be slower with it: a target
 that has just started finds out once under a full load, not again and again as that load ends.
 They depend on where drafts are: one within the target's process is compared by a guard of its own.
@@ -15,9 +16,9 @@ import math
 from dataclasses import dataclass, field
 from typing import Final
 
-_WORTH: Final = 1.03
+_WORTH: Final = 1.05
 """Speculation goes on above this ratio of the rates. What is measured as equal costs: drafts have texts to read first,
-and sessions that end at different times leave passes less full."""
+and sessions that end at different times leave passes less full (0.97 in full passes was 0.93 of a wave of 8)."""
 _SETTLE: Final = 2
 """Passes after a change that do not count: proposals are on their way, or the first ones are."""
 _TURNS: Final = 8
@@ -153,7 +154,7 @@ class SpeculationGuard:
     def __init__(self) -> None:
         self._cases: dict[int, _Case] = {}
         self._case = self._cases.setdefault(1, _Case(1))
-        self._last_s: float | None = None
+        self._last: tuple[_Case, float] | None = None
 
     @property
     def allows(self) -> bool:
@@ -164,25 +165,30 @@ class SpeculationGuard:
         """Whether sessions may have drafts while so many of them decode, as far as is known; at least 1."""
         return self._below(num_sessions.bit_length()).speculates
 
-    def observe(self, now: float, num_sessions: int, num_tokens: int, *, counts: bool, prompts_s: float = 0.0) -> None:
+    def count(self, num_sessions: int) -> None:
+        """Take as many sessions into account from now on.
+
+        Args:
+            num_sessions: that are open, whether they decode, wait for a proposal, or have prompts that are still read;
+                at least 1.
+        """
+        self._case = self._found(num_sessions.bit_length())
+
+    def observe(self, now: float, num_tokens: int, *, counts: bool, prompts_s: float = 0.0) -> None:
         """Observe a pass.
 
         Args:
             now: monotonic time of its end, in seconds.
-            num_sessions: that decode now, whether they took part in it or waited for a proposal.
             num_tokens: that it output.
-            counts: whether it shows a rate: sessions could speculate.
+            counts: whether it shows a rate: most sessions decode, and could speculate.
             prompts_s: seconds that prompts are expected to have taken in it, which are left out.
         """
-        last_s, self._last_s = self._last_s, now if counts else None
-        if not counts:
+        last, self._last = self._last, (self._case, now) if counts else None
+        if not counts or last is None or last[0] is not self._case:
             return
-        case = self._found(num_sessions.bit_length())
-        if last_s is not None and case is self._case:
-            rest_s = now - last_s - prompts_s
-            if rest_s >= _LEAST_SHARE * (now - last_s):
-                case.observe(num_tokens, rest_s)
-        self._case = case
+        rest_s = now - last[1] - prompts_s
+        if rest_s >= _LEAST_SHARE * (now - last[1]):
+            self._case.observe(num_tokens, rest_s)
 
     def _found(self, level: int) -> _Case:
         if level not in self._cases:

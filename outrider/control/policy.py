@@ -208,14 +208,14 @@ class SpeculationPolicy:
         """
         if self.max_wait_s <= 0 or max_depth <= 0:
             return RoundPlan(expects=self._now([]))
+        if self._adapts and not self._statistics.guard_of(own_draft=self._drafts_here).allows:
+            return RoundPlan(expects=self._now(stock))
         is_running = (runs_ahead or is_answering) and depth > 0
         accepted = self.rates.expected_accepted(max(depth, max_depth))
         if not self._adapts:
             waits = depth < max_depth
             expects = self._waiting(max_depth, depth, accepted, is_running=is_running) if waits else self._now(stock)
             return RoundPlan(self.max_wait_s if waits else 0.0, max_depth, max_depth, expects=expects)
-        if not self._statistics.guard_of(own_draft=self._drafts_here).allows:
-            return RoundPlan(expects=self._now(stock))
         shortest = min(max(depth + 1, min_depth), max_depth)
         # While the draft runs whether or not the round waits, a change of plan costs nothing.
         margin = 1.0 if runs_ahead else _MARGIN if self._plain_rounds.num == 0 else 1 / _MARGIN

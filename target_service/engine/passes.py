@@ -8,6 +8,7 @@ session is blamed for a device that fails, and no process ends because of a sess
 import math
 import time
 from collections.abc import Callable, Sequence
+from typing import Final
 
 import torch
 
@@ -25,6 +26,9 @@ from target_service.engine.restoring import Restoring
 from target_service.engine.results import Progress, RoundResult
 from target_service.engine.rounds import Round, decide_all
 from target_service.engine.scheduling import Scheduler, Share, prepared_again
+
+_LEAST_DECODING: Final = 0.75
+"""Of the open sessions, so many have to decode in a pass that shows the rate of this number of sessions."""
 
 
 class Passes:
@@ -71,6 +75,7 @@ class Passes:
         self._unexpected = UnexpectedErrors()
         self.on_pass: Callable[[float], object] = lambda seconds: None
         self.last_s = 0.0
+        self._num_sessions = 1
 
     def run(self, shares: list[Share]) -> None:
         """Run a pass over the shares, and send the verdicts.
@@ -108,13 +113,12 @@ class Passes:
     def _observe_rate(self, shares: Sequence[Share], num_tokens: int) -> None:
         prompts = [(share.step.num_rows, share.step.span.start) for share in shares if share.is_prefill]
         prompts_s = sum(self._times.prefill_s(*prompt) for prompt in prompts)
-        shows_rate = len(prompts) < len(shares) and math.isfinite(prompts_s)
-        now, num_sessions = time.monotonic(), self._times.num_sessions
-        terms = [share.request.speculation.terms for share in shares]
+        shows_rate = self._times.num_sessions >= _LEAST_DECODING * self._num_sessions and math.isfinite(prompts_s)
+        now, terms = time.monotonic(), [share.request.speculation.terms for share in shares]
         for own_draft in (False, True):
             can_speculate = any(item.num_speculative_tokens and item.own_draft is own_draft for item in terms)
             guard = self._statistics.guard_of(own_draft=own_draft)
-            guard.observe(now, num_sessions, num_tokens, counts=can_speculate and shows_rate, prompts_s=prompts_s)
+            guard.observe(now, num_tokens, counts=can_speculate and shows_rate, prompts_s=prompts_s)
 
     def _divide(self, shares: list[Share], error: Exception) -> None:
         """Run the halves of a pass that failed; the session that fails alone ends alone."""
@@ -196,5 +200,16 @@ class Passes:
         prefill = [(share.step.num_rows, share.step.span.start) for share in shares if share.is_prefill]
         num_decode = sum(share.step.num_rows for share in shares if not share.is_prefill)
         self._times.observe(duration_s, num_decode, prefill)
-        self._times.num_sessions = max(1, len(self._requests) - len(prefill))
         self.last_s = duration_s
+        self._count_sessions(shares, len(prefill))
+
+    def _count_sessions(self, shares: list[Share], num_prompts: int) -> None:
+        """Have the next rounds be planned for the sessions that there are; before they begin."""
+        taking_part = {share.request.number for share in shares}
+        unfinished = [request for request in self._requests.open_ones if not request.finished]
+        # Those that decode have one token to run.
+        num_waiting = sum(request.num_uncached != 1 for request in unfinished if request.number not in taking_part)
+        self._num_sessions = max(1, len(unfinished))
+        self._times.num_sessions = max(1, len(unfinished) - num_prompts - num_waiting)
+        for own_draft in (False, True):
+            self._statistics.guard_of(own_draft=own_draft).count(self._num_sessions)

@@ -26,7 +26,8 @@ class Worker:
             more = sum(self._random.random() < accepted for _ in range(self.num_sessions)) if allows else 0
             self.now += pass_s
             tokens += self.num_sessions + more
-            self.guard.observe(self.now, self.num_sessions, self.num_sessions + more, counts=True)
+            self.guard.count(self.num_sessions)
+            self.guard.observe(self.now, self.num_sessions + more, counts=True)
         return tokens / (self.now - started) / (self.num_sessions / 0.02), speculating / num_passes
 
 
@@ -152,7 +153,8 @@ def test_a_trial_that_met_a_busy_machine_is_soon_repeated() -> None:
         num_trials, did_allow = num_trials + (did_allow and not allows), allows
         # Plain decoding is faster, but not while it is tried for the first time.
         now += 0.03 if allows else 0.05 if num_trials == 1 else 0.02
-        guard.observe(now, 16, 16, counts=True)
+        guard.count(16)
+        guard.observe(now, 16, counts=True)
     assert num_trials == 2 and not guard.allows_at(16)
 
 
@@ -160,9 +162,9 @@ def test_passes_with_prompts_and_pauses_between_requests_show_no_rate() -> None:
     worker = Worker(1)
     for _ in range(2000):
         worker.now += 5.0
-        worker.guard.observe(worker.now, 1, 1, counts=False)
+        worker.guard.observe(worker.now, 1, counts=False)
         worker.now += 0.02
-        worker.guard.observe(worker.now, 1, 1, counts=True)
+        worker.guard.observe(worker.now, 1, counts=True)
         assert worker.guard.allows  # a trial would have begun after 48 passes
 
 
@@ -172,7 +174,8 @@ def test_the_time_of_prompts_is_left_out() -> None:
     for _ in range(600):
         allows = guard.allows
         now += 0.06 if allows else 0.02
-        guard.observe(now, 8, 16 if allows else 8, counts=True, prompts_s=0.025 if allows else 0.0)
+        guard.count(8)
+        guard.observe(now, 16 if allows else 8, counts=True, prompts_s=0.025 if allows else 0.0)
     assert guard.allows_at(8)
 
 
@@ -183,9 +186,11 @@ def test_a_pass_that_prompts_take_most_of_shows_no_rate() -> None:
         if not allows and number % 2:
             # The prompts took 0.18 s.
             now += 0.2
-            guard.observe(now, 8, 8, counts=True, prompts_s=0.12)
+            guard.count(8)
+            guard.observe(now, 8, counts=True, prompts_s=0.12)
         now += 0.05 if allows else 0.02
-        guard.observe(now, 8, 16 if allows else 8, counts=True)
+        guard.count(8)
+        guard.observe(now, 16 if allows else 8, counts=True)
     assert not guard.allows_at(8)
 
 

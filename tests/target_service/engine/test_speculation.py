@@ -206,6 +206,24 @@ async def test_passes_count_for_the_comparison_of_where_their_drafts_are() -> No
             assert counted == [True, not own_draft]
 
 
+@pytest.mark.parametrize("num_others", [0, 7])
+async def test_sessions_whose_prompts_are_still_to_be_read_decide_about_drafts_too(num_others: int) -> None:
+    drafter = load_drafter(DrafterOptions(drafter=DrafterKind.MODEL, model=MODEL))
+    async with target(draft=ColocatedDraft(drafter)) as (engine, caller):
+        guard, now = engine._passes._statistics.own_guard, 0.0
+        for _ in range(60):
+            guard.count(8)
+            now += 0.04 if guard.allows else 0.02
+            guard.observe(now, 8, counts=True)
+        options = {"num_speculative_tokens": 4, "max_wait_s": 0.5, "stop_token_ids": (), "own_draft": True}
+        for handle in range(2, 3 + num_others):
+            await caller.open(handle, PROMPT, GREEDY, session=f"s{handle}", **options)
+        await caller.span(2, 0, PROMPT)
+        verdicts = [verdict async for verdict in caller.verdicts(2)]
+        assert any(verdict.num_accepted_tokens for verdict in verdicts) is (num_others == 0)
+        assert engine._times.num_sessions == 1
+
+
 async def test_a_session_that_is_deleted_is_forgotten_by_a_colocated_draft_once_nothing_runs_on_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
