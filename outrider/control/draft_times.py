@@ -55,7 +55,7 @@ class DraftTimes:
         if len(self._verdicts) > _MAX_VERDICTS:
             self._verdicts.popitem(last=False)
 
-    def record_answer(self, known_len: int, now: float, depth: int = 0) -> None:
+    def record_answer(self, known_len: int, now: float, depth: int = 0, *, had_text: bool = False) -> None:
         """Record that nodes arrive, drafted after the verdict which made the session so long.
 
         Args:
@@ -63,6 +63,8 @@ class DraftTimes:
             now: monotonic time.
             depth: of the nodes that arrive together, where a tree begins with them; many drafts send a whole proposal
                 at once.
+            had_text: whether the draft had a text to read first, which later answers will not wait for: then it shows
+                what they take at most.
         """
         if depth:
             self._answer_depth.observe(depth)
@@ -70,11 +72,13 @@ class DraftTimes:
         sent = self._verdicts.get(known_len)
         if sent is None:
             return
-        taken_s = now - sent
-        self._answer_s.observe(taken_s if self._answer_s.known else self._prior.seconds.clipped(taken_s))
-        self._prior.seconds.observe(taken_s)
         for length in [length for length in self._verdicts if length <= known_len]:
             del self._verdicts[length]
+        taken_s = now - sent
+        if had_text and self.known and taken_s > self._usual.value:
+            return
+        self._answer_s.observe(taken_s if self._answer_s.known else self._prior.seconds.clipped(taken_s))
+        self._prior.seconds.observe(taken_s)
 
     def record_timeout(self, wait_s: float) -> None:
         """Record that a round's wait timed out, which counts as an answer that took as long."""
@@ -89,7 +93,10 @@ class DraftTimes:
         """
         if is_running:
             return num_tokens * self.step_s
-        answer_s = self._answer_s if self._answer_s.known else self._prior.seconds
         depth = self._answer_depth if self._answer_depth.known else self._prior.depth
-        first_s = answer_s.value - max(0.0, depth.value - 1) * self.step_s
+        first_s = self._usual.value - max(0.0, depth.value - 1) * self.step_s
         return max(0.0, first_s) + (num_tokens - 1) * self.step_s
+
+    @property
+    def _usual(self) -> DecayingMean:
+        return self._answer_s if self._answer_s.known else self._prior.seconds

@@ -19,6 +19,8 @@ _MAX_STOCK: Final = 32
 _FADING: Final = 0.1
 _AT_ONCE_S: Final = 0.001
 _IDLE_ROUNDS: Final = 8
+_READ_ROUNDS: Final = 4
+"""Rounds without its draft after which the draft's next answer shows how long it reads, not how long it drafts."""
 _LEAST_LEFT: Final = 16
 """Tokens that a request must have left after so many rounds without its draft, for the draft to be asked again: it has
 all text since then to read first."""
@@ -50,7 +52,7 @@ class Speculation:
         self._received = ReceivedTree(rule, self._policy.rates)
         self._is_late = False
         self._plan = RoundPlan()
-        self._has_news = self._waits = self._is_answering = self._wanted_draft = False
+        self._has_news = self._waits = self._is_answering = self._wanted_draft = self._has_answer = False
         self._num_left = self._num_idle = 0
         self._started = 0.0
         self._begun_depth = 0
@@ -125,7 +127,9 @@ class Speculation:
             self._replace(part.base.len, token_ids)
         if part.step_time_s or not self._policy.draft.step_s:
             # Nodes that took no step are here long before a model's: they say nothing about when those come.
-            self._policy.draft.record_answer(part.known_len, now, _depth_of(part))
+            had_text = self._num_idle > _READ_ROUNDS or not self._has_answer
+            self._policy.draft.record_answer(part.known_len, now, _depth_of(part), had_text=had_text)
+            self._has_answer = True
         self._policy.draft.step_s = part.step_time_s or self._policy.draft.step_s
         self._received.add(part)
         self.num_proposed += len(part.nodes)

@@ -399,3 +399,18 @@ def test_while_no_pass_was_measured_a_wait_is_as_long_as_it_may_be() -> None:
     policy.draft.record_verdict(1, 0.0)
     policy.draft.record_answer(1, 0.03)
     assert policy.begin([], 0, DEPTH).wait_s == 0.1
+
+
+def test_an_answer_after_a_text_was_read_shows_what_later_ones_take_at_most() -> None:
+    times, other = DraftTimes(), DraftTimes()
+    for length, answer_s in enumerate([0.03] * 8 + [0.3] * 4):
+        for draft, had_text in ((times, answer_s > 0.1 or length == 0), (other, False)):
+            draft.record_verdict(length, length)
+            draft.record_answer(length, length + answer_s, had_text=had_text)
+    assert times.arrival_s(1, is_running=False) == pytest.approx(0.03)
+    assert other.arrival_s(1, is_running=False) > 0.1
+    # It counts where it is shorter than those before.
+    for length in range(20, 30):
+        times.record_verdict(length, length)
+        times.record_answer(length, length + 0.01, had_text=True)
+    assert times.arrival_s(1, is_running=False) < 0.012

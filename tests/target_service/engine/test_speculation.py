@@ -439,6 +439,33 @@ def test_a_draft_that_was_not_needed_for_long_is_not_asked_for_the_last_few_toke
     assert speculation.wants_draft is wants
 
 
+@pytest.mark.parametrize(("num_idle", "counts"), [(0, True), (4, True), (5, False)])
+def test_an_answer_that_took_the_reading_of_a_text_says_nothing_about_the_next(num_idle: int, counts: bool) -> None:
+    statistics = WorkerStatistics()
+    speculation = Speculation(
+        SpeculationTerms(num_speculative_tokens=4, max_wait_s=1.0), AcceptanceRule.COUPLED, statistics, adapts=True
+    )
+    length, now = len(PROMPT), 0.0
+    speculation.restart(length)
+
+    def answer(answer_s: float) -> None:
+        speculation.begin(100, now)
+        speculation.record_verdict(length, now)
+        part = ProposalPart(Base(length, 1), 1, _line([1, 2]), complete=True, known_len=length, step_time_s=0.001)
+        assert speculation.receive(part, range(length), now + answer_s)
+
+    for _ in range(4):
+        answer(0.01)
+        length, now = length + 1, now + 1
+    statistics.guard._case.speculates = False
+    for _ in range(num_idle):
+        speculation.begin(100, now)
+    statistics.guard._case.speculates = True
+    known_s = statistics.answers.seconds.value
+    answer(0.5)
+    assert (statistics.answers.seconds.value > known_s) is counts
+
+
 @pytest.mark.parametrize("own_draft", [False, True])
 def test_drafts_that_do_not_pay_in_one_place_may_in_the_other(own_draft: bool) -> None:
     statistics = WorkerStatistics()
