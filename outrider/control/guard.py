@@ -16,11 +16,9 @@ import math
 from dataclasses import dataclass, field
 from typing import Final
 
-_WORTH: Final = 1.03
-_WORTH_OF_SEVERAL: Final = 1.1
-"""Speculation goes on above this ratio of the rates. What is measured as equal costs: drafts have texts to read first.
-With several sessions it costs more, since those that end sooner leave passes less full: where full passes had 0.97,
-1.35 and 1.57 of the plain rate, waves of 8, 4 and 2 sessions had 0.93, 1.19 and 1.43."""
+_WORTH: Final = 1.05
+"""Speculation goes on above this ratio of the rates. What is measured as equal costs: drafts have texts to read first,
+and sessions that end at different times leave passes less full (0.97 in full passes was 0.93 of a wave of 8)."""
 _SETTLE: Final = 2
 """Passes after a change that do not count: proposals are on their way, or the first ones are."""
 _TURNS: Final = 8
@@ -83,6 +81,7 @@ class _Case:
         interval: passes until the next trial.
         num_findings: trials in a row that found what goes on now.
         rates: with speculation (True) and without.
+        trial: tokens and seconds of the last trial, with its passes that do not count for the rate.
     """
 
     level: int
@@ -92,6 +91,7 @@ class _Case:
     interval: int = 0
     num_findings: int = 0
     rates: dict[bool, _Rate] = field(default_factory=lambda: {True: _Rate(), False: _Rate()})
+    trial: tuple[float, float] = (0.0, 0.0)
 
     def __post_init__(self) -> None:
         self.interval = self.first_interval
@@ -122,32 +122,38 @@ class _Case:
         self.num_passes += 1
         if self.num_passes > _SETTLE:
             self.rates[self.allows].add(num_tokens, seconds)
+        if self.is_trial:
+            self.trial = self.trial[0] + num_tokens, self.trial[1] + seconds
         if not self.is_trial and self.num_passes >= self.interval:
-            self.is_trial, self.num_passes = True, 0
+            self.is_trial, self.num_passes, self.trial = True, 0, (0.0, 0.0)
             self.rates[self.allows] = _Rate()
         elif self.is_trial and self.num_passes >= _SETTLE + self.num_turns:
             self._decide()
 
     def _decide(self) -> None:
         before = self.speculates
-        worth = _WORTH if self.level == 1 else _WORTH_OF_SEVERAL
-        self.speculates = self.rates[True].value >= worth * self.rates[False].value
+        self.speculates = self.rates[True].value >= _WORTH * self.rates[False].value
         is_same = self.speculates is before
         self.num_findings = self.num_findings + 1 if is_same else 1
         if self.speculates and self.num_findings < _FINDINGS:
             self.interval = self.first_interval
         else:
             interval = 2 * self.interval if is_same else self.first_interval
-            self.interval = min(max(interval, self._least_interval()), _MOST[self.speculates])
+            self.interval = min(max(interval, self._least_interval(is_same=is_same)), _MOST[self.speculates])
         self.is_trial, self.num_passes = False, 0
 
-    def _least_interval(self) -> int:
+    def _least_interval(self, *, is_same: bool) -> int:
         """Return the passes after which a trial of what was found to be slower takes no more than its share."""
         kept, other = self.rates[self.speculates], self.rates[not self.speculates]
-        if kept.value <= other.value:
+        if kept.value <= 0:
             return 0
-        # Of a trial's time, what the same tokens would not have taken; its passes may take several times as long.
-        lost_s = (_SETTLE + self.num_turns) * other.pass_s * (1 - other.value / kept.value)
+        num_tokens, seconds = self.trial
+        if not is_same:
+            # As yet it has gone on, and was not tried.
+            seconds = (_SETTLE + self.num_turns) * other.pass_s
+            num_tokens = seconds * other.value
+        # What the same tokens would not have taken: texts that drafts have to read first may take most of a trial.
+        lost_s = max(0.0, seconds - num_tokens / kept.value)
         return math.ceil(lost_s / kept.pass_s / _TRIAL_SHARE)
 
 

@@ -56,6 +56,20 @@ def test_passes_of_a_trial_that_take_long_count_as_what_they_take() -> None:
     assert rate > 0.99 and share > 0
 
 
+def test_texts_that_drafts_read_first_are_part_of_what_a_trial_costs() -> None:
+    """Each time that drafts are asked for again, the first pass waits half a second for them."""
+    guard, now, num_trials, did_allow = SpeculationGuard(), 0.0, 0, True
+    for _ in range(4000):
+        allows = guard.allows
+        begins, did_allow = allows and not did_allow, allows
+        num_trials += begins
+        now += (0.5 if begins else 0.0) + 0.02
+        guard.count(8)
+        guard.observe(now, 8, counts=True)
+    # The second of 0.5 s comes no sooner than 50 s after the first.
+    assert 1 <= num_trials <= 3
+
+
 def test_drafts_that_gain_nothing_are_left_out() -> None:
     worker = Worker(16)
     worker.run(500, slowdown=1.3, accepted=0.3, noise=0.01)
