@@ -29,6 +29,9 @@ SPECULATION: Final = "speculation"
 GENERATE: Final = "generate"
 BATCH: Final = "generate_batch"
 _MANY: Final = 16
+_WAVES: Final = 4
+"""Waves of a round, at most, for loads of fewer sessions than many: one takes two seconds, which a machine that is
+shared makes by a tenth longer or shorter."""
 _WAVE_S: Final = 300.0
 
 
@@ -42,7 +45,8 @@ class Options:
         prompt_lens: prompt lengths, in tokens, assigned to the sessions in turn, comma-separated; questions have their
             own.
         num_tokens: output tokens per session.
-        num_rounds: measurements per load, of which the median is reported; also of speculation over plain decoding.
+        num_rounds: rounds per load, of which the median is reported, also of speculation over plain decoding. A round
+            has up to four waves, of 16 sessions together.
         model: base model of the target: a model name, or a shape such as `shape:8b`.
         drafter: model, for the synthetic pair; or a drafter of the model itself: block or eagle3 for the shipped heads,
             suffix, ngram.
@@ -82,9 +86,9 @@ class Options:
         return numbers("sessions", self.sessions, int, 1)
 
     def lengths(self, num_sessions: int) -> list[list[int]]:
-        """Return the prompt lengths of waves of `num_sessions` sessions; together the waves have all lengths."""
+        """Return the prompt lengths of a round's waves of `num_sessions` sessions; together they have all lengths."""
         known = numbers("prompt_lens", self.prompt_lens, int, 1)
-        num_waves = -(-len(known) // num_sessions)
+        num_waves = max(-(-len(known) // num_sessions), min(_WAVES, _MANY // num_sessions))
         lengths = [known[index % len(known)] for index in range(num_waves * num_sessions)]
         return [lengths[start : start + num_sessions] for start in range(0, len(lengths), num_sessions)]
 
@@ -164,25 +168,27 @@ class _Load:
         return _row(1, GENERATE, median(rates))
 
     async def _compare(self, num_sessions: int) -> list[dict[str, Any]]:
-        """Measure a load without and with speculation, in turn; each round begins with the other."""
-        measured: dict[str, list[dict[str, Any]]] = {PLAIN: [], SPECULATION: []}
-        for number in range(self._options.num_rounds):
-            for mode in reversed(measured) if number % 2 else measured:
-                self._step(f"{num_sessions} sessions, {mode}")
-                measured[mode].append(await self._served(num_sessions, mode))
-        rows = [_median_row(measured[mode]) for mode in measured]
+        """Measure a load without and with speculation, wave by wave in turn; each wave begins with the other."""
+        rows: dict[str, list[dict[str, Any]]] = {PLAIN: [], SPECULATION: []}
+        order = [PLAIN, SPECULATION]
+        for _ in range(self._options.num_rounds):
+            waves: dict[str, list[list[Trace]]] = {PLAIN: [], SPECULATION: []}
+            for lengths in self._options.lengths(num_sessions):
+                for mode in order:
+                    self._step(f"{num_sessions} sessions, {mode}")
+                    waves[mode].append(await self._wave(lengths, mode))
+                order.reverse()
+            for mode in rows:
+                rows[mode].append(_round_row(num_sessions, mode, waves[mode]))
+        medians = [_median_row(rows[mode]) for mode in rows]
         # Of the rounds, since the machine's speed changes from one to the next.
-        rounds = zip(measured[SPECULATION], measured[PLAIN], strict=True)
-        rows[1]["over_plain"] = median(speculation["tokens/s"] / plain["tokens/s"] for speculation, plain in rounds)
-        return rows
+        rounds = zip(rows[SPECULATION], rows[PLAIN], strict=True)
+        medians[1]["over_plain"] = median(speculation["tokens/s"] / plain["tokens/s"] for speculation, plain in rounds)
+        return medians
 
-    async def _served(self, num_sessions: int, mode: str) -> dict[str, Any]:
-        options = self._options
-        template = RequestTemplate(options.num_tokens, mode == SPECULATION, options.temperature, _WAVE_S)
-        waves = [await run_wave(self._client, self._draw(lens), template) for lens in options.lengths(num_sessions)]
-        seconds = sum(max(trace.times_s[-1] for trace in wave) - wave[0].started_s for wave in waves)
-        traces = [trace for wave in waves for trace in wave]
-        return _row(num_sessions, mode, sum(trace.num_tokens for trace in traces) / seconds, traces)
+    async def _wave(self, lengths: Sequence[int], mode: str) -> list[Trace]:
+        template = RequestTemplate(self._options.num_tokens, mode == SPECULATION, self._options.temperature, _WAVE_S)
+        return await run_wave(self._client, self._draw(lengths), template)
 
     async def _batch(self) -> tuple[list[dict[str, Any]], str]:
         """Measure continuous batching; return its row, or the reason why it was skipped."""
@@ -207,6 +213,12 @@ class _Load:
         if self._questions is not None:
             return [self._questions.draw() for _ in lengths]
         return [self._prompts.draw(length) for length in lengths]
+
+
+def _round_row(num_sessions: int, mode: str, waves: Sequence[Sequence[Trace]]) -> dict[str, Any]:
+    seconds = sum(max(trace.times_s[-1] for trace in wave) - wave[0].started_s for wave in waves)
+    traces = [trace for wave in waves for trace in wave]
+    return _row(num_sessions, mode, sum(trace.num_tokens for trace in traces) / seconds, traces)
 
 
 def _row(num_sessions: int, mode: str, rate: float, traces: Sequence[Trace] = ()) -> dict[str, Any]:
@@ -269,7 +281,8 @@ def _stall_figures(stall: Stall | None) -> dict[str, float]:
 
 
 def _num_steps(options: Options) -> int:
-    return 5 + 2 * options.num_rounds * len(options.loads)
+    num_waves = sum(len(options.lengths(num_sessions)) for num_sessions in options.loads)
+    return 5 + 2 * options.num_rounds * num_waves
 
 
 def plot(result: BenchResult, path: Path) -> None:
