@@ -13,8 +13,6 @@ T = TypeVar("T")
 
 _LAST_S: Final = 5.0
 """Seconds that running calls have to end after their connections were closed; they need none but for a fault."""
-
-
 _NOTICE_S: Final = 0.5
 """Seconds after which a waiting thread looks for a signal: one that comes just before a thread begins to wait does not
 wake it."""

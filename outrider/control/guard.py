@@ -149,7 +149,7 @@ class _Case:
             return 0
         num_tokens, seconds = self.trial
         if not is_same:
-            # As yet it has gone on, and was not tried.
+            # What is slower has gone on until now, so that no trial of it was measured.
             seconds = (_SETTLE + self.num_turns) * other.pass_s
             num_tokens = seconds * other.value
         # What the same tokens would not have taken: texts that drafts have to read first may take most of a trial.
@@ -171,7 +171,7 @@ class SpeculationGuard:
         return self._case.allows
 
     def allows_at(self, num_sessions: int) -> bool:
-        """Whether sessions may have drafts while so many of them decode, as far as is known; at least 1."""
+        """Whether sessions may have drafts while so many of them are open, as far as is known; at least 1."""
         return self._below(num_sessions.bit_length()).speculates
 
     def count(self, num_sessions: int) -> None:
