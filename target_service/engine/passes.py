@@ -75,7 +75,7 @@ class Passes:
         self._unexpected = UnexpectedErrors()
         self.on_pass: Callable[[float], object] = lambda seconds: None
         self.last_s = 0.0
-        self._num_sessions = 1
+        self._num_sessions, self._num_decoding = 1, 0
 
     def run(self, shares: list[Share]) -> None:
         """Run a pass over the shares, and send the verdicts.
@@ -113,7 +113,7 @@ class Passes:
     def _observe_rate(self, shares: Sequence[Share], num_tokens: int) -> None:
         prompts = [(share.step.num_rows, share.step.span.start) for share in shares if share.is_prefill]
         prompts_s = sum(self._times.prefill_s(*prompt) for prompt in prompts)
-        shows_rate = self._times.num_sessions >= _LEAST_DECODING * self._num_sessions and math.isfinite(prompts_s)
+        shows_rate = self._num_decoding >= _LEAST_DECODING * self._num_sessions and math.isfinite(prompts_s)
         now, terms = time.monotonic(), [share.request.speculation.terms for share in shares]
         for own_draft in (False, True):
             can_speculate = any(item.num_speculative_tokens and item.own_draft is own_draft for item in terms)
@@ -210,6 +210,7 @@ class Passes:
         # Those that decode have one token to run.
         num_waiting = sum(request.num_uncached != 1 for request in unfinished if request.number not in taking_part)
         self._num_sessions = max(1, len(unfinished))
-        self._times.num_sessions = max(1, len(unfinished) - num_prompts - num_waiting)
+        self._num_decoding = len(unfinished) - num_prompts - num_waiting
+        self._times.num_sessions = max(1, self._num_decoding)
         for own_draft in (False, True):
             self._statistics.guard_of(own_draft=own_draft).count(self._num_sessions)

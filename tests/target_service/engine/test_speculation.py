@@ -206,6 +206,20 @@ async def test_passes_count_for_the_comparison_of_where_their_drafts_are() -> No
             assert counted == [True, not own_draft]
 
 
+async def test_a_pass_that_only_reads_prompts_shows_no_rate(monkeypatch: pytest.MonkeyPatch) -> None:
+    drafter = load_drafter(DrafterOptions(drafter=DrafterKind.MODEL, model=MODEL))
+    async with target(draft=ColocatedDraft(drafter)) as (engine, caller):
+        guard, observed = engine._passes._statistics.own_guard, list[bool]()
+        monkeypatch.setattr(guard, "observe", lambda *_, counts, prompts_s: observed.append(counts))
+        options = {"num_speculative_tokens": 4, "max_wait_s": 0.5, "stop_token_ids": (), "own_draft": True}
+        await caller.open(2, PROMPT, GREEDY, **options)
+        await caller.span(2, 0, PROMPT)
+        assert [verdict async for verdict in caller.verdicts(2)]
+        assert len(observed) > 1
+        assert not observed[0]
+        assert all(observed[1:])
+
+
 @pytest.mark.parametrize("num_others", [0, 7])
 async def test_sessions_whose_prompts_are_still_to_be_read_decide_about_drafts_too(num_others: int) -> None:
     drafter = load_drafter(DrafterOptions(drafter=DrafterKind.MODEL, model=MODEL))
