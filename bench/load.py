@@ -32,6 +32,9 @@ _MANY: Final = 16
 _WAVES: Final = 4
 """Waves of a round, at most, for loads of fewer sessions than many: one takes two seconds, which a machine that is
 shared makes by a tenth longer or shorter."""
+_APART_S: Final = 0.01
+"""Seconds from each request of a wave to the next: sent at once, they come in any order, and which prompt is read first
+makes waves of 2 and 4 sessions by a tenth longer or shorter."""
 _WAVE_S: Final = 300.0
 
 
@@ -188,7 +191,7 @@ class _Load:
 
     async def _wave(self, lengths: Sequence[int], mode: str) -> list[Trace]:
         template = RequestTemplate(self._options.num_tokens, mode == SPECULATION, self._options.temperature, _WAVE_S)
-        return await run_wave(self._client, self._draw(lengths), template)
+        return await run_wave(self._client, self._draw(lengths), template, _APART_S)
 
     async def _batch(self) -> tuple[list[dict[str, Any]], str]:
         """Measure continuous batching; return its row, or the reason why it was skipped."""

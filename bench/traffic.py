@@ -81,13 +81,24 @@ async def follow(client: OutriderClient, request: GenerationRequest, trace: Trac
     return trace
 
 
-async def run_wave(client: OutriderClient, prompts: Sequence[Sequence[int]], template: RequestTemplate) -> list[Trace]:
-    """Run one session per prompt concurrently; return their traces when all have ended."""
+async def run_wave(
+    client: OutriderClient, prompts: Sequence[Sequence[int]], template: RequestTemplate, apart_s: float = 0.0
+) -> list[Trace]:
+    """Run one session per prompt concurrently; return their traces when all have ended.
+
+    Args:
+        client: sends the requests.
+        prompts: token IDs of each.
+        template: their parameters.
+        apart_s: seconds from each request to the next; 0 to send all at once.
+    """
+
+    async def run(index: int, prompt: Sequence[int]) -> Trace:
+        await asyncio.sleep(index * apart_s)
+        return await follow(client, template.request(prompt), Trace(), template.timeout_s)
+
     async with asyncio.TaskGroup() as group:
-        tasks = [
-            group.create_task(follow(client, template.request(prompt), Trace(), template.timeout_s))
-            for prompt in prompts
-        ]
+        tasks = [group.create_task(run(index, prompt)) for index, prompt in enumerate(prompts)]
     return [task.result() for task in tasks]
 
 
