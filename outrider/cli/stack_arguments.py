@@ -191,13 +191,17 @@ _OF_A_STACK: Final = frozenset((*_PASSED, "draft_model", "num_layers"))
 
 
 def take_stack(values: dict[str, Any]) -> StackOptions:
-    """Take the options of `stack_options`, the drafter and its place out of `values`.
+    """Take the options of `stack_options`, the drafter and its place out of `values`; with addresses, none counts.
 
     Raises:
         InvalidArgument: a value is wrong.
         UsageError: options of a stack were given together with the address of one that runs.
     """
-    _check_own_stack(click.get_current_context())
+    if click.get_current_context().params.get("addresses"):
+        _check_own_stack(click.get_current_context())
+        for name in (*_OF_A_STACK, "drafter", "draft_at"):
+            values.pop(name, None)
+        return StackOptions()
     drafter, draft_model, num_layers = (values.pop(name) for name in ("drafter", "draft_model", "num_layers"))
     drafter = drafter or fitting_drafter(values["model"], draft_model, num_layers)
     if draft_model and main_of(drafter) not in MODEL_DRAFTERS:
@@ -229,9 +233,7 @@ def unused_variables(environment: Mapping[str, str]) -> Iterator[str]:
 
 
 def _check_own_stack(context: click.Context) -> None:
-    """Raise `UsageError` where an orchestrator is named, and an option of a stack that would not be used."""
-    if not context.params.get("addresses"):
-        return
+    """Raise `UsageError` for an option of a stack, which beside an orchestrator's address would not be used."""
     for parameter in context.command.params:
         given = context.get_parameter_source(parameter.name or "") is ParameterSource.COMMANDLINE
         if given and parameter.name in _OF_A_STACK:

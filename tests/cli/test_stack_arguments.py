@@ -149,6 +149,16 @@ def test_options_of_a_stack_are_refused_beside_an_address(
     assert service.requests == []
 
 
+@pytest.mark.parametrize("drafter", ["medusa", "model", "layers", "model+suffix"])
+def test_beside_an_address_a_drafter_is_what_the_request_requires(service: ScriptedService, drafter: str) -> None:
+    result = CliRunner().invoke(
+        main, ["generate", "x", "--address", service.address, "--drafter", drafter, "--draft-at", "service"]
+    )
+    assert result.exit_code == 0, result.output
+    (request,) = service.requests
+    assert (request.speculation.drafter, request.speculation.draft_at) == (drafter, "service")
+
+
 def test_a_variable_is_no_contradiction_to_an_address(service: ScriptedService) -> None:
     result = CliRunner().invoke(
         main, ["generate", "x", "--address", service.address], env={"OUTRIDER_MODEL": "org/large"}
