@@ -30,8 +30,7 @@ GENERATE: Final = "generate"
 BATCH: Final = "generate_batch"
 _MANY: Final = 16
 _WAVES: Final = 4
-"""Waves of a round, at most, for loads of fewer sessions than many: one takes two seconds, which a machine that is
-shared makes by a tenth longer or shorter."""
+"""Waves of a round, at most, for loads of fewer sessions than many: one takes two seconds, too short for a ratio."""
 _APART_S: Final = 0.01
 """Seconds from each request of a wave to the next: sent at once, they come in any order, and which prompt is read first
 makes waves of 2 and 4 sessions by a tenth longer or shorter."""

@@ -197,8 +197,9 @@ def take_stack(values: dict[str, Any]) -> StackOptions:
         InvalidArgument: a value is wrong.
         UsageError: options of a stack were given together with the address of one that runs.
     """
-    if click.get_current_context().params.get("addresses"):
-        _check_own_stack(click.get_current_context())
+    context = click.get_current_context()
+    if context.params.get("addresses"):
+        _check_own_stack(context)
         for name in (*_OF_A_STACK, "drafter", "draft_at"):
             values.pop(name, None)
         return StackOptions()
