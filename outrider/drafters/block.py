@@ -16,8 +16,8 @@ from outrider.drafters.drafter import DrafterInfo, OpenProposal, StepRows
 from outrider.drafters.eagle3 import Eagle3Drafter, HeadOptions, OpenTree
 from outrider.drafters.grown_tree import TreeGrower
 from outrider.drafters.tree_order import Node
-from outrider.lm.heads.block import BlockHead
-from outrider.lm.heads.passes import Columns, TransitionPass
+from outrider.lm.heads.block_passes import BlockPasses, BlockRun
+from outrider.lm.heads.columns import Columns
 from outrider.lm.heads.vocabulary import DraftVocabulary
 
 _WIDTH = 12
@@ -28,20 +28,17 @@ class BlockDrafter(Eagle3Drafter):
     """A `Drafter` that runs a block head; a step is a pass over the rows of all sessions, and completes a proposal.
 
     Args:
-        head: in bfloat16.
+        passes: of the head.
         vocabulary: the tokens that it can predict.
-        embedding: the target's input embeddings: [V, H].
         info: identity and limits.
         options: see there.
     """
 
-    def __init__(
-        self, head: BlockHead, vocabulary: DraftVocabulary, embedding: Tensor, info: DrafterInfo, options: HeadOptions
-    ) -> None:
-        super().__init__(head, vocabulary, embedding, info, options)
-        self._block_size = head.block.block_size
-        self._transition = TransitionPass(head.transition, embedding)
-        self._grower = TreeGrower(self._passes, self._transition, embedding, vocabulary, options.tree, _WIDTH)
+    def __init__(self, passes: BlockRun, vocabulary: DraftVocabulary, info: DrafterInfo, options: HeadOptions) -> None:
+        super().__init__(passes, vocabulary, info, options)
+        self._block_size = passes.block_size
+        self._transition = passes.transition
+        self._grower = TreeGrower(passes, vocabulary, options.tree, _WIDTH) if isinstance(passes, BlockPasses) else None
         self._blocks: dict[OpenProposal, Tensor] = {}
 
     @property
@@ -60,21 +57,21 @@ class BlockDrafter(Eagle3Drafter):
         """Return new columns, and the mask rows of a block where they end the text."""
         columns = super()._columns(proposal, num)
         ends_text = columns.end == len(proposal.token_ids) - 1
-        return with_changes(columns, num_masks=self._size(proposal) - 1) if ends_text else columns
+        return with_changes(columns, num_masks=self._size(proposal) - 1, ends_text=True) if ends_text else columns
 
     def _size(self, proposal: OpenProposal) -> int:
         """Return the rows of a block: one for each token of a path."""
         return max(1, proposal.num_speculative_tokens)
 
     def _root(self, proposal: OpenProposal, output: Tensor) -> None:
-        if self._grower.can_grow(proposal):
+        if self._grower is not None and self._grower.can_grow(proposal):
             self._blocks[proposal] = output[: self._size(proposal)]
         else:
             super()._root(proposal, output)
 
     def _grow(self, proposals: Sequence[OpenProposal]) -> None:
         """Grow the trees to the end and complete their proposals."""
-        if self._blocks:
+        if self._grower is not None and self._blocks:
             blocks, self._blocks = self._blocks, {}
             for tree in self._grower.grow(list(blocks), list(blocks.values()), self._node_values):
                 self._state(tree.proposal).drafted = tree

@@ -24,8 +24,7 @@ from outrider.drafters.states import BoundedStates
 from outrider.drafters.tree import DraftTree, root_tree
 from outrider.drafters.tree_order import Node
 from outrider.errors import Overloaded
-from outrider.lm.heads.eagle3 import Eagle3Head
-from outrider.lm.heads.passes import Columns, HeadPasses, Rows
+from outrider.lm.heads.columns import ColumnPasses, Columns, Rows
 from outrider.lm.heads.vocabulary import DraftVocabulary
 
 _WIDTH: Final = 12
@@ -80,29 +79,25 @@ class Eagle3Drafter(Drafter):
     """A `Drafter` that runs an EAGLE-3 head; a step is a pass over the rows of all sessions.
 
     Args:
-        head: in bfloat16, on the device of `embedding`.
+        passes: of the head.
         vocabulary: the tokens that it can predict.
-        embedding: the target's input embeddings: [V, H].
         info: identity and limits.
         options: see there.
     """
 
     def __init__(
-        self, head: Eagle3Head, vocabulary: DraftVocabulary, embedding: Tensor, info: DrafterInfo, options: HeadOptions
+        self, passes: ColumnPasses, vocabulary: DraftVocabulary, info: DrafterInfo, options: HeadOptions
     ) -> None:
         self.times = PassTimes()
-        self._passes = HeadPasses(head, embedding)
+        self._passes = passes
         self._vocabulary = vocabulary
         self._info = info
         self._options = options
-        self._device = embedding.device
-        layer = head.config.layer
-        num_heads = layer.num_key_value_heads or layer.num_attention_heads
-        head_dim = head.midlayer.self_attn.head_dim
+        self._device = passes.device
+        num_heads, head_dim, width = passes.num_kv_heads, passes.head_dim, info.feature_width
         self._column_bytes = 4 * num_heads * head_dim
-        width = info.feature_width
         self._states = BoundedStates(
-            lambda: HeadState(num_heads, head_dim, width, self._device), options.kv_budget_bytes
+            lambda: HeadState(num_heads, head_dim, width, passes.device), options.kv_budget_bytes
         )
         self._trees: dict[OpenProposal, OpenTree] = {}
         self._node_values = NodeValues.of_all_sessions()
@@ -159,7 +154,7 @@ class Eagle3Drafter(Drafter):
         shares = dict(zip(waiting, share_rows(wanted, self._options.prefill_chunk_len), strict=True))
         rows = [self._columns(item, shares[item]) if item in shares else self._edge(item) for item in ready]
         if rows:
-            outputs = self._run(ready, rows)
+            outputs = self._passes.run([self._state(item) for item in ready], rows)
             for item, output in zip(ready, outputs, strict=True):
                 self._store(item, output, shares.get(item, 0))
             self._grow(ready)
@@ -237,35 +232,6 @@ class Eagle3Drafter(Drafter):
         positions = [num_columns - 1 + node.depth for node in item.edge]
         return Rows(hidden, self._passes.embed(token_ids), positions, num_columns + num_before, mask)
 
-    def _run(self, proposals: Sequence[OpenProposal], rows: Sequence[Columns | Rows]) -> tuple[Tensor, ...]:
-        """Run the rows of all sessions together; return each one's outputs, [T, H], of the rows that predict tokens."""
-        states = [self._state(item) for item in proposals]
-        columns = [item for item in rows if isinstance(item, Columns)]
-        if len(columns) < len(rows) or not self._passes.has_columns:
-            outputs = self._run_parts(states, rows)
-        else:
-            for state, item in zip(states, columns, strict=True):
-                state.reserve(item.end)
-            outputs = self._passes.columns(columns, [item.keys for item in states], [item.values for item in states])
-        return torch.split(outputs, [item.num_outputs for item in rows])
-
-    def _run_parts(self, states: Sequence[HeadState], rows: Sequence[Columns | Rows]) -> Tensor:
-        """Run rows of which some attend to other slots than all those up to their own."""
-        given = [self._passes.rows(item) if isinstance(item, Columns) else item for item in rows]
-        lens = [item.num_rows for item in given]
-        positions = torch.tensor([position for item in given for position in item.positions], device=self._device)
-        hidden = _joined([item.hidden for item in given])
-        embeddings = _joined([item.embeddings for item in given])
-        query, key, value, residual = self._passes.project(embeddings, hidden, positions)
-        parts = zip(states, given, *(torch.split(item, lens, 1) for item in (query, key, value)), strict=True)
-        attended = [state.attend(q, k, v, item.first, item.mask) for state, item, q, k, v in parts]
-        lasts = [slice(item.num_rows - item.num_outputs, None) for item in rows]
-        residuals = zip(torch.split(residual, lens), lasts, strict=True)
-        return self._passes.finish(
-            _joined([item[last] for item, last in zip(attended, lasts, strict=True)]),
-            _joined([item[last] for item, last in residuals]),
-        )
-
     def _store(self, proposal: OpenProposal, output: Tensor, num_columns: int) -> None:
         """Store the outputs of a pass for a session; those of columns begin with the last one's."""
         state, item = self._state(proposal), self._trees.get(proposal)
@@ -296,8 +262,3 @@ class Eagle3Drafter(Drafter):
             if not item.tree.frontier(_WIDTH):
                 item.tree.proposal.fill(item.tree.take())
                 del self._trees[item.tree.proposal]
-
-
-def _joined(parts: Sequence[Tensor]) -> Tensor:
-    """Return all sessions' rows: as they are where there is one session."""
-    return parts[0] if len(parts) == 1 else torch.cat(list(parts))

@@ -15,7 +15,8 @@ from outrider.drafters.choices import TreeOptions, keeps_logits
 from outrider.drafters.drafter import OpenProposal
 from outrider.drafters.node_values import NodeValues
 from outrider.drafters.tree_bounds import TreeBounds
-from outrider.lm.heads.passes import HeadPasses, TransitionPass, variant_of
+from outrider.lm.heads.block_passes import BlockPasses
+from outrider.lm.heads.passes import variant_of
 from outrider.lm.heads.vocabulary import DraftVocabulary
 from outrider.parameters import AcceptanceRule
 from outrider.speculation.acceptance import MAX_RANK
@@ -74,22 +75,13 @@ class TreeGrower:
 
     Args:
         passes: of the block head.
-        transition: its transition.
-        embedding: the target's input embeddings: [V, H].
         vocabulary: the tokens that it can predict.
         options: of its trees.
         width: nodes of a session that are expanded at a time, at most.
     """
 
-    def __init__(
-        self,
-        passes: HeadPasses,
-        transition: TransitionPass,
-        embedding: Tensor,
-        vocabulary: DraftVocabulary,
-        options: TreeOptions,
-        width: int,
-    ) -> None:
+    def __init__(self, passes: BlockPasses, vocabulary: DraftVocabulary, options: TreeOptions, width: int) -> None:
+        transition, embedding = passes.transition, passes.embedding
         self._passes = passes
         self._transition = transition
         self._embedding = embedding

@@ -19,6 +19,7 @@ from outrider.errors import ModelUnsupported
 from outrider.grammar.compiler import GrammarCompiler
 from outrider.lm import embedded
 from outrider.lm.heads.block import BlockHead
+from outrider.lm.heads.block_passes import BlockPasses
 from outrider.lm.heads.checkpoint import (
     DraftManifest,
     feature_layers_of,
@@ -28,6 +29,7 @@ from outrider.lm.heads.checkpoint import (
     load_medusa,
 )
 from outrider.lm.heads.eagle3 import Eagle3Head
+from outrider.lm.heads.passes import HeadPasses
 from outrider.lm.heads.shared import SharedWeights, read_shared
 from outrider.lm.heads.vocabulary import DraftVocabulary
 from outrider.lm.hub import local_folder
@@ -83,8 +85,8 @@ def _columns(
     embedding = shared.embedding.to(device, torch.bfloat16)
     head.to(device)
     if isinstance(head, BlockHead):
-        return BlockDrafter(head, vocabulary, embedding, info, options)
-    return Eagle3Drafter(head, vocabulary, embedding, info, options)
+        return BlockDrafter(BlockPasses(head, embedding), vocabulary, info, options)
+    return Eagle3Drafter(HeadPasses(head, embedding), vocabulary, info, options)
 
 
 def _medusa(

@@ -14,8 +14,10 @@ from outrider.drafters.eagle3 import Eagle3Drafter, HeadOptions
 from outrider.drafters.features import Features
 from outrider.drafters.medusa import MedusaDrafter
 from outrider.lm.heads.block import BlockConfig, BlockHead
+from outrider.lm.heads.block_passes import BlockPasses
 from outrider.lm.heads.eagle3 import Eagle3Config, Eagle3Head
 from outrider.lm.heads.medusa import MedusaHeads
+from outrider.lm.heads.passes import HeadPasses
 from outrider.lm.heads.vocabulary import DraftVocabulary
 
 V, D, H = 40, 24, 16
@@ -62,7 +64,9 @@ class TinyEagle3:
     ) -> Eagle3Drafter:
         """Returns a drafter over it."""
         options = HeadOptions(budget, chunk, tree or TreeOptions())
-        return Eagle3Drafter(self.head, VOCABULARY, self.embedding, info("eagle3", (0, 1, 2), target), options)
+        return Eagle3Drafter(
+            HeadPasses(self.head, self.embedding), VOCABULARY, info("eagle3", (0, 1, 2), target), options
+        )
 
     def span(self, start: int, end: int) -> Features:
         """Returns features of positions start .. end - 1 as they come."""
@@ -103,7 +107,9 @@ class TinyBlock(TinyEagle3):
     ) -> BlockDrafter:
         """Returns a drafter over it."""
         options = HeadOptions(budget, chunk, tree or TreeOptions())
-        return BlockDrafter(self.head, VOCABULARY, self.embedding, info("block", (0, 1, 2), target), options)
+        return BlockDrafter(
+            BlockPasses(self.head, self.embedding), VOCABULARY, info("block", (0, 1, 2), target), options
+        )
 
     def logits(self, token_ids: tuple[int, ...], path: tuple[int, ...] = ()) -> Tensor:
         """Returns the logits behind session and path, [D], as training computes them."""

@@ -6,14 +6,12 @@ maps `d2t` and `t2d` (SGLang's layout); `layers.0.*` instead of `midlayer.*` is 
 """
 
 import json
-import pickle
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Final
 
 import torch
-from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import LlamaConfig
@@ -21,16 +19,21 @@ from transformers import LlamaConfig
 from outrider.errors import ModelUnsupported
 from outrider.lm.heads.block import BlockConfig, BlockHead
 from outrider.lm.heads.eagle3 import Eagle3Config, Eagle3Head, usual_feature_layers
+from outrider.lm.heads.files import (
+    OUTPUT_LAYER,
+    OutputRows,
+    add_output_layer,
+    fill,
+    read_config,
+    read_weights,
+    take_vocabulary,
+)
 from outrider.lm.heads.medusa import MedusaHeads
 from outrider.lm.heads.vocabulary import DraftVocabulary
 
 _MANIFEST: Final = "outrider_draft.json"
 _FORMAT: Final = 1
-_HEAD: Final = "lm_head.weight"
 _BLOCK: Final = "OutriderBlockHead"
-
-OutputRows = Callable[[Tensor], Tensor]
-"""Returns the rows of the target's output layer for token ids, int64 [n]: [n, H]; for heads saved without them."""
 
 
 @dataclass(frozen=True)
@@ -116,18 +119,18 @@ def load_eagle3(folder: Path, output_rows: OutputRows | None = None) -> tuple[Ea
     """
     _, shape, weights, vocabulary = _read_eagle3(folder)
     head = Eagle3Head(shape).to(torch.bfloat16)
-    _add_output_layer(weights, vocabulary, output_rows)
-    _fill(head, weights)
+    add_output_layer(weights, vocabulary, output_rows)
+    fill(head, weights)
     return head, vocabulary
 
 
 def _read_eagle3(folder: Path) -> tuple[dict[str, Any], Eagle3Config, dict[str, Tensor], DraftVocabulary]:
     """Return configuration, shape, weights without embeddings, and vocabulary of a checkpoint."""
-    config = _config(folder)
+    config = read_config(folder)
     layer_fields = config.get("transformer_layer_config", config)
     layer = LlamaConfig(**{key: value for key, value in layer_fields.items() if key not in ("architectures", "dtype")})
-    weights = {_own_name(name): item for name, item in _weights(folder).items()}
-    vocabulary = _vocabulary(weights, layer.vocab_size, config.get("draft_vocab_size"))
+    weights = {_own_name(name): item for name, item in read_weights(folder).items()}
+    vocabulary = take_vocabulary(weights, layer.vocab_size, config.get("draft_vocab_size"))
     shape = Eagle3Config(
         layer,
         config.get("target_hidden_size") or layer.hidden_size,
@@ -147,7 +150,7 @@ def feature_layers_of(folder: Path, num_layers: int) -> tuple[int, ...]:
         folder: folder with the configuration.
         num_layers: decoder layers of the target.
     """
-    config, name = _config(folder), "eagle_aux_hidden_state_layer_ids"
+    config, name = read_config(folder), "eagle_aux_hidden_state_layer_ids"
     inputs, outputs = config.get(name), config.get("eagle_config", {}).get(name)
     return tuple(inputs or [layer + 1 for layer in outputs or ()]) or usual_feature_layers(num_layers)
 
@@ -166,8 +169,8 @@ def load_block(folder: Path, output_rows: OutputRows | None = None) -> tuple[Blo
     except KeyError as error:
         raise ModelUnsupported(f"{folder / 'config.json'} has no {error.args[0]}") from error
     head = BlockHead(block).to(torch.bfloat16)
-    _add_output_layer(weights, vocabulary, output_rows)
-    _fill(head, weights)
+    add_output_layer(weights, vocabulary, output_rows)
+    fill(head, weights)
     return head, vocabulary
 
 
@@ -176,7 +179,7 @@ def load_eagle3_or_block(folder: Path, output_rows: OutputRows | None = None) ->
 
     Arguments and errors as of `load_eagle3`.
     """
-    load = load_block if _BLOCK in (_config(folder).get("architectures") or ()) else load_eagle3
+    load = load_block if _BLOCK in (read_config(folder).get("architectures") or ()) else load_eagle3
     return load(folder, output_rows)
 
 
@@ -197,15 +200,15 @@ def save_medusa(folder: Path, heads: MedusaHeads, vocabulary: DraftVocabulary, m
 
 def load_medusa(folder: Path, output_rows: OutputRows | None = None) -> tuple[MedusaHeads, DraftVocabulary]:
     """Return Medusa heads and their vocabulary, in bfloat16; arguments and errors as of `load_eagle3`."""
-    config = _config(folder)
-    weights = {_read_name(name): item for name, item in _weights(folder).items()}
-    vocabulary = _vocabulary(weights, config.get("vocab_size", 0), config.get("draft_vocab_size"))
+    config = read_config(folder)
+    weights = {_read_name(name): item for name, item in read_weights(folder).items()}
+    vocabulary = take_vocabulary(weights, config.get("vocab_size", 0), config.get("draft_vocab_size"))
     try:
         heads = MedusaHeads(config["hidden_size"], config["medusa_num_heads"], len(vocabulary)).to(torch.bfloat16)
     except KeyError as error:
         raise ModelUnsupported(f"{folder / 'config.json'} has no {error.args[0]}") from error
-    _add_output_layer(weights, vocabulary, output_rows)
-    _fill(heads, weights)
+    add_output_layer(weights, vocabulary, output_rows)
+    fill(heads, weights)
     return heads, vocabulary
 
 
@@ -232,65 +235,12 @@ def _save(
 ) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     if manifest.trimmed:
-        del weights[_HEAD]
+        del weights[OUTPUT_LAYER]
     maps = {"d2t": vocabulary.d2t, "t2d": vocabulary.t2d}
     contiguous = {name: item.cpu().contiguous() for name, item in weights.items()}
     save_file({**contiguous, **maps}, folder / "model.safetensors", {"format": "pt"})
     (folder / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
     manifest.save(folder)
-
-
-def _config(folder: Path) -> dict[str, Any]:
-    path = folder / "config.json"
-    try:
-        config: dict[str, Any] = json.loads(path.read_text())
-        return config
-    except (OSError, ValueError) as error:
-        raise ModelUnsupported(f"{path} cannot be read: {error}") from error
-
-
-def _weights(folder: Path) -> dict[str, Tensor]:
-    safe, pickled = folder / "model.safetensors", folder / "pytorch_model.bin"
-    try:
-        if safe.exists():
-            return load_file(safe)
-        return dict(torch.load(pickled, map_location="cpu", weights_only=True))
-    except (OSError, SafetensorError, pickle.UnpicklingError) as error:
-        raise ModelUnsupported(f"{folder} has no weights that can be read: {error}") from error
-
-
-def _vocabulary(weights: dict[str, Tensor], target_size: int, draft_size: int | None) -> DraftVocabulary:
-    d2t, t2d = weights.pop("d2t", None), weights.pop("t2d", None)
-    if d2t is None and t2d is None and draft_size in (None, target_size):
-        return DraftVocabulary(torch.arange(target_size), target_size)
-    if d2t is None or t2d is None:
-        missing = "d2t" if d2t is None else "t2d"
-        raise ModelUnsupported(f"the head has {draft_size} of {target_size} tokens, but its map {missing} is missing")
-    return DraftVocabulary.from_maps(d2t, t2d)
-
-
-def _add_output_layer(weights: dict[str, Tensor], vocabulary: DraftVocabulary, output_rows: OutputRows | None) -> None:
-    if _HEAD in weights:
-        return
-    if output_rows is None:
-        raise ModelUnsupported(
-            "the head was saved without its output layer, and the target's output layer is not available"
-        )
-    weights[_HEAD] = output_rows(vocabulary.token_ids)
-
-
-def _fill(head: torch.nn.Module, weights: Mapping[str, Tensor]) -> None:
-    own = head.state_dict()
-    for name, item in own.items():
-        if name not in weights:
-            raise ModelUnsupported(f"the head lacks the weight {name}")
-        if weights[name].shape != item.shape:
-            found, wanted = list(weights[name].shape), list(item.shape)
-            raise ModelUnsupported(
-                f"the head's weight {name} has shape {found}, but its configuration requires {wanted}"
-            )
-    head.load_state_dict({name: weights[name].to(item.dtype) for name, item in own.items()})
-    head.requires_grad_(False).eval()
 
 
 def _own_name(name: str) -> str:

@@ -6,7 +6,6 @@ norms are one operator each, and rotations are looked up.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -14,7 +13,8 @@ from torch.nn import functional
 from transformers.activations import SiLUActivation
 
 from outrider import native
-from outrider.lm.heads.block import BlockHead, Transition
+from outrider.lm.heads.block import BlockHead
+from outrider.lm.heads.columns import ColumnCache, Columns, Rows
 from outrider.lm.heads.eagle3 import Eagle3Head
 from outrider.lm.heads.layers import RmsNorm
 from outrider.lm.packed_linear import ByteLinear, NativeLinear, packed_kind
@@ -22,67 +22,6 @@ from outrider.lm.packed_linear import ByteLinear, NativeLinear, packed_kind
 _VARYING_ROPE = ("dynamic", "longrope")
 """Rotary embeddings whose frequencies depend on the longest position of a pass."""
 _FIRST_POSITIONS = 2048
-
-
-@dataclass(frozen=True, slots=True)
-class Columns:
-    """New columns of a session, and the mask rows of a block behind them.
-
-    Attributes:
-        features: of the columns: [T, 3 * target_hidden_size].
-        token_ids: beside them: T.
-        first: slot and position of the first one.
-        num_masks: mask rows; 0 but for the columns that end the text of a block head's session.
-    """
-
-    features: Tensor
-    token_ids: Sequence[int]
-    first: int
-    num_masks: int = 0
-
-    @property
-    def num_rows(self) -> int:
-        """Columns and mask rows."""
-        return len(self.token_ids) + self.num_masks
-
-    @property
-    def num_outputs(self) -> int:
-        """Rows whose outputs predict tokens: the last column and the mask rows."""
-        return 1 + self.num_masks
-
-    @property
-    def end(self) -> int:
-        """Slot and position behind the last row."""
-        return self.first + self.num_rows
-
-
-@dataclass(frozen=True, slots=True)
-class Rows:
-    """One session's rows of a pass in parts.
-
-    Attributes:
-        hidden: [T, H].
-        embeddings: that are concatenated with it: [T, H].
-        positions: of the rows.
-        first: slot of the first row.
-        mask: the slots to which each row attends: bool [T, first + T]; None for all up to its own.
-    """
-
-    hidden: Tensor
-    embeddings: Tensor
-    positions: Sequence[int]
-    first: int
-    mask: Tensor | None = None
-
-    @property
-    def num_rows(self) -> int:
-        """Their number."""
-        return len(self.positions)
-
-    @property
-    def num_outputs(self) -> int:
-        """All of them: each is a node, whose output predicts tokens."""
-        return self.num_rows
 
 
 class HeadPasses:
@@ -93,6 +32,10 @@ class HeadPasses:
         embedding: the target's input embeddings: [V, H].
 
     Attributes:
+        head_dim: numbers of a head of keys or values.
+        num_kv_heads: such heads of a column.
+        device: where the head is.
+        embedding: the target's input embeddings: [V, H].
         norm: of outputs.
         output: the layer that makes logits of them, packed.
     """
@@ -100,7 +43,7 @@ class HeadPasses:
     def __init__(self, head: Eagle3Head, embedding: Tensor) -> None:
         layer, attention, mlp = head.midlayer, head.midlayer.self_attn, head.midlayer.mlp
         config = head.config.layer
-        self._embedding = embedding
+        self.embedding = embedding
         # Embeddings and features of mask rows: [2, K - 1, H].
         if isinstance(head, BlockHead):
             self._masks = torch.stack([head.mask_embeddings, head.mask_features]).detach()
@@ -116,9 +59,10 @@ class HeadPasses:
         self._starts_normed = layer.norm_before_residual
         self._rotary = head.rotary
         self._fc = joined(head.fc)
-        self._head_dim = attention.head_dim
+        self.head_dim = attention.head_dim
         self._num_heads = config.num_attention_heads
-        self._num_kv_heads = config.num_key_value_heads or config.num_attention_heads
+        self.num_kv_heads = config.num_key_value_heads or config.num_attention_heads
+        self.device = embedding.device
         self._act = mlp.act_fn
         self._num_inner = mlp.down_proj.in_features
         self._qkv = joined(attention.q_proj, attention.k_proj, attention.v_proj)
@@ -131,7 +75,7 @@ class HeadPasses:
         self._rotations: tuple[Tensor, Tensor] | None = None
         products = (self._qkv, self._o, self._gate_up, self._down, self.output)
         self._variant = variant_of(products) if isinstance(self._act, SiLUActivation | nn.SiLU) else None
-        can_pair = self._head_dim % 2 == 0 and embedding.is_contiguous()
+        can_pair = self.head_dim % 2 == 0 and embedding.is_contiguous()
         self._column_variant = self._variant if can_pair and variant_of([self._fc]) is not None else None
 
     @property
@@ -158,7 +102,7 @@ class HeadPasses:
             [item.first for item in sessions],
             keys,
             values,
-            self._embedding,
+            self.embedding,
             self._masks,
             self._fc.tensors,
             self._layer_norms,
@@ -176,6 +120,34 @@ class HeadPasses:
         )
         return found
 
+    def run(self, caches: Sequence[ColumnCache], rows: Sequence[Columns | Rows]) -> Sequence[Tensor]:
+        """Run rows of all sessions together; see `ColumnPasses`."""
+        columns = [item for item in rows if isinstance(item, Columns)]
+        if len(columns) < len(rows) or not self.has_columns:
+            outputs = self._run_parts(caches, rows)
+        else:
+            for cache, item in zip(caches, columns, strict=True):
+                cache.reserve(item.end)
+            outputs = self.columns(columns, [item.keys for item in caches], [item.values for item in caches])
+        return torch.split(outputs, [item.num_outputs for item in rows])
+
+    def _run_parts(self, caches: Sequence[ColumnCache], rows: Sequence[Columns | Rows]) -> Tensor:
+        """Run rows of which some attend to other slots than all those up to their own."""
+        given = [self.rows(item) if isinstance(item, Columns) else item for item in rows]
+        lens = [item.num_rows for item in given]
+        positions = torch.tensor([position for item in given for position in item.positions], device=self.device)
+        hidden = _whole([item.hidden for item in given])
+        embeddings = _whole([item.embeddings for item in given])
+        query, key, value, residual = self.project(embeddings, hidden, positions)
+        parts = zip(caches, given, *(torch.split(item, lens, 1) for item in (query, key, value)), strict=True)
+        attended = [cache.attend(q, k, v, item.first, item.mask) for cache, item, q, k, v in parts]
+        lasts = [slice(item.num_rows - item.num_outputs, None) for item in rows]
+        residuals = zip(torch.split(residual, lens), lasts, strict=True)
+        return self.finish(
+            _whole([item[last] for item, last in zip(attended, lasts, strict=True)]),
+            _whole([item[last] for item, last in residuals]),
+        )
+
     def rows(self, columns: Columns) -> Rows:
         """Return new columns of a session, and the mask rows behind them, as rows of a pass in parts."""
         hidden, embeddings = self._fc(columns.features), self.embed(columns.token_ids)
@@ -186,7 +158,7 @@ class HeadPasses:
 
     def embed(self, token_ids: Sequence[int]) -> Tensor:
         """Return the embeddings of tokens: [N, H]."""
-        return functional.embedding(torch.tensor(token_ids, device=self._embedding.device), self._embedding)
+        return functional.embedding(torch.tensor(token_ids, device=self.device), self.embedding)
 
     def project(self, embeddings: Tensor, hidden: Tensor, positions: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Return rotated queries [heads, N, dim], rotated keys and values [kv_heads, N, dim], and the residual [N, H].
@@ -197,7 +169,7 @@ class HeadPasses:
             positions: for the rotary embedding, int64 [N].
         """
         cosine, sine = self._rotations_to(int(positions.max()) + 1)
-        num_rotated = self._num_heads + self._num_kv_heads
+        num_rotated = self._num_heads + self.num_kv_heads
         if self._variant is not None:
             heads, normed = torch.ops.outrider.head_project.default(
                 embeddings,
@@ -208,7 +180,7 @@ class HeadPasses:
                 cosine,
                 sine,
                 positions,
-                num_rotated + self._num_kv_heads,
+                num_rotated + self.num_kv_heads,
                 num_rotated,
                 self._variant,
             )
@@ -216,7 +188,7 @@ class HeadPasses:
             return heads[: self._num_heads], heads[self._num_heads : num_rotated], heads[num_rotated:], residual
         rows = torch.stack([embeddings, hidden], dim=1)
         normed = functional.rms_norm(rows, rows.shape[-1:], eps=self._epsilon) * self._input_norms
-        heads = self._qkv(normed.flatten(1)).view(len(rows), -1, self._head_dim).transpose(0, 1)
+        heads = self._qkv(normed.flatten(1)).view(len(rows), -1, self.head_dim).transpose(0, 1)
         cosine, sine = cosine[positions], sine[positions]
         turned = heads[:num_rotated]
         first, second = turned.chunk(2, dim=-1)
@@ -257,7 +229,7 @@ class HeadPasses:
 
     def _rotations_to(self, end: int) -> tuple[Tensor, Tensor]:
         """Return cosines and sines of positions: [P, dim], at least of those before `end`."""
-        device, like = self._embedding.device, self._layer_norms[None]
+        device, like = self.device, self._layer_norms[None]
         if self._varies:
             cosine, sine = self._rotary(like, torch.arange(end, device=device)[None])
             return cosine[0], sine[0]
@@ -266,59 +238,6 @@ class HeadPasses:
             cosine, sine = self._rotary(like, every[None])
             self._rotations = cosine[0], sine[0]
         return self._rotations
-
-
-class TransitionPass:
-    """The transition of a block head, packed; see `outrider.lm.heads.block`.
-
-    Args:
-        transition: in bfloat16, on its device.
-        embedding: the target's input embeddings: [V, H].
-
-    Attributes:
-        token: the layer over the embedding of the token before, packed.
-        state: that over the state.
-        output: that over both.
-        rank: their numbers between.
-    """
-
-    def __init__(self, transition: Transition, embedding: Tensor) -> None:
-        self.token, self.state = joined(transition.token), joined(transition.state)
-        self.output = joined(transition.output)
-        self.rank = transition.output.in_features
-        self._embedding = embedding
-        self._variant = variant_of((self.token, self.output)) if embedding.is_contiguous() else None
-
-    def states(self, states: Tensor) -> Tensor:
-        """Return what states, [R, H], add to a transition: [R, rank]."""
-        added: Tensor = self.state(states)
-        return added
-
-    def logits(self, logits: Tensor, states: Tensor, rows: list[int], token_ids: list[int]) -> Tensor:
-        """Return the logits after nodes: [F, D].
-
-        Args:
-            logits: of all rows without a transition: [R, D].
-            states: what `states` returned for them: [R, rank].
-            rows: of the nodes: F of them.
-            token_ids: the nodes' own tokens.
-        """
-        if self._variant is not None:
-            found: Tensor = torch.ops.outrider.transition_logits.default(
-                logits,
-                states,
-                rows,
-                token_ids,
-                self._embedding,
-                self.token.tensors,
-                self.output.tensors,
-                self._variant,
-            )
-            return found
-        chosen, previous = torch.tensor([rows, token_ids], device=states.device)
-        embedded = functional.embedding(previous, self._embedding)
-        added: Tensor = self.output(functional.silu(self.token(embedded) + states[chosen]))
-        return logits[chosen] + added
 
 
 def joined(*linears: nn.Linear) -> nn.Module:
@@ -353,3 +272,8 @@ def variant_of(products: Sequence[nn.Module]) -> int | None:
 
 def _norm(norm: RmsNorm, rows: Tensor) -> Tensor:
     return functional.rms_norm(rows, norm.weight.shape, norm.weight, norm.eps)
+
+
+def _whole(parts: Sequence[Tensor]) -> Tensor:
+    """Return all sessions' rows: as they are where there is one session."""
+    return parts[0] if len(parts) == 1 else torch.cat(list(parts))

@@ -7,7 +7,9 @@ from torch.nn import functional
 
 from outrider import native
 from outrider.lm.heads.block import BlockConfig, BlockHead, Transition
-from outrider.lm.heads.passes import Columns, HeadPasses, Rows, TransitionPass, joined
+from outrider.lm.heads.block_passes import TransitionPass
+from outrider.lm.heads.columns import Columns, Rows
+from outrider.lm.heads.passes import HeadPasses, joined
 from outrider.lm.packed_linear import NativeLinear
 from tests.lm.heads.models import WIDTH, make_head
 
@@ -35,7 +37,7 @@ def test_the_parts_of_a_pass(monkeypatch: pytest.MonkeyPatch, *, norm_before_res
     passes = HeadPasses(head, torch.randn(64, WIDTH).bfloat16())
     assert passes._variant is not None
     embeddings, hidden, positions = rows(), rows(), torch.tensor([0, 7, 7, 3, 100])
-    attended = rows(passes._num_heads * passes._head_dim)
+    attended = rows(passes._num_heads * passes.head_dim)
 
     def parts() -> list[Tensor]:
         projected = passes.project(embeddings, hidden, positions)
@@ -79,7 +81,7 @@ def test_new_columns_of_sessions(*, norm_before_residual: bool) -> None:
         Columns(rows(features)[:2], [7, 7], 3, num_masks=3),
         Columns(rows(features)[:1], [2], 31, num_masks=2),
     ]
-    heads = passes._num_kv_heads, passes._head_dim
+    heads = passes.num_kv_heads, passes.head_dim
     caches = [[torch.randn(64, *heads).bfloat16() for _ in range(2)] for _ in sessions]
     expected_caches = [[item.clone() for item in both] for both in caches]
     found = passes.columns(sessions, *(list(item) for item in zip(*caches, strict=True)))
