@@ -15,6 +15,7 @@ from outrider.drafters.node_values import NodeValues
 from outrider.drafters.tree import DraftTree
 from outrider.lm.attention.native import PAGE_LEN, lay_out
 from outrider.lm.attention.rows import PassBranch, PassRows
+from outrider.lm.heads.decoder_layer import attention
 
 _FIRST_CAPACITY: Final = 8 * PAGE_LEN
 
@@ -126,12 +127,7 @@ class HeadState:
         if mask is None:
             mask = torch.ones(key.shape[1], end, dtype=torch.bool, device=key.device).tril(first)
         self.keys[first:end], self.values[first:end] = key.transpose(0, 1), value.transpose(0, 1)
-        keys, values = self.keys[None, :end].transpose(1, 2), self.values[None, :end].transpose(1, 2)
-        # The query heads that share keys are rows of one head, which takes less time than `enable_gqa`.
-        num_shared = len(query) // len(key)
-        folded = query.reshape(1, len(key), -1, query.shape[-1])
-        output = functional.scaled_dot_product_attention(folded, keys, values, attn_mask=mask.repeat(num_shared, 1))
-        return output.view(query.shape).transpose(0, 1).flatten(1)
+        return attention(query, self.keys[:end], self.values[:end], mask)
 
     def reserve(self, num: int) -> None:
         """Have at least so many slots."""

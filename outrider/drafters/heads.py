@@ -29,7 +29,10 @@ from outrider.lm.heads.checkpoint import (
     load_medusa,
 )
 from outrider.lm.heads.eagle3 import Eagle3Head
+from outrider.lm.heads.files import OutputRows
+from outrider.lm.heads.parallel import ParallelHead
 from outrider.lm.heads.passes import HeadPasses
+from outrider.lm.heads.published import load_published_block
 from outrider.lm.heads.shared import SharedWeights, read_shared
 from outrider.lm.heads.vocabulary import DraftVocabulary
 from outrider.lm.hub import local_folder
@@ -77,16 +80,24 @@ def _columns(
     tree: TreeOptions,
 ) -> Drafter:
     is_block = settings.drafter is DrafterKind.BLOCK
-    head, vocabulary = (load_block if is_block else load_eagle3)(folder, shared.output_layer.__getitem__)
+    head, vocabulary = (_load_block if is_block else load_eagle3)(folder, shared.output_layer.__getitem__)
     _check_fit(folder, head.config.target_hidden_size, vocabulary, shared)
     layers = manifest.feature_layers if manifest else feature_layers_of(folder, shared.num_layers)
     info = _describe(settings, head, vocabulary, manifest, shared, layers, device)
     options = HeadOptions(settings.kv_budget_bytes, PREFILL_CHUNK_LEN, tree)
     embedding = shared.embedding.to(device, torch.bfloat16)
     head.to(device)
+    if isinstance(head, ParallelHead):
+        head.share(embedding)
+        return BlockDrafter(head, vocabulary, info, options)
     if isinstance(head, BlockHead):
         return BlockDrafter(BlockPasses(head, embedding), vocabulary, info, options)
     return Eagle3Drafter(HeadPasses(head, embedding), vocabulary, info, options)
+
+
+def _load_block(folder: Path, output_rows: OutputRows) -> tuple[Eagle3Head | ParallelHead, DraftVocabulary]:
+    """Return a block head: one of others, or one that `outrider distill` made."""
+    return load_published_block(folder, output_rows) or load_block(folder, output_rows)
 
 
 def _medusa(
@@ -128,7 +139,9 @@ def _describe(
 ) -> DrafterInfo:
     """Return the drafter's identity; the head is still on the device where it was loaded, and will run on `device`."""
     weights = dict(head.state_dict())
-    in_bytes = isinstance(head, Eagle3Head) and device.type == "cpu" and native.best_variant() is not None
+    in_bytes = (
+        isinstance(head, Eagle3Head | ParallelHead) and device.type == "cpu" and native.best_variant() is not None
+    )
     return DrafterInfo(
         drafter=settings.drafter.value,
         model=settings.model,

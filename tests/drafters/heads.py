@@ -1,6 +1,8 @@
 """Tiny heads over made-up features, and what they would draft by the code that trains them."""
 
 from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import torch
 from torch import Tensor
@@ -17,8 +19,11 @@ from outrider.lm.heads.block import BlockConfig, BlockHead
 from outrider.lm.heads.block_passes import BlockPasses
 from outrider.lm.heads.eagle3 import Eagle3Config, Eagle3Head
 from outrider.lm.heads.medusa import MedusaHeads
+from outrider.lm.heads.parallel import ParallelHead
 from outrider.lm.heads.passes import HeadPasses
+from outrider.lm.heads.published import load_published_block
 from outrider.lm.heads.vocabulary import DraftVocabulary
+from tests.lm.heads.published import MAKES, PublishedHead
 
 V, D, H = 40, 24, 16
 BLOCK_SIZE = 5
@@ -33,6 +38,18 @@ LAYER = LlamaConfig(
     head_dim=8,
     num_hidden_layers=1,
 )
+
+
+PUBLISHED = {
+    "dflash": 4,
+    "dflash, sliding": 0,
+    "dflash, sliding both ways": 0,
+    "dspark": 1,
+    "dspark, gated": 2,
+    "peagle": 4,
+    "peagle of one layer": 1,
+}
+"""Block heads of others, and seeds by which no two logits of the tests' texts nearly tie."""
 
 
 def info(kind: str, layers: tuple[int, ...], target: str = "") -> DrafterInfo:
@@ -58,6 +75,11 @@ class TinyEagle3:
                 parameter.mul_(3)
         embedding, features = torch.randn(V, H), torch.randn(100, 3 * H)
         return cls(head.bfloat16(), embedding.bfloat16(), features.bfloat16())
+
+    @property
+    def num_kv_heads(self) -> int:
+        """Heads of keys and values of a column."""
+        return LAYER.num_key_value_heads or 0
 
     def drafter(
         self, *, chunk: int = 64, budget: int = 1 << 22, tree: TreeOptions | None = None, target: str = ""
@@ -118,6 +140,44 @@ class TinyBlock(TinyEagle3):
         states = list(self.head.unroll(self.features[None, :num_columns], [anchors]))[len(path)][0, -1]
         before = self.embedding[(*token_ids, *path)[-1]]
         return self.head.logits(states, before).float()
+
+
+@dataclass
+class TinyPublished(TinyEagle3):
+    """The same of a block head of others, read from a checkpoint in its layout, beside transformers' own layers."""
+
+    head: ParallelHead
+    like: PublishedHead
+
+    @classmethod
+    def read(cls, name: str) -> "TinyPublished":
+        """Returns the one of this name."""
+        torch.manual_seed(PUBLISHED[name])
+        like = MAKES[name](VOCABULARY)
+        embedding, features = torch.randn(V, H).bfloat16(), torch.randn(100, 3 * H).bfloat16()
+        like.randomise(embedding)
+        with TemporaryDirectory() as folder:
+            like.save(Path(folder), like.config())
+            found = load_published_block(Path(folder))
+        assert found is not None
+        found[0].share(embedding)
+        return cls(found[0], embedding, features, like)
+
+    @property
+    def num_kv_heads(self) -> int:
+        """Heads of keys and values of a column."""
+        return self.head.num_kv_heads
+
+    def drafter(
+        self, *, chunk: int = 64, budget: int = 1 << 22, tree: TreeOptions | None = None, target: str = ""
+    ) -> BlockDrafter:
+        """Returns a drafter over it."""
+        options = HeadOptions(budget, chunk, tree or TreeOptions())
+        return BlockDrafter(self.head, VOCABULARY, info("block", (1, 2, 3), target), options)
+
+    def logits(self, token_ids: tuple[int, ...], path: tuple[int, ...] = ()) -> Tensor:
+        """Returns the logits behind session and path, [D], as transformers' layers compute them."""
+        return self.like.logits(self.features[: len(token_ids) - 1], torch.tensor(token_ids), path)
 
 
 @dataclass

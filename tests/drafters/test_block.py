@@ -4,14 +4,18 @@ import pytest
 
 from outrider.parameters import SamplingParameters
 from tests.draft_service.conftest import draft, proposal, terms
-from tests.drafters.heads import BLOCK_SIZE, TinyBlock, V
+from tests.drafters.heads import BLOCK_SIZE, PUBLISHED, TinyBlock, TinyEagle3, TinyPublished, V
 
 GREEDY = terms(SamplingParameters(temperature=0.0))
 TEXT = tuple(3 + 7 * index % (V - 3) for index in range(40))
 
 
-def test_a_whole_tree_takes_one_step() -> None:
-    tiny = TinyBlock.make()
+@pytest.fixture(params=["block", *PUBLISHED])
+def tiny(request: pytest.FixtureRequest) -> TinyEagle3:
+    return TinyBlock.make() if request.param == "block" else TinyPublished.read(request.param)
+
+
+def test_a_whole_tree_takes_one_step(tiny: TinyEagle3) -> None:
     drafter = tiny.drafter()
     drafter.give("s", tiny.span(0, 11))
     found = proposal(TEXT[:12], 4, given=GREEDY)
@@ -23,8 +27,7 @@ def test_a_whole_tree_takes_one_step() -> None:
     assert rows.num_rows == 11 + 3
 
 
-def test_more_tokens_than_a_block_has_are_not_promised() -> None:
-    tiny = TinyBlock.make()
+def test_more_tokens_than_a_block_has_are_not_promised(tiny: TinyEagle3) -> None:
     drafter = tiny.drafter()
     drafter.give("s", tiny.span(0, 11))
     [chain] = draft(drafter, proposal(TEXT[:12], 9, given=GREEDY))
@@ -32,8 +35,7 @@ def test_more_tokens_than_a_block_has_are_not_promised() -> None:
 
 
 @pytest.mark.parametrize("size", [1, 2, 5])
-def test_fewer_rows_change_nothing_in_the_others(size: int) -> None:
-    tiny = TinyBlock.make()
+def test_fewer_tokens_are_the_first_of_more(tiny: TinyEagle3, size: int) -> None:
     chains = []
     for num in (size, BLOCK_SIZE):
         drafter = tiny.drafter()
@@ -42,9 +44,8 @@ def test_fewer_rows_change_nothing_in_the_others(size: int) -> None:
     assert chains[0] == chains[1][:size]
 
 
-def test_what_was_drafted_before_is_no_part_of_the_text() -> None:
+def test_what_was_drafted_before_is_no_part_of_the_text(tiny: TinyEagle3) -> None:
     """The mask rows' keys and values lie where the next columns will."""
-    tiny = TinyBlock.make()
     drafter, fresh = tiny.drafter(), tiny.drafter()
     for start, end in ((0, 12), (11, 14), (13, 15), (14, 30)):
         drafter.give("s", tiny.span(start, end - 1))

@@ -1,4 +1,4 @@
-"""What a drafter over features proposes is what its head (EAGLE-3, block), unrolled as in training, would say."""
+"""What a drafter over features proposes is what its head (EAGLE-3, block), run over the whole text, would say."""
 
 import pytest
 import torch
@@ -10,15 +10,17 @@ from outrider.parameters import AcceptanceRule, SamplingParameters
 from outrider.speculation.randomness import Counter, KeyedSource, Purpose
 from outrider.tokens import ROOT, NodeKind, ProposalTree
 from tests.draft_service.conftest import draft, proposal, terms
-from tests.drafters.heads import VOCABULARY, TinyBlock, TinyEagle3, V
+from tests.drafters.heads import PUBLISHED, VOCABULARY, TinyBlock, TinyEagle3, TinyPublished, V
 
 GREEDY = terms(SamplingParameters(temperature=0.0))
 TEXT = tuple(3 + 7 * index % (V - 3) for index in range(40))
 
 
-@pytest.fixture(params=[TinyEagle3, TinyBlock], ids=["eagle3", "block"])
+@pytest.fixture(params=["eagle3", "block", *PUBLISHED])
 def tiny(request: pytest.FixtureRequest) -> TinyEagle3:
-    return request.param.make()  # type: ignore[no-any-return]
+    if request.param in PUBLISHED:
+        return TinyPublished.read(request.param)
+    return TinyBlock.make() if request.param == "block" else TinyEagle3.make()
 
 
 def greedy_chain(tiny: TinyEagle3, token_ids: tuple[int, ...], num: int) -> tuple[int, ...]:
@@ -159,7 +161,7 @@ def test_a_stop_token_is_not_continued(tiny: TinyEagle3) -> None:
 
 
 def test_idle_sessions_make_room_and_are_asked_again(tiny: TinyEagle3) -> None:
-    one_state = 2 * 2 * 256 * 8 * 2
+    one_state = 2 * tiny.num_kv_heads * 256 * 8 * 2
     drafter = tiny.drafter(budget=int(2.5 * one_state))
     for name in ("a", "b", "c"):
         drafter.give(name, tiny.span(0, 11))

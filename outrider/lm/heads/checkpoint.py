@@ -29,6 +29,7 @@ from outrider.lm.heads.files import (
     take_vocabulary,
 )
 from outrider.lm.heads.medusa import MedusaHeads
+from outrider.lm.heads.published import dflash_feature_layers, is_dflash
 from outrider.lm.heads.vocabulary import DraftVocabulary
 
 _MANIFEST: Final = "outrider_draft.json"
@@ -142,7 +143,7 @@ def _read_eagle3(folder: Path) -> tuple[dict[str, Any], Eagle3Config, dict[str, 
 
 
 def feature_layers_of(folder: Path, num_layers: int) -> tuple[int, ...]:
-    """Return the target layers whose inputs an EAGLE-3 head fuses; the default ones if its configuration has none.
+    """Return the target layers whose inputs a head fuses; EAGLE-3's default ones if its configuration has none.
 
     SGLang's configuration (`eagle_config`) has the layers whose outputs they are, which are one lower.
 
@@ -151,6 +152,8 @@ def feature_layers_of(folder: Path, num_layers: int) -> tuple[int, ...]:
         num_layers: decoder layers of the target.
     """
     config, name = read_config(folder), "eagle_aux_hidden_state_layer_ids"
+    if is_dflash(config):
+        return dflash_feature_layers(config)
     inputs, outputs = config.get(name), config.get("eagle_config", {}).get(name)
     return tuple(inputs or [layer + 1 for layer in outputs or ()]) or usual_feature_layers(num_layers)
 

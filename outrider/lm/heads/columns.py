@@ -90,12 +90,14 @@ class ColumnPasses(Protocol):
     Attributes:
         num_kv_heads: heads of keys and values that a column has in all layers together.
         head_dim: numbers of one of them.
-        device: where the head is.
     """
 
     num_kv_heads: int
     head_dim: int
-    device: torch.device
+
+    @property
+    def device(self) -> torch.device:
+        """Where the head is."""
 
     def embed(self, token_ids: Sequence[int]) -> Tensor:
         """Return the embeddings of tokens: [N, H]."""
