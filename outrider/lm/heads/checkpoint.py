@@ -24,12 +24,12 @@ from outrider.lm.heads.files import (
     OutputRows,
     add_output_layer,
     fill,
+    named_feature_layers,
     read_config,
     read_weights,
     take_vocabulary,
 )
 from outrider.lm.heads.medusa import MedusaHeads
-from outrider.lm.heads.published import dflash_feature_layers, is_dflash
 from outrider.lm.heads.vocabulary import DraftVocabulary
 
 _MANIFEST: Final = "outrider_draft.json"
@@ -143,19 +143,20 @@ def _read_eagle3(folder: Path) -> tuple[dict[str, Any], Eagle3Config, dict[str, 
 
 
 def feature_layers_of(folder: Path, num_layers: int) -> tuple[int, ...]:
-    """Return the target layers whose inputs a head fuses; EAGLE-3's default ones if its configuration has none.
-
-    SGLang's configuration (`eagle_config`) has the layers whose outputs they are, which are one lower.
+    """Return the target layers whose inputs a head fuses; EAGLE-3's default ones if its configuration names none.
 
     Args:
         folder: folder with the configuration.
         num_layers: decoder layers of the target.
+
+    Raises:
+        ModelUnsupported: the target has no such layer.
     """
-    config, name = read_config(folder), "eagle_aux_hidden_state_layer_ids"
-    if is_dflash(config):
-        return dflash_feature_layers(config)
-    inputs, outputs = config.get(name), config.get("eagle_config", {}).get(name)
-    return tuple(inputs or [layer + 1 for layer in outputs or ()]) or usual_feature_layers(num_layers)
+    layers = named_feature_layers(read_config(folder)) or usual_feature_layers(num_layers)
+    if not all(0 <= layer <= num_layers for layer in layers):
+        named = ", ".join(map(str, layers))
+        raise ModelUnsupported(f"{folder} takes the features of target layers {named}, the target has {num_layers}")
+    return layers
 
 
 def save_block(folder: Path, head: BlockHead, vocabulary: DraftVocabulary, manifest: DraftManifest) -> None:

@@ -26,9 +26,22 @@ def read_config(folder: Path) -> dict[str, Any]:
     path = folder / "config.json"
     try:
         config: dict[str, Any] = json.loads(path.read_text())
-        return config
     except (OSError, ValueError) as error:
         raise ModelUnsupported(f"{path} cannot be read: {error}") from error
+    if not isinstance(config, dict):
+        raise ModelUnsupported(f"{path} has no fields")
+    return config
+
+
+def named_feature_layers(config: Mapping[str, Any]) -> tuple[int, ...]:
+    """Return the target layers whose inputs a head fuses, as its configuration names them; empty where it does not.
+
+    SGLang (`eagle_config`) and the authors of DFlash have the layers whose outputs they are, which are one lower.
+    """
+    name, eagle, dflash = "eagle_aux_hidden_state_layer_ids", "eagle_config", "dflash_config"
+    inputs = config.get(name) or config.get("aux_hidden_state_layer_ids")
+    outputs = (config.get(eagle) or {}).get(name) or (config.get(dflash) or config).get("target_layer_ids")
+    return tuple(inputs or [layer + 1 for layer in outputs or ()])
 
 
 def read_weights(folder: Path) -> dict[str, Tensor]:
@@ -71,7 +84,11 @@ def add_output_layer(weights: dict[str, Tensor], vocabulary: DraftVocabulary, ou
         raise ModelUnsupported(
             "the head was saved without its output layer, and the target's output layer is not available"
         )
-    weights[OUTPUT_LAYER] = output_rows(vocabulary.token_ids)
+    try:
+        weights[OUTPUT_LAYER] = output_rows(vocabulary.token_ids)
+    except IndexError as error:
+        last = int(vocabulary.token_ids[-1])
+        raise ModelUnsupported(f"the head predicts the token {last}, which the target has not") from error
 
 
 def fill(head: torch.nn.Module, weights: Mapping[str, Tensor]) -> None:

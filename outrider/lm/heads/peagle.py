@@ -29,7 +29,7 @@ class PEagleConfig(ParallelConfig):
 
 
 class PEagleHead(ParallelHead):
-    """The head; the names of the weights are the published ones, but that `further.N` is `layers.N + 1`."""
+    """The head; the names of the weights are the published ones."""
 
     config: PEagleConfig
 
@@ -37,8 +37,8 @@ class PEagleHead(ParallelHead):
         super().__init__(config)
         layer = config.layer
         first = Eagle3Config(layer, config.target_hidden_size, config.draft_vocab_size, config.norm_before_residual)
-        self.midlayer = Eagle3Layer(first)
-        self.further = nn.ModuleList(DecoderLayer(layer, has_head_norms=False) for _ in range(config.num_layers - 1))
+        further = [DecoderLayer(layer, has_head_norms=False) for _ in range(config.num_layers - 1)]
+        self.layers = nn.ModuleList([Eagle3Layer(first), *further])
         self.mask_hidden = nn.Parameter(torch.zeros(1, config.num_features * config.target_hidden_size))
 
     def run(self, caches: Sequence[ColumnCache], rows: Sequence[Columns | Rows]) -> Sequence[Tensor]:
@@ -49,13 +49,15 @@ class PEagleHead(ParallelHead):
         embeddings, hidden = self._inputs(columns)
         rotation = self._rotation([range(item.first, item.end) for item in columns])
         whole_rotation = rotation[0][None], rotation[1][None]
-        *heads, residual = self.midlayer.project(embeddings[None], hidden[None], whole_rotation)
-        query, key, value = (item[0] for item in heads)
-        hidden = self.midlayer.finish(self._attended(0, caches, columns, query, key, value), residual[0])
-        for number, layer in enumerate(self.further, 1):
-            assert isinstance(layer, DecoderLayer)
-            query, key, value = layer.project(hidden, rotation)
-            hidden = layer.finish(self._attended(number, caches, columns, query, key, value), hidden)
+        for number, layer in enumerate(self.layers):
+            residual = hidden
+            if isinstance(layer, Eagle3Layer):
+                projected = layer.project(embeddings[None], hidden[None], whole_rotation)
+                query, key, value, residual = (item[0] for item in projected)
+            else:
+                assert isinstance(layer, DecoderLayer)
+                query, key, value = layer.project(hidden, rotation)
+            hidden = layer.finish(self._attended(number, caches, columns, query, key, value), residual)
         parts = torch.split(hidden, [item.num_rows for item in columns])
         return [part[-item.num_outputs :] for item, part in zip(columns, parts, strict=True)]
 

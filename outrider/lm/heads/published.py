@@ -9,18 +9,31 @@ from pathlib import Path
 from typing import Any, Final
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from torch import Tensor
 from transformers import AutoConfig, LlamaConfig
+from transformers.activations import ACT2FN
 
-from outrider.errors import ModelUnsupported
+from outrider.errors import InvalidArgument, ModelUnsupported
 from outrider.lm.heads.dflash import DFlashConfig, DFlashHead, LayerKind
-from outrider.lm.heads.files import OutputRows, add_output_layer, fill, read_config, read_weights, take_vocabulary
+from outrider.lm.heads.eagle3 import NUM_FEATURES
+from outrider.lm.heads.files import (
+    OutputRows,
+    add_output_layer,
+    fill,
+    named_feature_layers,
+    read_config,
+    read_weights,
+    take_vocabulary,
+)
 from outrider.lm.heads.parallel import ParallelHead
 from outrider.lm.heads.peagle import PEagleConfig, PEagleHead
 from outrider.lm.heads.vocabulary import DraftVocabulary
 
 _SPECULATORS: Final = "speculators_model_type"
 _EMBEDDING: Final = "embed_tokens.weight"
+_FULL: Final = "full_attention"
+_SLIDING: Final = "sliding_attention"
 _MASK_TOKENS: Final = ("mask_token_id", "pard_token", "ptd_token_id")
 _LAYER_FIELDS: Final = (
     "vocab_size",
@@ -39,6 +52,8 @@ _LAYER_FIELDS: Final = (
     "rope_scaling",
     "rope_parameters",
 )
+_SLIDING_FIELDS: Final = ("use_sliding_window", "sliding_window", "max_window_layers")
+_PARTS: Final = ("transformer_layer_config", "eagle_config", "dspark_config", "dflash_config")
 _NOT_READ: Final[Mapping[str, tuple[Any, ...]]] = {
     "add_swa_attention_sink_bias": (False,),
     "attention_sink_bias": (False,),
@@ -50,6 +65,7 @@ _NOT_READ: Final[Mapping[str, tuple[Any, ...]]] = {
     "partial_rotary_factor": (1,),
     "projector_type": ("dflash", "dspark"),
     "quantization_config": (),
+    "shift_label": (False,),
     "topk_context": (0,),
     "use_aux_hidden_state": (True,),
 }
@@ -73,16 +89,6 @@ def is_peagle(config: Mapping[str, Any]) -> bool:
     )
 
 
-def dflash_feature_layers(config: Mapping[str, Any]) -> tuple[int, ...]:
-    """Return the target layers whose inputs a DFlash or DSpark head fuses; empty where the configuration has none.
-
-    The authors' layout has the layers whose outputs they are, which are one lower.
-    """
-    outputs = _merged(config).get("target_layer_ids")
-    inputs = config.get("aux_hidden_state_layer_ids") or config.get("eagle_aux_hidden_state_layer_ids")
-    return tuple(inputs or [layer + 1 for layer in outputs or ()])
-
-
 def load_published_block(
     folder: Path, output_rows: OutputRows | None = None
 ) -> tuple[ParallelHead, DraftVocabulary] | None:
@@ -96,21 +102,22 @@ def load_published_block(
         ModelUnsupported: a file, weight, map or setting is missing, is not read, or does not fit; the message names it.
     """
     config = read_config(folder)
-    if not is_dflash(config) and not is_peagle(config):
-        return None
-    weights = {name.removeprefix("model."): item for name, item in read_weights(folder).items()}
-    weights = {name: item for name, item in weights.items() if not name.startswith(_NOT_NEEDED)}
     try:
+        is_of_dflash = is_dflash(config)
+        if not is_of_dflash and not is_peagle(config):
+            return None
+        weights = _wanted(read_weights(folder))
         fields = _checked(config)
-        layer, num_layers = _layer(fields, "qwen3" if is_dflash(config) else "llama")
+        layer, types = _layer(fields, "qwen3" if is_of_dflash else "llama")
         vocabulary = take_vocabulary(weights, layer.vocab_size, fields.get("draft_vocab_size"))
-        make = _dflash if is_dflash(config) else _peagle
-        head = make(config, fields, layer, num_layers, len(vocabulary), weights)
-    except KeyError as error:
-        raise ModelUnsupported(f"{folder / 'config.json'} has no {error.args[0]}") from error
-    except (TypeError, ValueError) as error:
-        raise ModelUnsupported(f"{folder / 'config.json'} is not valid: {error}") from error
-    head = head.to(torch.bfloat16)
+        if vocabulary.target_size != layer.vocab_size:
+            raise ModelUnsupported(f"the map t2d has {vocabulary.target_size} tokens, vocab_size is {layer.vocab_size}")
+        make = _dflash if is_of_dflash else _peagle
+        head = make(config, fields, layer, types, len(vocabulary), weights).to(torch.bfloat16)
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError, StrictDataclassError) as error:
+        raise ModelUnsupported(f"{folder / 'config.json'} is not valid: {type(error).__name__}: {error}") from error
+    except InvalidArgument as error:
+        raise ModelUnsupported(f"{folder} is not valid: {error.message}") from error
     add_output_layer(weights, vocabulary, output_rows)
     fill(head, weights)
     if unread := sorted(weights.keys() - head.state_dict().keys()):
@@ -118,16 +125,28 @@ def load_published_block(
     return head, vocabulary
 
 
-def _merged(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields of a configuration and of its parts, the innermost first."""
-    parts = ("transformer_layer_config", "eagle_config", "dspark_config", "dflash_config")
-    return {**config, **{name: value for part in parts for name, value in (config.get(part) or {}).items()}}
+def _wanted(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return the weights that drafting needs, under the names that the heads have for them."""
+    found: dict[str, Tensor] = {}
+    for given, item in weights.items():
+        name = given.removeprefix("model.")
+        if name.startswith("midlayer."):
+            name = f"layers.0.{name.removeprefix('midlayer.')}"
+        if not name.startswith(_NOT_NEEDED):
+            found[name] = item
+    return found
 
 
 def _checked(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the merged fields; raise `ModelUnsupported` for one that is not read and would change something."""
-    fields = _merged(config)
+    """Return the fields of a configuration and of its parts, of which the innermost hold.
+
+    Raises:
+        ModelUnsupported: one is not read and would change something.
+    """
+    fields = {**config, **{name: value for part in _PARTS for name, value in (config.get(part) or {}).items()}}
     rope = {**(fields.get("rope_scaling") or {}), **(fields.get("rope_parameters") or {})}
+    if layers := [name for name, value in rope.items() if isinstance(value, Mapping)]:
+        raise ModelUnsupported(f"heads with rope_parameters of their own for {layers[0]} are not read")
     for name, neutral in _NOT_READ.items():
         for given in (fields.get(name), rope.get(name)):
             if given is not None and given not in neutral:
@@ -135,57 +154,65 @@ def _checked(config: Mapping[str, Any]) -> dict[str, Any]:
     return fields
 
 
-def _layer(fields: Mapping[str, Any], usual: str) -> tuple[LlamaConfig, int]:
-    """Return the configuration of the decoder layers, and their number."""
+def _layer(fields: Mapping[str, Any], usual: str) -> tuple[LlamaConfig, tuple[str, ...]]:
+    """Return the configuration of the decoder layers, and each one's type."""
     model_type = fields.get("model_type") or usual
     if model_type not in ("llama", "qwen3"):
         raise ModelUnsupported(f"heads with layers of model_type {model_type} are not read")
-    given = {name: fields[name] for name in _LAYER_FIELDS if fields.get(name) is not None}
+    if (act := fields.get("hidden_act", "silu")) not in ACT2FN:
+        raise ModelUnsupported(f"heads with hidden_act {act!r} are not read")
+    given = {name: fields[name] for name in (*_LAYER_FIELDS, *_SLIDING_FIELDS) if fields.get(name) is not None}
     # By the class of that type, for its defaults.
     like = AutoConfig.for_model(model_type, **given)
     names = [name for name in _LAYER_FIELDS if name not in ("rope_theta", "rope_scaling")]
     layer = LlamaConfig(**{name: getattr(like, name) for name in names if hasattr(like, name)})
-    return layer, int(layer.num_hidden_layers)
+    num_layers = layer.num_hidden_layers
+    types = fields.get("layer_types") or getattr(like, "layer_types", None) or [_FULL] * num_layers
+    if len(types) < num_layers or not set(types) <= {_FULL, _SLIDING}:
+        raise ModelUnsupported(
+            f"heads of {num_layers} layers with layer_types {', '.join(map(str, types))} are not read"
+        )
+    return layer, tuple(types[:num_layers])
 
 
 def _dflash(
     config: Mapping[str, Any],
     fields: Mapping[str, Any],
     layer: LlamaConfig,
-    num_layers: int,
+    types: tuple[str, ...],
     draft_vocab_size: int,
     weights: dict[str, Tensor],
 ) -> DFlashHead:
-    is_dspark = any("dspark" in str(config.get(name, "")).lower() for name in ("architectures", _SPECULATORS)) or (
-        fields.get("projector_type") == "dspark"
+    is_dspark = fields.get("projector_type") == "dspark" or any(
+        "dspark" in str(config.get(name, "")).lower() for name in ("architectures", _SPECULATORS)
     )
-    markov_rank = int(fields["markov_rank"]) if is_dspark else 0
+    markov_rank = _number(fields, "markov_rank") if is_dspark else 0
     kind = fields.get("markov_head_type") or "vanilla"
     if markov_rank and kind not in ("vanilla", "gated"):
         raise ModelUnsupported(f"heads with markov_head_type {kind!r} are not read")
-    # Configurations of vLLM's speculators say so where they mean it.
-    from_anchor = bool(fields.get("sample_from_anchor", is_dspark and _SPECULATORS not in config))
-    num_rows = int(fields["block_size"])
-    layers = dflash_feature_layers(config)
+    num_rows = _number(fields, "block_size")
+    from_anchor = is_dspark and _predicts_from_anchor(config, fields, num_rows)
+    layers = named_feature_layers(config)
     if not layers:
-        raise KeyError("target_layer_ids")
+        raise ModelUnsupported("the head's configuration has no target_layer_ids")
     if num_rows <= (not from_anchor):
         raise ModelUnsupported(f"a head with block_size {num_rows} predicts no token")
     if is_dspark:
         weights.pop("mask_embedding", None)  # a placeholder there
+    scale = fields.get("input_embedding_scale")
     return DFlashHead(
         DFlashConfig(
             layer,
-            num_layers,
+            layer.num_hidden_layers,
             int(fields.get("target_hidden_size") or layer.hidden_size),
             len(layers),
             draft_vocab_size,
             num_rows if from_anchor else num_rows - 1,
-            _mask_token_id(fields),
+            _number(fields, *_MASK_TOKENS),
             _EMBEDDING in weights,
-            kinds=tuple(_kind(fields, number) for number in range(num_layers)),
+            kinds=tuple(_kind(fields, types, number) for number in range(len(types))),
             predicts_from_anchor=from_anchor,
-            embedding_scale=float(fields.get("input_embedding_scale") or 1.0),
+            embedding_scale=1.0 if scale is None else float(scale),
             has_mask_embedding="mask_embedding" in weights,
             markov_rank=markov_rank,
             is_gated=kind == "gated",
@@ -193,71 +220,79 @@ def _dflash(
     )
 
 
-def _kind(fields: Mapping[str, Any], number: int) -> LayerKind:
+def _predicts_from_anchor(config: Mapping[str, Any], fields: Mapping[str, Any], num_rows: int) -> bool:
+    """Return whether the rows of a DSpark head predict the tokens behind their own."""
+    if (said := fields.get("sample_from_anchor")) is not None:
+        return bool(said)
+    if _SPECULATORS not in config:
+        return not fields.get("dspark_bonus_anchor")
+    # Its default differs between versions; the number of tokens tells.
+    num_tokens = _num_proposed(config)
+    if num_tokens not in (num_rows, num_rows - 1):
+        raise ModelUnsupported("the head's configuration has no sample_from_anchor")
+    return num_tokens == num_rows
+
+
+def _kind(fields: Mapping[str, Any], types: tuple[str, ...], number: int) -> LayerKind:
     """Return how the rows of a block attend in a layer; where nothing else is said, causally in a sliding one."""
-    types = fields.get("layer_types") or ()
-    is_typed = number < len(types) and types[number] == "sliding_attention"
-    is_sliding = is_typed or (bool(fields.get("use_swa")) and "sliding_attention" not in types)
+    is_sliding = types[number] == _SLIDING or (bool(fields.get("use_swa")) and _SLIDING not in types)
     said = [fields[name] for name in ("is_causal", "causal") if fields.get(name) is not None]
-    is_causal = bool(said[0]) if said else is_typed and not fields.get("sliding_window_non_causal")
+    usually = types[number] == _SLIDING and not fields.get("sliding_window_non_causal")
+    is_causal = bool(said[0]) if said else usually
     if not is_sliding:
         return LayerKind(is_causal, None)
-    window = fields.get("swa_window_size") or fields.get("sliding_window")
-    if not window:
-        raise KeyError("sliding_window")
-    return LayerKind(is_causal, int(window))
+    window = _number(fields, "swa_window_size", "sliding_window")
+    if window < 1:
+        raise ModelUnsupported(f"the head's sliding_window is {window}, must be at least 1")
+    return LayerKind(is_causal, window)
 
 
 def _peagle(
     config: Mapping[str, Any],
     fields: Mapping[str, Any],
     layer: LlamaConfig,
-    num_layers: int,
+    types: tuple[str, ...],
     draft_vocab_size: int,
     weights: dict[str, Tensor],
 ) -> PEagleHead:
-    for name in list(weights):
-        weights[_own_name(name)] = weights.pop(name)
-    mask = weights.get("mask_hidden")
-    if mask is None:
-        raise ModelUnsupported("the head lacks the weight mask_hidden")
-    weights["mask_hidden"] = mask.reshape(1, -1)
-    target_hidden_size = int(fields.get("target_hidden_size") or layer.hidden_size)
+    if _SLIDING in types or fields.get("is_causal") is False:
+        raise ModelUnsupported("P-EAGLE heads with sliding_attention, or that are not causal, are not read")
+    for number in range(1, layer.num_hidden_layers):
+        weights.pop(f"layers.{number}.hidden_norm.weight", None)  # only the first has features to normalise
+    if (mask := weights.get("mask_hidden")) is not None:
+        weights["mask_hidden"] = mask.reshape(1, -1)
+    given = (_num_proposed(config), fields.get("num_depths"), fields.get("para_depths"))
+    depth = next((int(item) for item in given if item is not None), _DEFAULT_DEPTH)
+    if depth < 1:
+        raise ModelUnsupported(f"a head with num_depths {depth} predicts no token")
     return PEagleHead(
         PEagleConfig(
             layer,
-            num_layers,
-            target_hidden_size,
-            mask.numel() // target_hidden_size,
+            layer.num_hidden_layers,
+            int(fields.get("target_hidden_size") or layer.hidden_size),
+            len(named_feature_layers(config)) or NUM_FEATURES,
             draft_vocab_size,
-            _depth(config, fields),
-            _mask_token_id(fields),
+            depth,
+            _number(fields, *_MASK_TOKENS),
             _EMBEDDING in weights,
             norm_before_residual=bool(fields.get("norm_before_residual", False)),
         )
     )
 
 
-def _depth(config: Mapping[str, Any], fields: Mapping[str, Any]) -> int:
-    """Return the number of tokens that a P-EAGLE head predicts."""
-    methods = (config.get("speculators_config") or {}).get("proposal_methods") or [{}]
-    given = [methods[0].get("speculative_tokens"), *(fields.get(name) for name in ("num_depths", "para_depths"))]
-    depth = next((int(item) for item in given if item), _DEFAULT_DEPTH)
-    if depth < 1:
-        raise ModelUnsupported(f"a head with speculative_tokens {depth} predicts no token")
-    return depth
+def _num_proposed(config: Mapping[str, Any]) -> int | None:
+    """Return the tokens of a proposal as vLLM's speculators configure them; None where they do not."""
+    methods = (config.get("speculators_config") or {}).get("proposal_methods")
+    given = methods[0].get("speculative_tokens") if methods else None
+    return None if given is None else int(given)
 
 
-def _mask_token_id(fields: Mapping[str, Any]) -> int:
-    found = [fields[name] for name in _MASK_TOKENS if fields.get(name) is not None]
-    if not found:
-        raise KeyError(" or ".join(_MASK_TOKENS))
-    return int(found[0])
-
-
-def _own_name(name: str) -> str:
-    part, _, rest = name.partition(".")
-    number, _, weight = rest.partition(".")
-    if part != "layers" or not number.isdigit():
-        return name
-    return f"midlayer.{weight}" if number == "0" else f"further.{int(number) - 1}.{weight}"
+def _number(fields: Mapping[str, Any], *names: str) -> int:
+    """Return the first of these fields that is given; raise `ModelUnsupported` where none is, or it is no number."""
+    for name in names:
+        if (given := fields.get(name)) is not None:
+            try:
+                return int(given)
+            except (TypeError, ValueError) as error:
+                raise ModelUnsupported(f"the head's {name} is {given!r}, must be a number") from error
+    raise ModelUnsupported(f"the head's configuration has no {' or '.join(names)}")

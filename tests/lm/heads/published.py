@@ -2,7 +2,7 @@
 
 import json
 from abc import abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -121,8 +121,10 @@ class DFlash(PublishedHead):
         block_size: rows of a block.
         from_anchor: whether a row predicts the token behind its own.
         markov: `vanilla`, `gated`, or nothing for a head without a Markov head.
+        rank: of the Markov head.
         sliding: the window of all layers but the first.
         is_causal: whether rows of those layers attend to no row behind them.
+        shape: of the layers.
     """
 
     def __init__(
@@ -133,13 +135,15 @@ class DFlash(PublishedHead):
         block_size: int = 6,
         from_anchor: bool = False,
         markov: str = "",
+        rank: int = 8,
         sliding: int | None = None,
         is_causal: bool = True,
+        shape: Mapping[str, Any] = SHAPE,
     ) -> None:
         size = vocabulary.target_size
-        config = Qwen3Config(**SHAPE, vocab_size=size, num_hidden_layers=num_layers, rope_theta=500.0)
+        config = Qwen3Config(**shape, vocab_size=size, num_hidden_layers=num_layers, rope_theta=500.0)
         super().__init__(config, vocabulary, 3)
-        width, self.rank = config.hidden_size, 8
+        width, self.rank = config.hidden_size, rank
         self.hidden_norm = Qwen3RMSNorm(width, config.rms_norm_eps)
         self.layers = nn.ModuleList(Qwen3DecoderLayer(config, number) for number in range(num_layers))
         self.norm = Qwen3RMSNorm(width, config.rms_norm_eps)
@@ -233,11 +237,19 @@ class PEagle(PublishedHead):
         vocabulary: the tokens that it predicts.
         num_layers: of the head.
         block_size: tokens that it predicts.
+        shape: of the layers.
     """
 
-    def __init__(self, vocabulary: DraftVocabulary, *, num_layers: int = 2, block_size: int = 5) -> None:
+    def __init__(
+        self,
+        vocabulary: DraftVocabulary,
+        *,
+        num_layers: int = 2,
+        block_size: int = 5,
+        shape: Mapping[str, Any] = SHAPE,
+    ) -> None:
         size = vocabulary.target_size
-        config = LlamaConfig(**SHAPE, vocab_size=size, num_hidden_layers=num_layers, rope_theta=500.0)
+        config = LlamaConfig(**shape, vocab_size=size, num_hidden_layers=num_layers, rope_theta=500.0)
         super().__init__(config, vocabulary, 3)
         width, eps = config.hidden_size, config.rms_norm_eps
         first: Any = nn.Module()

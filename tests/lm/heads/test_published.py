@@ -12,6 +12,7 @@ from outrider.drafters.columns import HeadState
 from outrider.errors import ModelUnsupported
 from outrider.lm.heads.checkpoint import feature_layers_of
 from outrider.lm.heads.columns import Columns
+from outrider.lm.heads.dflash import DFlashHead, LayerKind
 from outrider.lm.heads.parallel import ParallelHead
 from outrider.lm.heads.published import load_published_block
 from outrider.lm.heads.vocabulary import DraftVocabulary
@@ -20,6 +21,12 @@ from tests.lm.heads.published import MAKES, MASK_TOKEN_ID, SHAPE, DFlash, PEagle
 V, H = 40, SHAPE["hidden_size"]
 VOCABULARY = DraftVocabulary(torch.arange(1, V, 2), V)
 WHOLE = DraftVocabulary(torch.arange(V), V)
+SLIDING = "sliding_attention"
+
+
+def proposing(num_tokens: int) -> dict[str, object]:
+    """Returns what vLLM's speculators write of a head that proposes so many tokens."""
+    return {"proposal_methods": [{"speculative_tokens": num_tokens}]}
 
 
 @pytest.fixture
@@ -127,26 +134,38 @@ def test_weights_may_be_those_of_a_whole_model(made: DFlash | PEagle, embedding:
 @pytest.mark.parametrize(
     ("make", "change", "message"),
     [
-        ("dflash", {"block_size": None}, "block_size"),
+        ("dflash", {"block_size": None}, "no block_size"),
+        ("dflash", {"block_size": "x"}, "block_size is 'x'"),
         ("dflash", {"block_size": 1}, "block_size 1 predicts no token"),
         ("dflash", {"model_type": "mamba"}, "model_type mamba"),
+        ("dflash", {"hidden_act": "unknown"}, "hidden_act 'unknown'"),
+        ("dflash", {"hidden_size": "16"}, "hidden_size"),
+        ("dflash", {"num_attention_heads": 0}, "is not valid"),
+        ("dflash", {"dflash_config": "x"}, "is not valid"),
         ("dflash", {"dflash_config": {"mask_token_id": 1}}, "target_layer_ids"),
         ("dflash", {"dflash_config": {"target_layer_ids": [0, 1, 2]}}, "mask_token_id"),
         ("dflash", {"dflash_config": {"target_layer_ids": [0, 1], "mask_token_id": 1}}, r"fc\.weight has shape"),
-        ("dflash", {"layer_types": ["sliding_attention"] * 2}, "sliding_window"),
+        ("dflash", {"layer_types": [SLIDING] * 2}, "sliding_window"),
+        ("dflash", {"layer_types": [SLIDING] * 2, "sliding_window": -3}, "sliding_window is -3"),
+        ("dflash", {"layer_types": [SLIDING]}, "2 layers with layer_types sliding_attention"),
+        ("dflash", {"layer_types": ["chunked_attention"] * 2}, "layer_types chunked_attention"),
         ("dflash", {"final_logit_softcapping": 30.0}, "final_logit_softcapping 30.0"),
+        ("dflash", {"shift_label": True}, "shift_label True"),
         ("dflash", {"num_hidden_layers": 1}, r"layout that is not read: layers\.1"),
-        ("dflash", {"num_hidden_layers": 3}, r"lacks the weight layers\.2"),
+        ("dflash", {"num_hidden_layers": 3, "layer_types": None}, r"lacks the weight layers\.2"),
+        ("dflash", {"vocab_size": 48}, "t2d has 40 tokens, vocab_size is 48"),
         ("dspark", {"markov_head_type": "rnn"}, "markov_head_type 'rnn'"),
         ("dspark", {"markov_rank": None}, "markov_rank"),
-        (
-            "dspark",
-            {"rope_parameters": {"rope_type": "default", "rope_theta": 1.0, "partial_rotary_factor": 0.5}},
-            "partial",
-        ),
+        ("dspark", {"rope_parameters": {"rope_theta": 1.0, "partial_rotary_factor": 0.5}}, "partial_rotary_factor 0.5"),
+        ("dspark", {"rope_parameters": {"full_attention": {"rope_theta": 1.0}}}, "own for full_attention"),
+        ("dspark", {"rope_parameters": {"rope_type": "unknown"}}, "unknown"),
         ("peagle", {"logit_scale": 0.5}, "logit_scale 0.5"),
-        ("peagle", {"ptd_token_id": "no"}, "is not valid"),
-        ("peagle", {"num_depths": -1}, "predicts no token"),
+        ("peagle", {"ptd_token_id": "no"}, "ptd_token_id is 'no'"),
+        ("peagle", {"num_depths": -1}, "num_depths -1"),
+        ("peagle", {"layer_types": [SLIDING] * 2}, "sliding_attention"),
+        ("peagle", {"is_causal": False}, "not causal"),
+        ("peagle", {"eagle_aux_hidden_state_layer_ids": [1, 2, 3, 4]}, r"mask_hidden has shape \[1, 48\]"),
+        ("peagle", {"num_hidden_layers": 3}, r"lacks the weight layers\.2"),
     ],
 )
 def test_what_is_missing_or_not_read_is_named(
@@ -166,6 +185,50 @@ def test_a_head_without_its_masks_feature_is_refused(embedding: Tensor, tmp_path
     made.save(tmp_path, made.config(), without=("mask_hidden",))
     with pytest.raises(ModelUnsupported, match="lacks the weight mask_hidden"):
         load(tmp_path, embedding)
+
+
+@pytest.mark.parametrize(
+    ("change", "num_tokens"),
+    [
+        ({"sample_from_anchor": None}, 5),
+        ({"sample_from_anchor": False}, 4),
+        ({"dspark_bonus_anchor": True}, 4),
+        ({"speculators_model_type": "dspark", "sample_from_anchor": False}, 4),
+        ({"speculators_model_type": "dspark", "speculators_config": proposing(5)}, 5),
+        ({"speculators_model_type": "dspark", "speculators_config": proposing(4)}, 4),
+    ],
+)
+def test_whether_the_anchors_row_predicts_a_token(
+    embedding: Tensor, tmp_path: Path, change: dict[str, object], num_tokens: int
+) -> None:
+    made = MAKES["dspark"](VOCABULARY)
+    made.randomise(embedding)
+    made.save(tmp_path, made.config() | change)
+    assert load(tmp_path, embedding).block_size == num_tokens
+    made.save(tmp_path, made.config() | {"speculators_model_type": "dspark"})
+    with pytest.raises(ModelUnsupported, match="no sample_from_anchor"):
+        load(tmp_path, embedding)
+
+
+def test_older_configurations_have_sliding_layers_by_their_number(embedding: Tensor, tmp_path: Path) -> None:
+    made = DFlash(VOCABULARY, num_layers=3, sliding=5)
+    made.randomise(embedding)
+    config = made.config() | {"use_sliding_window": True, "max_window_layers": 1}
+    del config["layer_types"]
+    made.save(tmp_path, config)
+    head = load(tmp_path, embedding)
+    assert isinstance(head, DFlashHead)
+    assert head.config.kinds == (LayerKind(False, None), LayerKind(True, 5), LayerKind(True, 5))
+
+
+def test_layers_and_tokens_that_the_target_has_not_are_named(embedding: Tensor, tmp_path: Path) -> None:
+    made = DFlash(WHOLE)
+    made.randomise(embedding)
+    made.save(tmp_path, made.config(), without=("lm_head",))
+    with pytest.raises(ModelUnsupported, match="predicts the token 39, which the target has not"):
+        load(tmp_path, embedding[:30])
+    with pytest.raises(ModelUnsupported, match="features of target layers 1, 2, 3, the target has 2"):
+        feature_layers_of(tmp_path, 2)
 
 
 def test_other_folders_are_not_of_such_heads(tmp_path: Path) -> None:
