@@ -120,6 +120,9 @@ def options(target: Path, folder: Path, place: str) -> StackOptions:
 
 async def check_texts(client: OutriderClient, cases: Sequence[Case], least_rate: float, num_tokens: int) -> None:
     """Check that texts are the target's, with chains and trees, and that so many drafted tokens are accepted."""
+    for _ in range(20):  # the first texts may end before a draft has opened their sessions
+        if sum(one.statistics.num_draft_tokens for one in await together(client, Speculation(), 0.0, num_tokens)):
+            break
     for temperature, max_nodes, rule in cases:
         drafted = await together(
             client, Speculation(acceptance_rule=rule, max_nodes=max_nodes), temperature, num_tokens
