@@ -27,6 +27,7 @@ from outrider.training.distill import DataOptions, distill
 from outrider.training.options import DistillOptions, MethodKind
 from outrider.training.synthesis import SynthesisOptions
 from outrider.training.trainer import Progress
+from tests.served.law import check_law
 from tests.served.stacks import until_all_in_rotation
 from tests.training.models import save_target, save_tokenizer
 
@@ -250,6 +251,17 @@ async def test_within_the_target_they_change_nothing_and_nothing_crosses_the_net
         first = await client.complete(_asking(PROMPTS[0], Speculation(), max_tokens=30))
         second = await client.complete(_asking(PROMPTS[1], Speculation(), max_tokens=30, session_id=first.session_id))
         assert second.statistics.acceptance_rate > 0.1
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("place", ["service", "target"])
+async def test_outputs_follow_the_targets_distribution(
+    method: MethodKind, target: Path, folder: Path, place: str
+) -> None:
+    async with LocalStack(_options(method, target, folder, place)) as stack, stack.client() as client:
+        await until_all_in_rotation(stack)
+        await check_law(client, target)
 
 
 async def test_a_conversation_goes_on_with_features_of_what_is_new(client: OutriderClient, method: MethodKind) -> None:

@@ -1,7 +1,6 @@
 """Block heads of others behind the real services: they guess well, and change nothing."""
 
 import asyncio
-import itertools
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -9,7 +8,6 @@ import pytest
 import torch
 from torch import Tensor
 from torch.nn import functional
-from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from outrider.client import (
     DraftOptions,
@@ -23,7 +21,7 @@ from outrider.client import (
 from outrider.lm.heads.vocabulary import DraftVocabulary
 from outrider.parameters import AcceptanceRule, SamplingParameters
 from tests.lm.heads.published import SHAPE, DFlash, PEagle
-from tests.served.fit import SIGNIFICANCE, p_value
+from tests.served.law import check_law, read_target
 from tests.served.stacks import until_all_in_rotation
 from tests.training.models import save_target, save_tokenizer
 
@@ -47,8 +45,6 @@ CASES: tuple[Case, ...] = (
 NUM_STEPS, NUM_TEXTS, TEXT_LEN = 300, 16, 48
 MAX_TOKENS = 400
 """So many that drafts have opened a session before its text ends."""
-NUM_SAMPLES, NUM_TOKENS, CONCURRENCY = 1000, 4, 16
-ALLOWED = (10, 20, 30, 40)
 
 
 @pytest.fixture(scope="module")
@@ -57,11 +53,6 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("target")
     save_tokenizer(Path(save_target(folder)))
     return folder
-
-
-def read_target(folder: Path) -> PreTrainedModel:
-    model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
-    return model.eval().requires_grad_(False)
 
 
 def planted(folder: Path, output: Path) -> Path:
@@ -163,40 +154,4 @@ async def test_trained_heads_change_nothing_and_follow_the_targets_distribution(
         await until_all_in_rotation(stack)
         # By chance it would be 0.02.
         await check_texts(client, CASES, 0.05, MAX_TOKENS)
-        for rule, max_nodes in itertools.product((AcceptanceRule.COUPLED, AcceptanceRule.REJECTION), (3, 9)):
-            samples = await sample(client, Speculation(acceptance_rule=rule, max_nodes=max_nodes))
-            assert p_value(samples, distribution(target)) > SIGNIFICANCE, (rule, max_nodes)
-
-
-async def sample(client: OutriderClient, speculation: Speculation) -> list[tuple[int, ...]]:
-    """Returns the outputs of as many requests, each with noise of its own."""
-    seeds, outputs, num_accepted = iter(range(NUM_SAMPLES)), [], 0
-
-    async def run() -> None:
-        nonlocal num_accepted
-        for seed in seeds:
-            bias = dict.fromkeys(ALLOWED, 60.0)
-            parameters = SamplingParameters(seed=seed, max_tokens=NUM_TOKENS, logit_bias=bias)
-            request = GenerationRequest(token_ids=PROMPTS[0], parameters=parameters, speculation=speculation)
-            generation = await client.complete(request)
-            outputs.append(tuple(generation.token_ids))
-            num_accepted += generation.statistics.num_accepted_tokens
-
-    await asyncio.gather(*(run() for _ in range(CONCURRENCY)))
-    assert num_accepted > NUM_SAMPLES / 4
-    return outputs
-
-
-def distribution(target: Path) -> dict[tuple[int, ...], float]:
-    """Returns the target's distribution of the first tokens, of which only those that are allowed are likely."""
-    model, found = read_target(target), {(): 1.0}
-    for _ in range(NUM_TOKENS):
-        texts = torch.tensor([[*PROMPTS[0], *path] for path in found])
-        shares = model(texts).logits[:, -1, list(ALLOWED)].double().softmax(-1).tolist()
-        pairs = zip(found.items(), shares, strict=True)
-        found = {
-            (*path, token_id): before * share
-            for (path, before), row in pairs
-            for token_id, share in zip(ALLOWED, row, strict=True)
-        }
-    return found
+        await check_law(client, target)
