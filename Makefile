@@ -117,7 +117,7 @@ format: install ## Formats the code and sorts its imports.
 	@$(BIN)/ruff check --fix-only --quiet .
 	@$(BIN)/ruff format --quiet .
 
-exactness: install ## Proves losslessness: enumeration, known wrong rules, 30,000 served samples a case, 30 prompts. Takes 100 minutes.
+exactness: install ## Proves losslessness: enumeration, known wrong rules, 30,000 served samples a case, 30 prompts. Takes 2 hours.
 	@$(BIN)/python -m pytest -q tests/exactness tests/speculation/test_draws.py tests/speculation/test_randomness.py tests/served -m 'not gpu' $(ARGS)
 
 gpu-check: install ## Runs the tests that need an NVIDIA GPU.

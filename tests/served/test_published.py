@@ -25,6 +25,9 @@ from tests.served.law import check_law, read_target
 from tests.served.stacks import until_all_in_rotation
 from tests.training.models import save_target, save_tokenizer
 
+# In `make exactness`. The default run has `tests/lm/heads/test_published.py`, and the drafter over such heads in
+# `tests/drafters`.
+pytestmark = pytest.mark.slow
 V = 64
 WHOLE = DraftVocabulary(torch.arange(V), V)
 TARGET_SHAPE = SHAPE | {"hidden_size": 32}
@@ -134,7 +137,7 @@ async def together(
     return await asyncio.gather(*map(client.complete, asked))
 
 
-@pytest.mark.parametrize("place", ["service", pytest.param("target", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("place", ["service", "target"])
 async def test_a_published_head_changes_nothing(target: Path, tmp_path: Path, place: str) -> None:
     folder = planted(target, tmp_path / "head")
     async with LocalStack(options(target, folder, place)) as stack, stack.client() as client:
@@ -142,7 +145,6 @@ async def test_a_published_head_changes_nothing(target: Path, tmp_path: Path, pl
         await check_texts(client, CASES[1:3], 0.1, 60)
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("place", ["service", "target"])
 @pytest.mark.parametrize("name", TRAINED)
