@@ -27,7 +27,7 @@ from outrider.training.distill import DataOptions, distill
 from outrider.training.options import DistillOptions, MethodKind
 from outrider.training.synthesis import SynthesisOptions
 from outrider.training.trainer import Progress
-from tests.served.law import check_law
+from tests.served.known_distribution import check_distribution
 from tests.served.stacks import until_all_in_rotation
 from tests.training.models import save_target, save_tokenizer
 
@@ -261,7 +261,7 @@ async def test_outputs_follow_the_targets_distribution(
 ) -> None:
     async with LocalStack(_options(method, target, folder, place)) as stack, stack.client() as client:
         await until_all_in_rotation(stack)
-        await check_law(client, target)
+        await check_distribution(client, target)
 
 
 async def test_a_conversation_goes_on_with_features_of_what_is_new(client: OutriderClient, method: MethodKind) -> None:

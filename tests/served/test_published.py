@@ -21,7 +21,7 @@ from outrider.client import (
 from outrider.lm.heads.vocabulary import DraftVocabulary
 from outrider.parameters import AcceptanceRule, SamplingParameters
 from tests.lm.heads.published import SHAPE, DFlash, PEagle
-from tests.served.law import check_law, read_target
+from tests.served.known_distribution import check_distribution, read_target
 from tests.served.stacks import until_all_in_rotation
 from tests.training.models import save_target, save_tokenizer
 
@@ -156,4 +156,4 @@ async def test_trained_heads_change_nothing_and_follow_the_targets_distribution(
         await until_all_in_rotation(stack)
         # By chance it would be 0.02.
         await check_texts(client, CASES, 0.05, MAX_TOKENS)
-        await check_law(client, target)
+        await check_distribution(client, target)

@@ -23,7 +23,7 @@ def read_target(folder: Path) -> PreTrainedModel:
     return model.eval().requires_grad_(False)
 
 
-async def check_law(client: OutriderClient, target: Path) -> None:
+async def check_distribution(client: OutriderClient, target: Path) -> None:
     """Check the joint distribution of the first tokens under both rules, with chains and trees."""
     expected = distribution(target)
     for rule, max_nodes in itertools.product((AcceptanceRule.COUPLED, AcceptanceRule.REJECTION), (3, 9)):
