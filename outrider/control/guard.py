@@ -1,11 +1,15 @@
-"""Never slower than plain decoding: a target's rate with speculation and without it, compared by turns.
+"""Never slower than plain decoding: the time per output token with speculation and without it, compared by turns.
 
 A session's controller (`policy`) weighs what it can predict: passes, waits, the values of nodes. What it cannot is what
 drafts take from the target itself, where they share its cores, its memory or its device. So the whole is measured. Now
 and then all sessions of a target decode without drafts for a few passes, or, where speculation is off, with them; the
-output tokens a second decide which of both goes on. It is asked again the less often the more often it was confirmed.
+time per output token decides which of both goes on. It is the mean of the sessions, not the time of all their tokens:
+one text that repeats itself yields many tokens a pass, and makes the passes of all others longer.
 
-The rates depend on how many sessions there are: each power of two has its own, and begins as the one below has ended
+On cores that others use too, one comparison is by a tenth too high or too low. So what comparisons show is added up,
+within bounds, and decides by its sign. At a bound it is certain, and asked again the less often the longer it is.
+
+The times depend on how many sessions there are: each power of two has its own, and begins as the one below has ended
 up. Those whose prompts are still read count too, so that drafts which will not pay do not hold up these prompts.
 From four sessions on it also begins without speculation where more sessions were found to be slower with it: a target
 that has just started finds out once under a full load, not again and again as that load ends.
@@ -13,17 +17,18 @@ They depend on where drafts are: one within the target's process is compared by 
 """
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Final
 
 _WORTH: Final = 1.05
-"""Speculation goes on above this ratio of the rates. What is measured as equal costs: drafts have texts to read first,
-and sessions that end at different times leave passes less full (0.97 in full passes was 0.93 of a wave of 8)."""
+"""Speculation goes on where plain decoding takes so many times as long per token. What is measured as equal costs:
+drafts have texts to read first, and sessions that end at different times leave passes less full (0.97 in full passes
+was 0.93 of a wave of 8)."""
 _SETTLE: Final = 2
 """Passes after a change that do not count: proposals are on their way, or the first ones are."""
-_TURNS: Final = 8
-_TURNS_OF_ONE: Final = 16
-"""Passes of a trial; of one session with speculation more, since the tokens of its passes vary most."""
+_TURNS: Final = {True: 12, False: 8}
+"""Passes of a trial with speculation, and without: the tokens of passes with it vary."""
 _FIRST: Final = {True: 48, False: 128}
 _MOST: Final = {True: 1024, False: 2048}
 """Passes with speculation, and without, from one trial of the other to the next: at first, and at most. With more
@@ -35,38 +40,61 @@ _SEVERAL: Final = 3
 """The level, of four to seven sessions, from which on what more sessions were found to gain holds for fewer too."""
 _TRIAL_SHARE: Final = 0.01
 """Share of the time that trials may take from then on: one that was found to cost much is long not repeated."""
-_FINDINGS: Final = 2
-"""Trials in a row that find speculation faster before they become rarer: one may have met a busy machine."""
+_MOST_OF_ONE: Final = 0.2
+_CERTAIN: Final = 0.3
+"""What one trial can show, and all together, as logarithms of ratios: one may have met a busy machine, and what was
+found a hundred times can change."""
 _MOST_FASTER: Final = 4
 _LEAST_SHARE: Final = 0.5
 """Of a pass's time, what prompts do not take: where they take more, what is left of it is known too badly to count."""
 _DECAY: Final = 0.985
+_LEAST_PART: Final = 0.01
+"""Of the time of all passes, what a session that has ended is kept for."""
+_LEAST_TOKENS: Final = 0.5
+"""A session without any token counts as if it had so many."""
 _MAX_RATIO: Final = 4.0
 """A pass counts as at most so many times as long as the mean: a stall of the machine shows nothing."""
 
 
-@dataclass(slots=True)
-class _Rate:
-    """Tokens and seconds of passes, in which old ones decay."""
+class _TokenTimes:
+    """The time per output token of each session, over passes of which old ones decay.
 
-    tokens: float = 0.0
-    seconds: float = 0.0
-    num: float = 0.0
+    Args:
+        decay: what each pass leaves of those before.
 
-    def add(self, tokens: int, seconds: float) -> None:
-        if self.num > 0:
-            seconds = min(seconds, _MAX_RATIO * self.seconds / self.num)
-        self.tokens = _DECAY * self.tokens + tokens
-        self.seconds = _DECAY * self.seconds + seconds
-        self.num = _DECAY * self.num + 1
+    Attributes:
+        seconds: of all passes.
+    """
+
+    def __init__(self, decay: float = _DECAY) -> None:
+        self.seconds = self._num = 0.0
+        self._decay = decay
+        self._sessions: dict[int, tuple[float, float]] = {}
+
+    def add(self, num_tokens: Mapping[int, int], seconds: float) -> None:
+        """Add a pass; `num_tokens` has each session that decoded, or waited for a proposal meanwhile."""
+        if self._num:
+            seconds = min(seconds, _MAX_RATIO * self.pass_s)
+        decay = self._decay
+        self.seconds = decay * self.seconds + seconds
+        self._num = decay * self._num + 1
+        sessions = {number: (decay * tokens, decay * spent) for number, (tokens, spent) in self._sessions.items()}
+        for number, num in num_tokens.items():
+            tokens, spent = sessions.get(number, (0.0, 0.0))
+            sessions[number] = tokens + num, spent + seconds
+        self._sessions = {key: item for key, item in sessions.items() if item[1] > _LEAST_PART * self.seconds}
 
     @property
-    def value(self) -> float:
-        return self.tokens / self.seconds if self.seconds > 0 else 0.0
+    def per_token_s(self) -> float:
+        """Seconds per output token: the mean of the sessions, by how long each was there; 0 before any."""
+        times = self._sessions.values()
+        whole_s = sum(spent for _, spent in times)
+        return sum(spent**2 / max(_LEAST_TOKENS, tokens) for tokens, spent in times) / whole_s if whole_s else 0.0
 
     @property
     def pass_s(self) -> float:
-        return self.seconds / self.num if self.num > 0 else 0.0
+        """Seconds of a pass; 0 before any."""
+        return self.seconds / self._num if self._num else 0.0
 
 
 @dataclass(slots=True)
@@ -79,9 +107,10 @@ class _Case:
         is_trial: whether the other is being tried.
         num_passes: since that changed.
         interval: passes until the next trial.
-        num_findings: trials in a row that found what goes on now.
-        rates: with speculation (True) and without.
-        trial: tokens and seconds of the last trial, with its passes that do not count for the rate.
+        evidence: what trials have shown, as the logarithm of how many times as fast speculation is, over what it has to
+            be; None before the first.
+        times: with speculation (True) and without.
+        trial: of the last trial, with its passes that do not count for the times.
     """
 
     level: int
@@ -89,9 +118,9 @@ class _Case:
     is_trial: bool = False
     num_passes: int = 0
     interval: int = 0
-    num_findings: int = 0
-    rates: dict[bool, _Rate] = field(default_factory=lambda: {True: _Rate(), False: _Rate()})
-    trial: tuple[float, float] = (0.0, 0.0)
+    evidence: float | None = None
+    times: dict[bool, _TokenTimes] = field(default_factory=lambda: {True: _TokenTimes(), False: _TokenTimes()})
+    trial: _TokenTimes = field(default_factory=_TokenTimes)
 
     def __post_init__(self) -> None:
         self.interval = self.first_interval
@@ -102,7 +131,7 @@ class _Case:
 
     @property
     def num_turns(self) -> int:
-        return _TURNS_OF_ONE if self.level == 1 and self.allows else _TURNS
+        return _TURNS[self.allows]
 
     @property
     def allows(self) -> bool:
@@ -111,49 +140,53 @@ class _Case:
     @property
     def is_decided(self) -> bool:
         """Whether a trial has decided what goes on."""
-        return self.num_findings > 0
+        return self.evidence is not None
+
+    @property
+    def is_certain(self) -> bool:
+        return self.evidence is not None and abs(self.evidence) >= _CERTAIN
 
     def begin_without(self, interval: int) -> None:
         """Go on without speculation, and try it after so many passes."""
         self.speculates, self.is_trial, self.num_passes, self.interval = False, False, 0, interval
 
-    def observe(self, num_tokens: int, seconds: float) -> None:
+    def observe(self, num_tokens: Mapping[int, int], seconds: float) -> None:
         """Observe a pass; decide at the end of a trial."""
         self.num_passes += 1
         if self.num_passes > _SETTLE:
-            self.rates[self.allows].add(num_tokens, seconds)
+            self.times[self.allows].add(num_tokens, seconds)
         if self.is_trial:
-            self.trial = self.trial[0] + num_tokens, self.trial[1] + seconds
+            self.trial.add(num_tokens, seconds)
         if not self.is_trial and self.num_passes >= self.interval:
-            self.is_trial, self.num_passes, self.trial = True, 0, (0.0, 0.0)
-            self.rates[self.allows] = _Rate()
+            self.is_trial, self.num_passes, self.trial = True, 0, _TokenTimes(decay=1.0)
+            self.times[self.allows] = _TokenTimes()
         elif self.is_trial and self.num_passes >= _SETTLE + self.num_turns:
             self._decide()
 
     def _decide(self) -> None:
         before = self.speculates
-        self.speculates = self.rates[True].value >= _WORTH * self.rates[False].value
+        gain = math.log(self.times[False].per_token_s / (_WORTH * self.times[True].per_token_s))
+        evidence = (self.evidence or 0.0) + max(-_MOST_OF_ONE, min(_MOST_OF_ONE, gain))
+        self.evidence = max(-_CERTAIN, min(_CERTAIN, evidence))
+        self.speculates = self.evidence >= 0
         is_same = self.speculates is before
-        self.num_findings = self.num_findings + 1 if is_same else 1
-        if self.speculates and self.num_findings < _FINDINGS:
+        if self.speculates and not self.is_certain:
             self.interval = self.first_interval
         else:
-            interval = 2 * self.interval if is_same else self.first_interval
+            interval = 2 * self.interval if is_same and self.is_certain else self.first_interval
             self.interval = min(max(interval, self._least_interval(is_same=is_same)), _MOST[self.speculates])
         self.is_trial, self.num_passes = False, 0
 
     def _least_interval(self, *, is_same: bool) -> int:
         """Return the passes after which a trial of what was found to be slower takes no more than its share."""
-        kept, other = self.rates[self.speculates], self.rates[not self.speculates]
-        if kept.value <= 0:
-            return 0
-        num_tokens, seconds = self.trial
+        kept, other = self.times[self.speculates], self.times[not self.speculates]
+        # Texts that drafts have to read first may take most of a trial.
+        trial, seconds = self.trial, self.trial.seconds
         if not is_same:
             # What is slower has gone on until now, so that no trial of it was measured.
-            seconds = (_SETTLE + self.num_turns) * other.pass_s
-            num_tokens = seconds * other.value
-        # What the same tokens would not have taken: texts that drafts have to read first may take most of a trial.
-        lost_s = max(0.0, seconds - num_tokens / kept.value)
+            trial, seconds = other, (_SETTLE + self.num_turns) * other.pass_s
+        # What the same tokens would not have taken.
+        lost_s = seconds * max(0.0, 1 - kept.per_token_s / trial.per_token_s)
         return math.ceil(lost_s / kept.pass_s / _TRIAL_SHARE)
 
 
@@ -183,20 +216,20 @@ class SpeculationGuard:
         """
         self._case = self._found(num_sessions.bit_length())
 
-    def observe(self, now: float, num_tokens: int, *, counts: bool, prompts_s: float = 0.0) -> None:
+    def observe(self, now: float, num_tokens: Mapping[int, int], *, counts: bool, prompts_s: float = 0.0) -> None:
         """Observe a pass.
 
         Args:
             now: monotonic time of its end, in seconds.
-            num_tokens: that it output.
-            counts: whether it shows a rate: most sessions decode, and could speculate.
+            num_tokens: that each session output, by its number; 0 for those that decode and took no part in it.
+            counts: whether it shows a time per token: most sessions decode, and could speculate.
             prompts_s: seconds that prompts are expected to have taken in it, which are left out.
         """
         last, self._last = self._last, (self._case, now) if counts else None
         if not counts or last is None or last[0] is not self._case:
             return
         rest_s = now - last[1] - prompts_s
-        if rest_s >= _LEAST_SHARE * (now - last[1]):
+        if rest_s > 0 and rest_s >= _LEAST_SHARE * (now - last[1]):
             self._case.observe(num_tokens, rest_s)
 
     def _found(self, level: int) -> _Case:

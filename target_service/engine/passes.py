@@ -28,7 +28,7 @@ from target_service.engine.rounds import Round, decide_all
 from target_service.engine.scheduling import Scheduler, Share, prepared_again
 
 _LEAST_DECODING: Final = 0.75
-"""Of the open sessions, so many have to decode in a pass that shows the rate of this number of sessions."""
+"""Of the open sessions, so many have to decode in a pass that shows the times of this number of sessions."""
 
 
 class Passes:
@@ -75,7 +75,8 @@ class Passes:
         self._unexpected = UnexpectedErrors()
         self.on_pass: Callable[[float], object] = lambda seconds: None
         self.last_s = 0.0
-        self._num_sessions, self._num_decoding = 1, 0
+        self._num_sessions = 1
+        self._num_tokens: dict[int, int] = {}
 
     def run(self, shares: list[Share]) -> None:
         """Run a pass over the shares, and send the verdicts.
@@ -95,14 +96,14 @@ class Passes:
         self.on_pass(duration_s)
         self.host.apply_gentle()
         judged = [(share, logits) for share, logits in zip(shares, outputs, strict=True) if share.step.wants_logits]
-        num_tokens = 0
         for share, result in self._judge(judged):
-            num_tokens += len(result.token_ids)
+            if not share.is_prefill:
+                self._num_tokens[share.request.number] = len(result.token_ids)
             try:
                 self._conclude(share, result, duration_s, expected_s)
             except Exception as error:
                 self.host.fail_request(share.request, error)
-        self._observe_rate(shares, num_tokens)
+        self._observe_times(shares)
         for share in shares:
             if not share.step.wants_logits:
                 self._go_on(share.request)
@@ -110,15 +111,15 @@ class Passes:
             stream.flush()
         self._write_behind()
 
-    def _observe_rate(self, shares: Sequence[Share], num_tokens: int) -> None:
+    def _observe_times(self, shares: Sequence[Share]) -> None:
         prompts = [(share.step.num_rows, share.step.span.start) for share in shares if share.is_prefill]
         prompts_s = sum(self._times.prefill_s(*prompt) for prompt in prompts)
-        shows_rate = self._num_decoding >= _LEAST_DECODING * self._num_sessions and math.isfinite(prompts_s)
+        shows_times = len(self._num_tokens) >= _LEAST_DECODING * self._num_sessions and math.isfinite(prompts_s)
         now, terms = time.monotonic(), [share.request.speculation.terms for share in shares]
         for own_draft in (False, True):
             can_speculate = any(item.num_speculative_tokens and item.own_draft is own_draft for item in terms)
             guard = self._statistics.guard_of(own_draft=own_draft)
-            guard.observe(now, num_tokens, counts=can_speculate and shows_rate, prompts_s=prompts_s)
+            guard.observe(now, self._num_tokens, counts=can_speculate and shows_times, prompts_s=prompts_s)
 
     def _divide(self, shares: list[Share], error: Exception) -> None:
         """Run the halves of a pass that failed; the session that fails alone ends alone."""
@@ -201,16 +202,16 @@ class Passes:
         num_decode = sum(share.step.num_rows for share in shares if not share.is_prefill)
         self._times.observe(duration_s, num_decode, prefill)
         self.last_s = duration_s
-        self._count_sessions(shares, len(prefill))
+        self._count_sessions(shares)
 
-    def _count_sessions(self, shares: list[Share], num_prompts: int) -> None:
+    def _count_sessions(self, shares: list[Share]) -> None:
         """Have the next rounds be planned for the sessions that there are; before they begin."""
-        taking_part = {share.request.number for share in shares}
+        taking_part = {share.request.number: not share.is_prefill for share in shares}
         unfinished = [request for request in self._requests.open_ones if not request.finished]
         # Those that decode have one token to run.
-        num_waiting = sum(request.num_uncached != 1 for request in unfinished if request.number not in taking_part)
+        decoding = [item for item in unfinished if taking_part.get(item.number, item.num_uncached == 1)]
+        self._num_tokens = {request.number: 0 for request in decoding}
         self._num_sessions = max(1, len(unfinished))
-        self._num_decoding = len(unfinished) - num_prompts - num_waiting
-        self._times.num_sessions = max(1, self._num_decoding)
+        self._times.num_sessions = max(1, len(decoding))
         for own_draft in (False, True):
             self._statistics.guard_of(own_draft=own_draft).count(self._num_sessions)

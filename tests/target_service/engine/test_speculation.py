@@ -228,7 +228,7 @@ async def test_sessions_whose_prompts_are_still_to_be_read_decide_about_drafts_t
         for _ in range(60):
             guard.count(8)
             now += 0.04 if guard.allows else 0.02
-            guard.observe(now, 8, counts=True)
+            guard.observe(now, dict.fromkeys(range(8), 1), counts=True)
         options = {"num_speculative_tokens": 4, "max_wait_s": 0.5, "stop_token_ids": (), "own_draft": True}
         for handle in range(2, 3 + num_others):
             await caller.open(handle, PROMPT, GREEDY, session=f"s{handle}", **options)
