@@ -7,9 +7,11 @@ one session, continuous batching (`generate_batch`) for many. Throughput is the 
 time from the first request to the last token, prefill included.
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from statistics import stdev
 from typing import Any, Final
 
 from bench.models import served_name, synthetic_pair, transformers_name
@@ -29,8 +31,10 @@ SPECULATION: Final = "speculation"
 GENERATE: Final = "generate"
 BATCH: Final = "generate_batch"
 _MANY: Final = 16
-_WAVES: Final = 4
-"""Waves of a round, at most, for loads of fewer sessions than many: one takes two seconds, too short for a ratio."""
+_WAVES: Final = 8
+_SESSIONS: Final = 64
+"""Waves of a round, and sessions of them all, at most, so far as there are several. One wave takes two to ten seconds,
+and of two equal ones the second takes 4 to 12 % more or less time on two cores of a machine that others use too."""
 _APART_S: Final = 0.01
 """Seconds from each request of a wave to the next: sent at once, they come in any order, and which prompt is read first
 makes waves of 2 and 4 sessions by a tenth longer or shorter."""
@@ -47,8 +51,9 @@ class Options:
         prompt_lens: prompt lengths, in tokens, assigned to the sessions in turn, comma-separated; questions have their
             own.
         num_tokens: output tokens per session.
-        num_rounds: rounds per load, of which the median is reported, also of speculation over plain decoding. A round
-            has up to four waves, of 16 sessions together.
+        num_rounds: rounds per load, of which the median is reported, also of speculation over plain decoding, with its
+            standard error: on cores that others use too it may be 0.02 and more. A round
+            has up to eight waves, of 64 sessions together: all takes 20 minutes on two cores.
         model: base model of the target: a model name, or a shape such as `shape:8b`.
         drafter: model, for the synthetic pair; or a drafter of the model itself: block or eagle3 for the shipped heads,
             suffix, ngram.
@@ -87,10 +92,15 @@ class Options:
         """Numbers of concurrent sessions."""
         return numbers("sessions", self.sessions, int, 1)
 
+    @property
+    def known_lengths(self) -> tuple[int, ...]:
+        """Prompt lengths, each once."""
+        return numbers("prompt_lens", self.prompt_lens, int, 1)
+
     def lengths(self, num_sessions: int) -> list[list[int]]:
         """Return the prompt lengths of a round's waves of `num_sessions` sessions; together they have all lengths."""
-        known = numbers("prompt_lens", self.prompt_lens, int, 1)
-        num_waves = max(-(-len(known) // num_sessions), min(_WAVES, _MANY // num_sessions))
+        known = self.known_lengths
+        num_waves = max(-(-len(known) // num_sessions), min(_WAVES, _SESSIONS // num_sessions))
         lengths = [known[index % len(known)] for index in range(num_waves * num_sessions)]
         return [lengths[start : start + num_sessions] for start in range(0, len(lengths), num_sessions)]
 
@@ -161,7 +171,7 @@ class _Load:
     async def _generate(self) -> dict[str, Any]:
         """Measure transformers with one session at a time, over all prompt lengths."""
         self._step(GENERATE)
-        prompts = self._draw([length for wave in self._options.lengths(1) for length in wave])
+        prompts = self._draw(self._options.known_lengths)
         await self._peer.generate(prompts[0], 2)
         rates = []
         for _ in range(self._options.num_rounds):
@@ -185,7 +195,8 @@ class _Load:
         medians = [_median_row(rows[mode]) for mode in rows]
         # Of the rounds, since the machine's speed changes from one to the next.
         rounds = zip(rows[SPECULATION], rows[PLAIN], strict=True)
-        medians[1]["over_plain"] = median(speculation["tokens/s"] / plain["tokens/s"] for speculation, plain in rounds)
+        ratios = [speculation["tokens/s"] / plain["tokens/s"] for speculation, plain in rounds]
+        medians[1] |= {"over_plain": median(ratios), "over_plain_se": _standard_error(ratios)}
         return medians
 
     async def _wave(self, lengths: Sequence[int], mode: str) -> list[Trace]:
@@ -236,7 +247,13 @@ def _row(num_sessions: int, mode: str, rate: float, traces: Sequence[Trace] = ()
         "acceptance": _acceptance(traces),
         "tokens/pass": _tokens_per_pass(traces),
         "over_plain": None,
+        "over_plain_se": None,
     }
+
+
+def _standard_error(values: Sequence[float]) -> float | None:
+    """Return the standard error of their median, as of a normal distribution; None of one value."""
+    return math.sqrt(math.pi / 2 / len(values)) * stdev(values) if len(values) > 1 else None
 
 
 def _acceptance(traces: Sequence[Trace]) -> float | None:

@@ -30,7 +30,7 @@ _SETTLE: Final = 2
 _TURNS: Final = {True: 12, False: 8}
 """Passes of a trial with speculation, and without: the tokens of passes with it vary."""
 _FIRST: Final = {True: 48, False: 128}
-_MOST: Final = {True: 1024, False: 2048}
+_MOST: Final = {True: 1024, False: 4096}
 """Passes with speculation, and without, from one trial of the other to the next: at first, and at most. With more
 sessions fewer passes of the first kind show as much, down to a quarter."""
 _INHERITED: Final = 1024
@@ -38,7 +38,7 @@ _INHERITED: Final = 1024
 same cores and drafts, and all drafts have their texts to read for a trial."""
 _SEVERAL: Final = 3
 """The level, of four to seven sessions, from which on what more sessions were found to gain holds for fewer too."""
-_TRIAL_SHARE: Final = 0.01
+_TRIAL_SHARE: Final = 0.005
 """Share of the time that trials may take from then on: one that was found to cost much is long not repeated."""
 _MOST_OF_ONE: Final = 0.2
 _CERTAIN: Final = 0.3
